@@ -1,0 +1,46 @@
+"""The errors lipdp raises. Each message names the thing, says why it is refused, and says what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
+    "LipdpError",
+    "LipdpWarning",
+    "UnboundedError",
+    "UnsupportedError",
+]
+
+
+class LipdpError(Exception):
+    """Root of every error of this library."""
+
+
+class ConfigurationError(LipdpError, ValueError):
+    """An argument that can't be meant: a negative epsilon, a batch larger than the dataset, an unknown name."""
+
+
+class BudgetError(LipdpError, RuntimeError):
+    """The privacy budget does not allow it: too small for one step, or already spent."""
+
+
+class UnboundedError(LipdpError, ValueError):
+    """Some sensitivity is infinite: an unbounded input, an unconstrained hidden layer, a loss that is not Lipschitz."""
+
+
+class UnsupportedError(LipdpError, TypeError):
+    """A module or function that can't be analysed, or that mixes the examples of a batch."""
+
+
+class DataError(LipdpError, ValueError):
+    """The data are not what they should be: missing, corrupt, not finite, of the wrong shape."""
+
+
+class CheckpointError(LipdpError, RuntimeError):
+    """A checkpoint that is corrupt, or that belongs to another model or plan."""
+
+
+class LipdpWarning(UserWarning):
+    """Something legal that is probably not meant, e.g. delta at or above one over the dataset's size."""
