@@ -1,0 +1,25 @@
+"""The calculus of bounds: how far activations, cotangents and per-example gradients can reach, proved from the graph."""
+
+from lipdp.bounds.analysis import Analysis, ParameterBound, analyse, sensitivities
+from lipdp.bounds.bound import Bound, Shape, Transfer, times
+from lipdp.bounds.operator_norm import certified_norm
+from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
+
+__all__ = [
+    "Analysis",
+    "Bound",
+    "Call",
+    "ParameterBound",
+    "ParameterRef",
+    "Shape",
+    "Transfer",
+    "analyse",
+    "certified_norm",
+    "rule",
+    "rule_for_function",
+    "sensitivities",
+    "times",
+]
+
+# Imported for their effect: they register the rules of torch's own layers and functions.
+from lipdp.bounds import rules_elementwise, rules_functions, rules_modules  # noqa: F401

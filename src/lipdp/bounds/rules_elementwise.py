@@ -1,0 +1,149 @@
+"""Rules of elementwise activations, as modules, functions and tensor methods alike.
+
+For y = f(x) elementwise: the Jacobian is diag(f'(x_i)), so its norm is at most sup|f'|; and |f(t)| ≤ c|t| + a for all t
+gives ‖y‖ ≤ c‖x‖ + a√n (triangle inequality). Where |f| ≤ M, also ‖y‖ ≤ M√n.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from lipdp.bounds.bound import Bound, Transfer, times
+from lipdp.bounds.registry import Call, rule, rule_for_function
+
+__all__ = ["Elementwise", "elementwise_transfer"]
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """|f(t)| ≤ min(slope·|t| + offset, ceiling) and |f'(t)| ≤ gain for all t."""
+
+    gain: float = 1.0
+    slope: float = 1.0
+    offset: float = 0.0
+    ceiling: float = math.inf
+
+
+def elementwise_transfer(f: Elementwise, x: Bound) -> Transfer:
+    """The bounds of y = f(x)."""
+    root = math.sqrt(x.size)
+    norm = min(times(f.slope, x.norm) + f.offset * root, times(f.ceiling, root))
+    return Transfer(Bound(norm, x.shape), gains=(f.gain,))
+
+
+# sup|f'| rounded up: GELU 1.12890 (tanh form 1.12903), SiLU 1.09984, Mish 1.08850, SELU 1.0507·1.67326 = 1.75810.
+_FIXED: list[tuple[Elementwise, tuple[Any, ...], tuple[type[torch.nn.Module], ...]]] = [
+    (Elementwise(), (torch.relu, F.relu, "relu"), (torch.nn.ReLU,)),
+    (Elementwise(ceiling=6.0), (F.relu6,), (torch.nn.ReLU6,)),
+    (Elementwise(), (F.celu, torch.celu), (torch.nn.CELU,)),
+    (Elementwise(ceiling=1.0), (F.softsign,), (torch.nn.Softsign,)),
+    (Elementwise(), (F.tanhshrink,), (torch.nn.Tanhshrink,)),
+    (Elementwise(), (torch.abs, "abs"), ()),
+    (Elementwise(ceiling=1.0), (torch.tanh, F.tanh, "tanh"), (torch.nn.Tanh,)),
+    (Elementwise(0.25, 0.25, 0.5, 1.0), (torch.sigmoid, F.sigmoid, "sigmoid"), (torch.nn.Sigmoid,)),
+    (Elementwise(1 / 6, 1 / 6, 0.5, 1.0), (F.hardsigmoid,), (torch.nn.Hardsigmoid,)),
+    (Elementwise(1.0, 1.0, math.log(2)), (F.logsigmoid,), (torch.nn.LogSigmoid,)),
+    (Elementwise(1.13), (F.gelu,), (torch.nn.GELU,)),
+    (Elementwise(1.10), (F.silu,), (torch.nn.SiLU,)),
+    (Elementwise(1.09), (F.mish,), (torch.nn.Mish,)),
+    (Elementwise(1.5), (F.hardswish,), (torch.nn.Hardswish,)),
+    (Elementwise(1.7581, 1.7581), (F.selu, torch.selu), (torch.nn.SELU,)),
+    (Elementwise(), (torch.sin, "sin"), ()),
+    (Elementwise(1.0, 1.0, 0.0), (torch.neg, "neg"), ()),
+]
+
+
+def _register(f: Elementwise, targets: tuple[Any, ...], classes: tuple[type[torch.nn.Module], ...]) -> None:
+    @rule_for_function(*targets)
+    def _function(call: Call) -> Transfer:
+        return elementwise_transfer(f, call.inputs[0])
+
+    @rule(*classes)
+    def _module(module: torch.nn.Module, call: Call) -> Transfer:
+        return elementwise_transfer(f, call.inputs[0])
+
+
+for _entry in _FIXED:
+    _register(*_entry)
+
+
+def _leaky(slope: float) -> Elementwise:
+    steepest = max(1.0, abs(slope))
+    return Elementwise(steepest, steepest)
+
+
+def _softplus(beta: float, call: Call) -> Elementwise:
+    if beta <= 0:
+        raise call.refuse(f"softplus with beta={beta}: the rule needs beta > 0")
+    # 0 ≤ softplus(t) ≤ max(t, 0) + ln2/β; torch switches to the identity beyond a threshold, a jump the offset covers.
+    return Elementwise(1.0, 1.0, math.log(2) / beta)
+
+
+def _hardtanh(low: float, high: float, call: Call) -> Elementwise:
+    if not low <= 0 <= high:
+        raise call.refuse(f"hardtanh to [{low}, {high}]: the rule needs 0 inside, so that |f(t)| ≤ |t|")
+    return Elementwise(ceiling=max(-low, high))
+
+
+@rule(torch.nn.LeakyReLU)
+def _leaky_module(module: torch.nn.LeakyReLU, call: Call) -> Transfer:
+    return elementwise_transfer(_leaky(module.negative_slope), call.inputs[0])
+
+
+@rule_for_function(F.leaky_relu)
+def _leaky_function(call: Call) -> Transfer:
+    return elementwise_transfer(_leaky(call.argument(1, "negative_slope", 0.01)), call.inputs[0])
+
+
+@rule(torch.nn.ELU)
+def _elu_module(module: torch.nn.ELU, call: Call) -> Transfer:
+    return elementwise_transfer(_leaky(module.alpha), call.inputs[0])
+
+
+@rule_for_function(F.elu)
+def _elu_function(call: Call) -> Transfer:
+    return elementwise_transfer(_leaky(call.argument(1, "alpha", 1.0)), call.inputs[0])
+
+
+@rule(torch.nn.Softplus)
+def _softplus_module(module: torch.nn.Softplus, call: Call) -> Transfer:
+    return elementwise_transfer(_softplus(float(module.beta), call), call.inputs[0])
+
+
+@rule_for_function(F.softplus)
+def _softplus_function(call: Call) -> Transfer:
+    return elementwise_transfer(_softplus(float(call.argument(1, "beta", 1.0)), call), call.inputs[0])
+
+
+@rule(torch.nn.Hardtanh)
+def _hardtanh_module(module: torch.nn.Hardtanh, call: Call) -> Transfer:
+    return elementwise_transfer(_hardtanh(module.min_val, module.max_val, call), call.inputs[0])
+
+
+@rule_for_function(F.hardtanh)
+def _hardtanh_function(call: Call) -> Transfer:
+    low, high = call.argument(1, "min_val", -1.0), call.argument(2, "max_val", 1.0)
+    return elementwise_transfer(_hardtanh(low, high, call), call.inputs[0])
+
+
+def _dropout(p: float, training: bool, call: Call) -> Transfer:
+    """Scaling by 1/(1−p) where kept: diagonal, entries 0 or 1/(1−p), drawn per example and independent of the data."""
+    if not training or p == 0:
+        return elementwise_transfer(Elementwise(), call.inputs[0])
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return elementwise_transfer(Elementwise(scale, scale), call.inputs[0])
+
+
+@rule(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d)
+def _dropout_module(module: torch.nn.Dropout, call: Call) -> Transfer:
+    return _dropout(module.p, module.training, call)
+
+
+@rule_for_function(F.dropout)
+def _dropout_function(call: Call) -> Transfer:
+    return _dropout(float(call.argument(1, "p", 0.5)), bool(call.argument(2, "training", True)), call)

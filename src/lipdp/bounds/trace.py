@@ -1,0 +1,225 @@
+"""From a module to a graph of operations with known shapes, or a refusal that says what can't be analysed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lipdp.bounds.bound import Shape
+from lipdp.bounds.registry import has_rule
+from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+
+__all__ = ["Traced", "describe", "find_input_shape", "trace"]
+
+# Two batch sizes, so that a size written into `forward` as a number can't pass for the batch dimension by chance.
+_BATCHES = (3, 5)
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_VIEWS = ("Flatten", "Unflatten", "Identity")
+
+
+class _Tracer(fx.Tracer):
+    """Stops at every module that has a rule, and at torch's own modules (which are refused later if they have none)."""
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        if has_rule(m):
+            return True
+        if isinstance(m, _CONTAINERS) and type(m).forward is getattr(torch.nn, type(m).__name__, type(m)).forward:
+            return False
+        return type(m).__module__.startswith("torch.nn")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced module: its graph, and for every node what it evaluates to (a shape without batch, or a constant)."""
+
+    model: torch.nn.Module
+    modules: dict[str, torch.nn.Module]
+    graph: fx.Graph
+    names: dict[int, str]  # id of a trainable parameter -> its name in the model the caller gave
+    shapes: dict[fx.Node, tuple[Shape, ...]]
+    constants: dict[fx.Node, Any]
+
+
+def find_input_shape(model: torch.nn.Module) -> Shape | None:
+    """The per-example input shape that a :class:`lipdp.nn.BoundedInput` of the model declares, if there is one."""
+    for module in model.modules():
+        shape = getattr(module, "input_shape", None)
+        if isinstance(shape, tuple):
+            return shape
+    return None
+
+
+def describe(node: fx.Node, modules: dict[str, torch.nn.Module]) -> str:
+    """How an error message names a node of the graph."""
+    if node.op == "call_module":
+        target = str(node.target)
+        return f"layer '{target}' ({type(modules[target]).__name__})"
+    stack = node.meta.get("nn_module_stack") or {}
+    owner = next(reversed(stack), "") if stack else ""
+    place = f" in the forward of '{owner}'" if owner else " in the model's forward"
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", str(node.target))
+        return f"function '{name}'{place}"
+    if node.op == "call_method":
+        return f"tensor method '.{node.target}()'{place}"
+    return f"{node.op} '{node.target}'"
+
+
+def trace(model: torch.nn.Module, input_shape: Shape | None = None) -> Traced:
+    """Trace ``model`` with torch.fx and evaluate every node's shape on zeros, at two batch sizes."""
+    shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
+    if shape is None:
+        raise ConfigurationError(
+            "the shape of the model's input is unknown. Start the model with lipdp.nn.BoundedInput(shape, norm=…), or pass "
+            "input_shape= (the shape of one example, without the batch dimension)."
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"a model is a torch.nn.Module, not {type(model).__name__}")
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if has_rule(model):  # a bare layer: give it a graph of its own
+        model = torch.nn.Sequential(model)
+    tracer = _Tracer()
+    try:
+        graph = tracer.trace(model)
+    except LipdpError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} can't be traced by torch.fx: {error}. The calculus needs a forward without "
+            "data-dependent control flow. Move such code into a module of its own and give it a rule (lipdp.bounds.rule)."
+        ) from error
+    modules = dict(model.named_modules())
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    required = [node for node in placeholders if not node.args]
+    if len(required) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__}.forward takes {len(required)} inputs; the calculus handles models of one input tensor."
+        )
+    _refuse_hidden_changes(graph, modules)
+    shapes, constants = _evaluate(model, modules, graph, required[0], shape)
+    return Traced(model, modules, graph, names, shapes, constants)
+
+
+def _refuse_hidden_changes(graph: fx.Graph, modules: dict[str, torch.nn.Module]) -> None:
+    """Hooks and torch parametrisations change what a layer computes behind its rule's back; in-place writes likewise."""
+    for name, module in modules.items():
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(module, hook, None) for hook in hooks):
+            raise UnsupportedError(
+                f"layer '{name}' ({type(module).__name__}) has hooks, which can change what it computes; its bound would "
+                "not be proved. Remove them (old-style weight_norm and spectral_norm are hooks too)."
+            )
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+            raise UnsupportedError(
+                f"layer '{name}' ({type(module).__name__}) normalises by the statistics of the batch: it mixes examples, so "
+                "one example's influence can't be bounded. Use lipdp.nn.LayerCentering or a GroupNorm in its place, or freeze "
+                "it: .eval() with public statistics."
+            )
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            raise UnsupportedError(
+                f"layer '{name}' uses torch.nn.utils.parametrize: gradients taken through a parametrisation have no known "
+                "bound. Use a lipdp.nn layer with a constraint instead."
+            )
+    for node in graph.nodes:
+        in_place = (
+            (node.op == "call_module" and getattr(modules[str(node.target)], "inplace", False))
+            or (node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"))
+            or (node.op == "call_function" and node.kwargs.get("inplace", False))
+            or (node.op == "call_function" and str(getattr(node.target, "__name__", "")).startswith("i") and _is_iop(node))
+        )
+        if not in_place:
+            continue
+        source = node.args[0]
+        owns_its_memory = (
+            isinstance(source, fx.Node)
+            and source.op == "call_module"
+            and type(modules[str(source.target)]).__name__ not in _VIEWS
+        )
+        if not owns_its_memory or len(source.users) > 1:
+            raise UnsupportedError(
+                f"{describe(node, modules)} works in place on a tensor that something else may read, so the graph does not "
+                "say what is computed. Use the version that is not in place (inplace=False)."
+            )
+
+
+def _is_iop(node: fx.Node) -> bool:
+    return node.target in (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul)
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluate without leaving a trace: no gradients, the same random state, the same buffers afterwards."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
+        changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+        for name in changed:
+            model.get_buffer(name).copy_(buffers[name])
+        if changed:
+            raise UnsupportedError(
+                f"the forward pass changes the buffer '{changed[0]}' of {type(model).__name__}: state that is updated from "
+                "the data is a release that nothing accounts for. Make it constant, or remove it."
+            )
+
+
+def _evaluate(
+    model: torch.nn.Module,
+    modules: dict[str, torch.nn.Module],
+    graph: fx.Graph,
+    placeholder: fx.Node,
+    input_shape: Shape,
+) -> tuple[dict[fx.Node, tuple[Shape, ...]], dict[fx.Node, Any]]:
+    """Shapes of the nodes that depend on the input; values of those that do not."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    depends: set[fx.Node] = {placeholder}
+    for node in graph.nodes:
+        if any(source in depends for source in node.all_input_nodes):
+            depends.add(node)
+    shapes: dict[fx.Node, tuple[Shape, ...]] = {}
+    constants: dict[fx.Node, Any] = {}
+    with _undisturbed(model):
+        for batch in _BATCHES:
+            interpreter = _Recorder(model, graph, modules)
+            interpreter.run(torch.zeros(batch, *input_shape, dtype=like.dtype, device=like.device))
+            for node, value in interpreter.values.items():
+                parts = value if isinstance(value, tuple | list) else (value,)
+                if node not in depends or not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+                    constants[node] = value
+                    continue
+                if any(part.ndim == 0 or part.shape[0] != batch for part in parts):
+                    got = ", ".join(str(tuple(part.shape)) for part in parts)
+                    raise UnsupportedError(
+                        f"{describe(node, modules)} gives shape {got} for a batch of {batch}: its first dimension is no "
+                        "longer the batch, so examples may be mixed. Keep dimension 0 for the examples."
+                    )
+                shapes[node] = tuple(tuple(part.shape[1:]) for part in parts)
+    return shapes, constants
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the graph and keeps every node's value; errors name the layer."""
+
+    def __init__(self, model: torch.nn.Module, graph: fx.Graph, modules: dict[str, torch.nn.Module]) -> None:
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self.extra_traceback = False
+        self.modules_by_name = modules
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            self.values[n] = super().run_node(n)
+        except LipdpError:
+            raise
+        except Exception as error:
+            shape = n.args[0] if n.args else None
+            got = getattr(self.values.get(shape) if isinstance(shape, fx.Node) else None, "shape", None)
+            raise ConfigurationError(
+                f"{describe(n, self.modules_by_name)} fails on an input of shape {tuple(got) if got else 'unknown'}: {error}"
+            ) from error
+        return self.values[n]

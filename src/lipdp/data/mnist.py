@@ -1,0 +1,123 @@
+"""MNIST and Fashion-MNIST: four gzipped idx files each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lipdp.data.files import RemoteFile, ensure
+from lipdp.data.idx import read_idx
+from lipdp.data.info import Availability, DatasetInfo, Loaded, images_dataset
+
+__all__ = ["FASHION_MNIST", "MNIST", "IdxImages"]
+
+_FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+@dataclass(frozen=True)
+class IdxImages:
+    """Grey images in the four files of MNIST, in this order: train images, train labels, test images, test labels."""
+
+    info: DatasetInfo
+    files: tuple[RemoteFile, RemoteFile, RemoteFile, RemoteFile]
+
+    def availability(self, root: Path) -> Availability:
+        """On disk when the four files are."""
+        folder = root / self.info.name
+        return Availability(self.info.name, all((folder / file.name).is_file() for file in self.files), folder)
+
+    def load(self, root: Path, *, download: bool) -> Loaded:
+        """Fetch what is missing, check the sha256 of all, read."""
+        paths = [root / self.info.name / file.name for file in self.files]
+        for file, path in zip(self.files, paths, strict=True):
+            ensure(self.info.name, file, path, download=download)
+        train, test = (
+            images_dataset(
+                read_idx(images, 3)[:, None],  # the channel
+                read_idx(labels, 1),
+                largest=255,
+                size=size,
+                info=self.info,
+            )
+            for images, labels, size in (
+                (paths[0], paths[1], self.info.train_size),
+                (paths[2], paths[3], self.info.test_size),
+            )
+        )
+        return train, test, self.info
+
+
+def _files(
+    mirrors: tuple[str, ...], hashes: tuple[str, str, str, str]
+) -> tuple[RemoteFile, RemoteFile, RemoteFile, RemoteFile]:
+    one, two, three, four = (RemoteFile(name, sha256, mirrors) for name, sha256 in zip(_FILES, hashes, strict=True))
+    return one, two, three, four
+
+
+# The sha256 are those of the files whose md5 the publishers and torchvision give.
+MNIST = IdxImages(
+    DatasetInfo(
+        name="mnist",
+        classes=10,
+        shape=(1, 28, 28),
+        train_size=60_000,
+        test_size=10_000,
+        class_names=tuple("0123456789"),
+        licence="CC BY-SA 3.0, as commonly stated",
+        citation="Y. LeCun, C. Cortes and C. J. C. Burges. The MNIST database of handwritten digits. 1998.",
+        source="http://yann.lecun.com/exdb/mnist/",
+    ),
+    _files(
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
+    ),
+)
+
+FASHION_MNIST = IdxImages(
+    DatasetInfo(
+        name="fashion_mnist",
+        classes=10,
+        shape=(1, 28, 28),
+        train_size=60_000,
+        test_size=10_000,
+        class_names=(
+            "T-shirt/top",
+            "Trouser",
+            "Pullover",
+            "Dress",
+            "Coat",
+            "Sandal",
+            "Shirt",
+            "Sneaker",
+            "Bag",
+            "Ankle boot",
+        ),
+        licence="MIT (Zalando SE)",
+        citation="H. Xiao, K. Rasul and R. Vollgraf. Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine "
+        "Learning Algorithms. arXiv:1708.07747, 2017.",
+        source="https://github.com/zalandoresearch/fashion-mnist",
+    ),
+    _files(
+        (
+            # Plain http: this kind of S3 site offers no other. The sha256 is what makes it safe.
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+        ),
+        (
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+        ),
+    ),
+)

@@ -1,0 +1,54 @@
+"""The datasets by name."""
+
+from __future__ import annotations
+
+import os
+from types import MappingProxyType
+
+from lipdp.data.cifar10 import CIFAR10
+from lipdp.data.digits import DIGITS
+from lipdp.data.files import data_root
+from lipdp.data.info import Availability, Loaded, Source
+from lipdp.data.mnist import FASHION_MNIST, MNIST
+from lipdp.errors import ConfigurationError
+
+__all__ = ["SOURCES", "available", "load", "names"]
+
+_ALL: tuple[Source, ...] = (DIGITS, MNIST, FASHION_MNIST, CIFAR10)
+SOURCES = MappingProxyType({source.info.name: source for source in _ALL})
+
+
+def names() -> tuple[str, ...]:
+    """The names that `load` knows."""
+    return tuple(SOURCES)
+
+
+def available(root: str | os.PathLike[str] | None = None) -> dict[str, Availability]:
+    """For each name, whether it can be loaded without the network, and where it is or would be put.
+
+    Only looks whether the files are there; `load` checks what is in them.
+    """
+    folder = data_root(root)
+    return {name: source.availability(folder) for name, source in SOURCES.items()}
+
+
+def load(name: str, *, root: str | os.PathLike[str] | None = None, download: bool = True) -> Loaded:
+    """Load a dataset: `train, test, metadata`.
+
+    `train` and `test` are `TensorDataset`s of float32 images in [0, 1], shape (N, C, H, W), and int64 labels;
+    `metadata` is a `DatasetInfo`. The pixels are as published, only divided by the largest grey level: no
+    normalisation by statistics of the data, which would have to be paid for in privacy.
+
+    Files are looked for under `root`, else under $LIPDP_DATA, else in the user's cache folder, in a folder of the
+    dataset's name. Missing ones are downloaded there, unless `download` is False. All are checked when read.
+
+    >>> import lipdp.data
+    >>> train, test, metadata = lipdp.data.load("digits")
+    >>> len(train), len(test), metadata.classes, metadata.shape
+    (1438, 359, 10, (1, 8, 8))
+    """
+    # Publishers write fashion-mnist; Python and folders here fashion_mnist.
+    source = SOURCES.get(name.replace("-", "_")) if isinstance(name, str) else None
+    if source is None:
+        raise ConfigurationError(f"there is no dataset {name!r}: load one of {', '.join(map(repr, SOURCES))}.")
+    return source.load(data_root(root), download=download)

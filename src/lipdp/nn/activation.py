@@ -1,0 +1,74 @@
+"""Activations that preserve norms: sorting and rearranging entries loses nothing going back."""
+
+from __future__ import annotations
+
+import torch
+
+from lipdp.bounds import Call, Transfer, rule
+from lipdp.errors import ConfigurationError, DataError
+
+__all__ = ["FullSort", "GroupSort", "MaxMin"]
+
+
+class GroupSort(torch.nn.Module):
+    """Sorts groups of ``group_size`` neighbouring channels, largest first.
+
+    The output is a permutation of the input, chosen by the input: piecewise orthogonal, so norms and cotangent norms are
+    preserved exactly where ReLU would lose half of them.
+
+    Args:
+        group_size: how many neighbouring channels are sorted together; ``None`` sorts all of them.
+        dim: the dimension that holds the channels (1, as in torch's convolutions and dense layers on (batch, features)).
+    """
+
+    def __init__(self, group_size: int | None = 2, dim: int = 1) -> None:
+        super().__init__()
+        if group_size is not None and group_size < 1:
+            raise ConfigurationError(f"group_size must be at least 1 (or None for all channels), not {group_size}")
+        if dim == 0:
+            raise ConfigurationError("GroupSort dim=0 would sort across the examples of the batch; use dim 1 or later")
+        self.group_size = group_size
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sort within groups."""
+        dim = self.dim % x.ndim
+        channels = x.shape[dim]
+        size = channels if self.group_size is None else self.group_size
+        if dim == 0 or channels % size:
+            raise DataError(
+                f"GroupSort({self.group_size}) needs a multiple of {size} channels in dimension {self.dim}, got {channels} "
+                f"in a tensor of shape {tuple(x.shape)}"
+            )
+        grouped = torch.unflatten(x, dim, (channels // size, size))
+        if size == 2:  # two comparisons instead of a sort
+            first, second = grouped.unbind(dim + 1)
+            result = torch.stack((torch.maximum(first, second), torch.minimum(first, second)), dim + 1)
+        else:
+            result = grouped.sort(dim=dim + 1, descending=True).values
+        return result.flatten(dim, dim + 1)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"group_size={self.group_size}, dim={self.dim}"
+
+
+class MaxMin(GroupSort):
+    """GroupSort of pairs."""
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__(2, dim)
+
+
+class FullSort(GroupSort):
+    """GroupSort of all channels at once."""
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__(None, dim)
+
+
+@rule(GroupSort)
+def _group_sort(layer: GroupSort, call: Call) -> Transfer:
+    """A permutation P(x), constant around almost every x: ‖P(x)x‖ = ‖x‖ and ‖P(x)ᵀδ‖ = ‖δ‖."""
+    call.dims(layer.dim)
+    return Transfer(call.inputs[0])

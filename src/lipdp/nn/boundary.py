@@ -1,0 +1,163 @@
+"""Layers that bound what passes: activations going forward, cotangents going back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from lipdp.bounds import Bound, Call, Transfer, rule
+from lipdp.errors import ConfigurationError, DataError
+
+__all__ = ["Boundary", "BoundedInput", "ClipGradient"]
+
+
+def example_norms(x: torch.Tensor) -> torch.Tensor:
+    """‖x_i‖₂ of each example, shaped to broadcast against x; in float32 or better."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    norms: torch.Tensor = torch.linalg.vector_norm(wide.flatten(1), dim=1)
+    return norms.reshape(-1, *([1] * (x.ndim - 1)))
+
+
+def to_ball(x: torch.Tensor, radius: float) -> torch.Tensor:
+    """x·min(1, radius/‖x‖) per example: the projection on the ball, which is 1-Lipschitz."""
+    return (x * (radius / example_norms(x).clamp_min(radius))).to(x.dtype)
+
+
+class _ClipCotangent(torch.autograd.Function):
+    """Identity going forward; going back each example's cotangent is scaled into the ball of radius ``max_norm``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, max_norm: float) -> torch.Tensor:
+        ctx.max_norm = max_norm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return to_ball(grads[0], ctx.max_norm), None
+
+
+def clip_cotangent(x: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """x, with the cotangent that comes back through it clipped per example."""
+    return _ClipCotangent.apply(x, max_norm)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _positive(name: str, value: float) -> float:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
+    return float(value)
+
+
+class BoundedInput(torch.nn.Module):
+    """Bounds the input: X₀ = ``norm``. It also tells the calculus the input's shape, so it usually comes first.
+
+    ``norm`` is a public constant. Never read it off the private data without accounting for it.
+
+    Args:
+        shape: shape of one example, without the batch dimension.
+        norm: radius of the ball or sphere.
+        mode: "ball" scales longer inputs down to ``norm`` (1-Lipschitz, so certificates pass through it); "sphere" scales
+            every input to exactly ``norm`` (0 stays 0), which makes the bounds of the first layers tight. The sphere is not
+            Lipschitz near 0; :func:`lipdp.certify` accounts for that.
+    """
+
+    def __init__(self, shape: Sequence[int], norm: float = 1.0, mode: Literal["ball", "sphere"] = "ball") -> None:
+        super().__init__()
+        self.input_shape = tuple(int(s) for s in ((shape,) if isinstance(shape, int) else shape))
+        if not self.input_shape or any(s <= 0 for s in self.input_shape):
+            raise ConfigurationError(f"BoundedInput needs the shape of one example, of positive sizes, not {shape!r}")
+        self.norm = _positive("BoundedInput norm", norm)
+        if mode not in ("ball", "sphere"):
+            raise ConfigurationError(f"BoundedInput mode must be 'ball' or 'sphere', not {mode!r}")
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale each example into the ball, or onto the sphere."""
+        if tuple(x.shape[1:]) != self.input_shape:
+            raise DataError(
+                f"BoundedInput expects examples of shape {self.input_shape}, so a batch (n, {', '.join(map(str, self.input_shape))});"
+                f" got a tensor of shape {tuple(x.shape)}"
+            )
+        if self.mode == "ball":
+            return to_ball(x, self.norm)
+        norms = example_norms(x)
+        tiny = torch.finfo(norms.dtype).tiny
+        return (x * (self.norm / norms.clamp_min(tiny)).where(norms > tiny, 0.0)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"{self.input_shape}, norm={self.norm:g}, mode={self.mode!r}"
+
+
+@rule(BoundedInput)
+def _bounded_input(layer: BoundedInput, call: Call) -> Transfer:
+    """‖y‖ ≤ norm by construction. The ball's projection is 1-Lipschitz; the sphere's is not Lipschitz at 0 (gain ∞)."""
+    x = call.inputs[0]
+    if layer.mode == "ball":
+        return Transfer(Bound(min(x.norm, layer.norm), x.shape))
+    return Transfer(
+        Bound(layer.norm, x.shape),
+        (math.inf,),
+        why_infinite="scaling to the sphere is not Lipschitz near 0; use mode='ball'",
+    )
+
+
+class ClipGradient(torch.nn.Module):
+    """Identity forward; backward, each example's cotangent is clipped to norm ``max_norm``: G ← min(G, max_norm).
+
+    Put behind the last layer it clips the loss gradient: with C below the loss's constant L every Δ, and with it the noise,
+    shrinks by C/L. The gradient is then that of another (still per-example) direction field; certificates are not affected.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__()
+        self.max_norm = _positive("ClipGradient max_norm", max_norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself."""
+        return clip_cotangent(x, self.max_norm)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"max_norm={self.max_norm:g}"
+
+
+@rule(ClipGradient)
+def _clip_gradient(layer: ClipGradient, call: Call) -> Transfer:
+    return Transfer(call.inputs[0], clip=layer.max_norm)
+
+
+class Boundary(torch.nn.Module):
+    """Projects activations on the ball of radius ``norm`` going forward, clips cotangents at ``cotangent`` going back.
+
+    Between two boundaries *any* layer has a proved Δ, constrained weights or not: its input is bounded by the first one's
+    ``norm``, its cotangent by the second one's ``cotangent``. ``None`` leaves that direction as it is.
+
+    The clip applies to the cotangent of this layer's *input*, so it also covers the projection's own Jacobian.
+    """
+
+    def __init__(self, norm: float | None = None, cotangent: float | None = None) -> None:
+        super().__init__()
+        if norm is None and cotangent is None:
+            raise ConfigurationError("Boundary() bounds nothing: give norm=, cotangent=, or both")
+        self.norm = None if norm is None else _positive("Boundary norm", norm)
+        self.cotangent = None if cotangent is None else _positive("Boundary cotangent", cotangent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project, and mark the place where cotangents are clipped."""
+        if self.cotangent is not None:
+            x = clip_cotangent(x, self.cotangent)
+        return x if self.norm is None else to_ball(x, self.norm)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"norm={self.norm}, cotangent={self.cotangent}"
+
+
+@rule(Boundary)
+def _boundary(layer: Boundary, call: Call) -> Transfer:
+    x = call.inputs[0]
+    norm = x.norm if layer.norm is None else min(x.norm, layer.norm)
+    return Transfer(Bound(norm, x.shape), clip=math.inf if layer.cotangent is None else layer.cotangent)

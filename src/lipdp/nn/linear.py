@@ -1,0 +1,87 @@
+"""Dense layers whose operator norm is at most 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lipdp.bounds import Call, Transfer, rule
+from lipdp.bounds.rules_modules import weighted_transfer
+from lipdp.errors import ConfigurationError
+from lipdp.parametrize import Bjorck, Constrained, Constraint
+from lipdp.parametrize.constraint import project_ball
+
+__all__ = ["SpectralLinear"]
+
+
+def checked_bias_norm(value: float) -> float:
+    """The radius of the bias's ball."""
+    if not (isinstance(value, int | float) and 0 < value < float("inf")):
+        raise ConfigurationError(f"bias_norm must be a positive finite number, not {value!r}")
+    return float(value)
+
+
+class SpectralLinear(Constrained, torch.nn.Linear):
+    """``y = Wx + b`` with ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ ``bias_norm``, both kept by projection after every step.
+
+    Bounds, at T positions (tokens): ``X_out = X + √T·bias_norm``, ``G_in = G``, ``Δ_W = G·X``, ``Δ_b = √T·G``.
+
+    Args:
+        in_features: size of each input.
+        out_features: size of each output.
+        bias: whether to add a bias.
+        bias_norm: radius of the ball that the bias is kept in. It enters the activations' bound, so small is cheap.
+        constraint: how W is brought back (:class:`~lipdp.parametrize.Bjorck`, the default, makes it orthogonal;
+            :class:`~lipdp.parametrize.Spectral` only scales it).
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bias_norm: float = 0.1,
+        constraint: Constraint | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.bias_norm = checked_bias_norm(bias_norm)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.constraint: Constraint = Bjorck() if constraint is None else constraint
+        self.project_()
+
+    def reset_parameters(self) -> None:
+        """A random (semi-)orthogonal matrix and a zero bias."""
+        torch.nn.init.orthogonal_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def project_(self) -> None:
+        """Back to ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ bias_norm."""
+        with torch.no_grad():
+            self.weight.copy_(self.constraint.project(self.weight))
+            if self.bias is not None:
+                self.bias.copy_(project_ball(self.bias, self.bias_norm))
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
+        return f"{super().extra_repr()}{bias}, constraint={self.constraint}"
+
+
+@rule(SpectralLinear)
+def _spectral_linear(layer: SpectralLinear, call: Call) -> Transfer:
+    """‖Wx‖ ≤ ‖x‖ and ‖Wᵀδ‖ ≤ ‖δ‖ from ‖W‖₂ ≤ 1; the gradient Σ_t δ_t⊗x_t has the norm G·X at most."""
+    x = call.inputs[0]
+    return weighted_transfer(
+        x,
+        call.output_shape,
+        gain=1.0,
+        weight_factor=x.norm,
+        bias=None if layer.bias is None else layer.bias_norm,
+        positions=x.positions(),
+    )

@@ -1,0 +1,45 @@
+"""Normalisation that never looks at another example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lipdp.bounds import Call, Transfer, rule
+from lipdp.errors import ConfigurationError
+
+__all__ = ["LayerCentering"]
+
+
+class LayerCentering(torch.nn.Module):
+    """Subtracts each example's own mean: ``y = x − mean(x)`` over ``dim``.
+
+    An orthogonal projection (‖y‖ ≤ ‖x‖, and so for cotangents). It takes batch normalisation's place: the mean is over the
+    example's features, never over the batch.
+
+    Args:
+        dim: dimensions to average over; ``None``: all but the batch. ``1`` centres over channels, ``(2, 3)`` each map.
+    """
+
+    def __init__(self, dim: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.dim = None if dim is None else ((dim,) if isinstance(dim, int) else tuple(dim))
+        if self.dim is not None and 0 in self.dim:
+            raise ConfigurationError("LayerCentering over dimension 0 would average over the batch; use dimensions from 1 on")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Centre each example."""
+        return x - x.mean(dim=tuple(range(1, x.ndim)) if self.dim is None else self.dim, keepdim=True)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"dim={self.dim}"
+
+
+@rule(LayerCentering)
+def _layer_centering(layer: LayerCentering, call: Call) -> Transfer:
+    """I − 11ᵀ/n is an orthogonal projection: symmetric, of norm 1."""
+    if layer.dim is not None:
+        call.dims(layer.dim)
+    return Transfer(call.inputs[0])

@@ -1,0 +1,30 @@
+"""Constrained weights: which set a layer's weights live in, and how they are brought back into it after every step."""
+
+from __future__ import annotations
+
+import torch
+
+from lipdp.parametrize import constraint
+from lipdp.parametrize.constraint import Bjorck, Constraint, Spectral
+
+__all__ = ["Bjorck", "Constrained", "Constraint", "Spectral", "constraint", "project_"]
+
+
+class Constrained:
+    """Mixin of modules whose own parameters live in a constraint set that their bounds rest on."""
+
+    def project_(self) -> None:
+        """Bring this module's own parameters back into their set, in place, so that it holds in floating point."""
+        raise NotImplementedError(f"{type(self).__name__} is Constrained and must define project_")
+
+
+def project_(model: torch.nn.Module) -> None:
+    """Bring every constrained weight of ``model`` back into its set, certified, in place.
+
+    The engine does so before the first and after every optimiser step. It reads parameters only, never data, so it is free
+    post-processing.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Constrained):
+                module.project_()
