@@ -176,6 +176,4 @@ def _batch_norm(module: torch.nn.BatchNorm2d, call: Call) -> Transfer:
         norm = times(gain, x.norm) + math.sqrt(positions) * float(shift.norm())
     worst = float(((x.norm + math.sqrt(positions) * mean.abs()) / std).max())
     parameters = {} if gamma is None else {"weight": worst, "bias": math.sqrt(positions)}
-    return Transfer(
-        Bound(norm, call.output_shape), (gain,), parameters, exact=False, why_infinite="its scale is trained freely"
-    )
+    return Transfer(Bound(norm, call.output_shape), (gain,), parameters, exact=False, why_infinite="its scale is trained freely")

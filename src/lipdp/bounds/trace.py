@@ -137,9 +137,7 @@ def _refuse_hidden_changes(graph: fx.Graph, modules: dict[str, torch.nn.Module])
             continue
         source = node.args[0]
         owns_its_memory = (
-            isinstance(source, fx.Node)
-            and source.op == "call_module"
-            and type(modules[str(source.target)]).__name__ not in _VIEWS
+            isinstance(source, fx.Node) and source.op == "call_module" and type(modules[str(source.target)]).__name__ not in _VIEWS
         )
         if not owns_its_memory or len(source.users) > 1:
             raise UnsupportedError(

@@ -38,9 +38,7 @@ def _source(position: int, size: int, mode: str) -> int | None:
 
 
 @lru_cache(maxsize=4096)
-def _axis_multiplicity(
-    size: int, kernel: int, stride: int, dilation: int, left: int, right: int, mode: str, outputs: int
-) -> int:
+def _axis_multiplicity(size: int, kernel: int, stride: int, dilation: int, left: int, right: int, mode: str, outputs: int) -> int:
     counts = [0] * size
     for output in range(outputs):
         for tap in range(kernel):
@@ -69,9 +67,7 @@ def multiplicity(
     total = 1
     for axis, size in enumerate(sizes):
         left, right = padding[axis]
-        count = (
-            output_length(size, kernel[axis], stride[axis], dilation[axis], left, right) if outputs is None else outputs[axis]
-        )
+        count = output_length(size, kernel[axis], stride[axis], dilation[axis], left, right) if outputs is None else outputs[axis]
         total *= _axis_multiplicity(size, kernel[axis], stride[axis], dilation[axis], left, right, mode, count)
     # An image that no window reads (possible with large strides) still has the operator norm 0 <= √1.
     return max(total, 1)

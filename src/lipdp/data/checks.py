@@ -20,8 +20,7 @@ def require_finite(dataset: TensorDataset) -> None:
     """
     if not isinstance(dataset, TensorDataset):
         raise ConfigurationError(
-            f"require_finite takes a torch.utils.data.TensorDataset, not a {type(dataset).__name__}: put the examples "
-            "in tensors."
+            f"require_finite takes a torch.utils.data.TensorDataset, not a {type(dataset).__name__}: put the examples in tensors."
         )
     bad = torch.zeros(len(dataset), dtype=torch.bool)
     for tensor in dataset.tensors:

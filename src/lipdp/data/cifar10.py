@@ -55,8 +55,7 @@ class CifarBatches:
     def _read(self, folder: Path, names: tuple[str, ...]) -> TensorDataset:
         info = self.info
         batches = [
-            read_batch(folder / name, rows=self.batch_rows, row_size=math.prod(info.shape), classes=info.classes)
-            for name in names
+            read_batch(folder / name, rows=self.batch_rows, row_size=math.prod(info.shape), classes=info.classes) for name in names
         ]
         images = np.concatenate([rows for rows, _ in batches]).reshape(-1, *info.shape)
         labels = np.concatenate([labels for _, labels in batches])

@@ -52,9 +52,7 @@ class IdxImages:
         return train, test, self.info
 
 
-def _files(
-    mirrors: tuple[str, ...], hashes: tuple[str, str, str, str]
-) -> tuple[RemoteFile, RemoteFile, RemoteFile, RemoteFile]:
+def _files(mirrors: tuple[str, ...], hashes: tuple[str, str, str, str]) -> tuple[RemoteFile, RemoteFile, RemoteFile, RemoteFile]:
     one, two, three, four = (RemoteFile(name, sha256, mirrors) for name, sha256 in zip(_FILES, hashes, strict=True))
     return one, two, three, four
 

@@ -12,9 +12,7 @@ from lipdp.errors import ConfigurationError
 __all__ = ["split", "stratified"]
 
 
-def split(
-    dataset: TensorDataset, fraction: float, seed: int = 0, stratify: bool = True
-) -> tuple[TensorDataset, TensorDataset]:
+def split(dataset: TensorDataset, fraction: float, seed: int = 0, stratify: bool = True) -> tuple[TensorDataset, TensorDataset]:
     """Split into `train, validation`; `fraction` is the share of the validation part.
 
     The choice depends on `seed` alone (and on the labels if `stratify`, which keeps the classes' shares; the labels
@@ -31,8 +29,7 @@ def split(
     """
     if not isinstance(dataset, TensorDataset):
         raise ConfigurationError(
-            f"split takes a torch.utils.data.TensorDataset, not a {type(dataset).__name__}: put the examples "
-            "in tensors."
+            f"split takes a torch.utils.data.TensorDataset, not a {type(dataset).__name__}: put the examples in tensors."
         )
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
         raise ConfigurationError(

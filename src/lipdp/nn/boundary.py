@@ -77,8 +77,8 @@ class BoundedInput(torch.nn.Module):
         """Scale each example into the ball, or onto the sphere."""
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataError(
-                f"BoundedInput expects examples of shape {self.input_shape}, so a batch (n, {', '.join(map(str, self.input_shape))});"
-                f" got a tensor of shape {tuple(x.shape)}"
+                f"BoundedInput expects examples of shape {self.input_shape} behind the batch dimension; got a tensor of shape "
+                f"{tuple(x.shape)}"
             )
         if self.mode == "ball":
             return to_ball(x, self.norm)

@@ -1,0 +1,56 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from lipdp.errors import ConfigurationError
+
+__all__ = ["create", "names", "register"]
+
+Builder = Callable[..., torch.nn.Module]
+B = TypeVar("B", bound=Builder)
+_builders: dict[str, Builder] = {}
+
+
+def register(name: str) -> Callable[[B], B]:
+    """Make the decorated constructor available as ``create(name, input_shape=…, classes=…, **options)``."""
+
+    def add(builder: B) -> B:
+        _builders[name] = builder
+        return builder
+
+    return add
+
+
+def names() -> tuple[str, ...]:
+    """The models that :func:`create` knows."""
+    return tuple(sorted(_builders))
+
+
+def create(name: str, *, input_shape: Sequence[int], classes: int, **options: Any) -> torch.nn.Module:
+    """Build a model by name.
+
+    Args:
+        name: one of :func:`names`.
+        input_shape: shape of one example.
+        classes: number of outputs.
+        options: the constructor's other arguments; an unknown one is an error.
+
+    Example:
+        >>> import lipdp
+        >>> model = lipdp.models.create("mlp", input_shape=(1, 8, 8), classes=10, hidden=(32,))
+        >>> sum(p.numel() for p in model.parameters())
+        2368
+    """
+    if name not in _builders:
+        raise ConfigurationError(f"there is no model named {name!r}; there are {', '.join(names())}")
+    if classes < 1:
+        raise ConfigurationError(f"classes must be at least 1, not {classes}")
+    try:
+        return _builders[name](tuple(input_shape), classes, **options)
+    except TypeError as error:
+        raise ConfigurationError(f"model {name!r} does not accept these options: {error}") from error

@@ -1,0 +1,25 @@
+"""Private training: the plan, the engine, the whole run in one call."""
+
+from lipdp.training.callbacks import Callback, ProgressBar, Run
+from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
+from lipdp.training.engine import PrivacyEngine
+from lipdp.training.evaluation import evaluate, predict
+from lipdp.training.fit import fit
+from lipdp.training.history import History
+from lipdp.training.plan import ParameterGroup, PrivacyPlan, plan
+
+__all__ = [
+    "Callback",
+    "History",
+    "ParameterGroup",
+    "PrivacyEngine",
+    "PrivacyPlan",
+    "ProgressBar",
+    "Run",
+    "evaluate",
+    "fit",
+    "load_checkpoint",
+    "plan",
+    "predict",
+    "save_checkpoint",
+]

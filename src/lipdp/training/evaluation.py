@@ -1,0 +1,52 @@
+"""Metrics of a model on data that are not private, or not protected by this guarantee: validation and test sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lipdp.losses import Loss, as_loss
+from lipdp.training.batches import check_dataset, gather
+
+__all__ = ["evaluate", "predict"]
+
+
+def predict(outputs: torch.Tensor) -> torch.Tensor:
+    """The class with the largest output; for one output, whether it is positive."""
+    if outputs.ndim == 1 or outputs.shape[1] == 1:
+        return (outputs.reshape(len(outputs)) > 0).long()
+    return outputs.argmax(dim=1)
+
+
+def evaluate(
+    model: torch.nn.Module,
+    loss: Loss | torch.nn.Module,
+    dataset: Any,
+    *,
+    batch_size: int = 1024,
+    device: torch.device | str | None = None,
+) -> dict[str, float]:
+    """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted."""
+    known = as_loss(loss)
+    size = check_dataset(dataset)
+    place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), torch.device("cpu"))
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    total, correct, classified = 0.0, 0, False
+    try:
+        with torch.no_grad():
+            for start in range(0, size, batch_size):
+                inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
+                outputs, targets = model(inputs.to(place)), targets.to(place)
+                total += float(known(outputs, targets).double().sum())
+                if targets.ndim == 1 and not targets.is_floating_point():
+                    classified = True
+                    correct += int((predict(outputs) == (targets > 0 if outputs[0].numel() == 1 else targets)).sum())
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    metrics = {"loss": total / size}
+    if classified:
+        metrics["accuracy"] = correct / size
+    return metrics

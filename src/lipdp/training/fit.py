@@ -1,0 +1,147 @@
+"""The whole run in one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipdp.data import require_finite
+from lipdp.errors import CheckpointError
+from lipdp.losses import Loss
+from lipdp.training.batches import check_dataset
+from lipdp.training.callbacks import Callback, Run
+from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
+from lipdp.training.engine import PrivacyEngine
+from lipdp.training.evaluation import evaluate
+from lipdp.training.history import History
+from lipdp.training.plan import PrivacyPlan
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Loss | torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: PrivacyPlan,
+    train: Any,
+    validation: Any = None,
+    callbacks: Iterable[Callback] = (),
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    *,
+    microbatch_size: int | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ema_decay: float | None = None,
+    evaluations: int = 10,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    input_shape: tuple[int, ...] | None = None,
+) -> History:
+    """Train ``model`` privately, exactly as ``plan`` says.
+
+    Args:
+        model: the model; trained in place.
+        loss: the loss that was planned for.
+        optimizer: any torch optimiser over the model's parameters.
+        plan: from :func:`lipdp.plan`.
+        train: a map-style dataset of (input, target) pairs. It is sampled by real Poisson sampling.
+        validation: a dataset for the metrics in the history. Its records are not protected by the guarantee.
+        callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
+        seed: for repeatable runs; a secret. See :class:`~lipdp.PrivacyEngine`.
+        device: where to compute.
+        microbatch_size: rows that go through the model at once.
+        scheduler: a torch learning-rate scheduler, advanced after every step.
+        ema_decay: average the weights; validation and the final model use the average.
+        evaluations: about how many rows the history gets, evenly spread, the last one at the end.
+        checkpoint: file to save the run in at every evaluation (atomically).
+        resume: continue from ``checkpoint`` if it exists. Without it an existing file is an error, so nothing is lost.
+        input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
+
+    Returns:
+        The history; ``history.epsilon`` is what was really spent.
+    """
+    check_dataset(train)
+    require_finite(train)
+    file = None if checkpoint is None else Path(checkpoint)
+    if file is not None and file.exists() and not resume:
+        raise CheckpointError(f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file.")
+    engine = PrivacyEngine(
+        model,
+        loss,
+        optimizer,
+        plan,
+        seed=seed,
+        microbatch_size=microbatch_size,
+        device=device,
+        ema_decay=ema_decay,
+        input_shape=input_shape,
+    )
+    history = History(delta=plan.delta)
+    if file is not None and file.exists():
+        history = _restore(file, engine, scheduler)
+    run = Run(engine, history)
+    hooks = list(callbacks)
+    before, started = history.seconds, time.monotonic()
+    every = max(1, round(plan.steps / max(1, evaluations)))
+    for hook in hooks:
+        hook.on_start(run)
+    try:
+        for batch in engine.batches(train):
+            engine.step(*batch)
+            if scheduler is not None:
+                scheduler.step()
+            for hook in hooks:
+                hook.on_step(run)
+            # The last row stands alone at the end; one shortly before it would only cost time.
+            due = engine.steps % every == 0 and plan.steps - engine.steps >= every // 2
+            if due or run.stop or engine.steps == plan.steps:
+                history.epsilon = engine.epsilon
+                history.seconds = before + time.monotonic() - started
+                row = _row(engine, validation, loss)
+                history.add(row)
+                for hook in hooks:
+                    hook.on_evaluation(run, row)
+                if file is not None:
+                    save_checkpoint(_state(engine, history, scheduler), file)
+            if run.stop:
+                break
+    finally:
+        for hook in hooks:
+            hook.on_end(run)
+    history.epsilon = engine.epsilon
+    engine.use_average()
+    return history
+
+
+def _row(engine: PrivacyEngine, validation: Any, loss: Loss | torch.nn.Module) -> dict[str, float]:
+    row = {"step": float(engine.steps), "epoch": engine.steps * engine.plan.sampling_rate, "epsilon": engine.epsilon}
+    if validation is not None:
+        with engine.averaged() as model:
+            metrics = evaluate(model, loss, validation, device=engine.device)
+        row.update({f"validation_{name}": value for name, value in metrics.items()})
+    return row
+
+
+def _state(engine: PrivacyEngine, history: History, scheduler: Any) -> dict[str, Any]:
+    return {
+        "engine": engine.state_dict(),
+        "history": history.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+
+
+def _restore(file: Path, engine: PrivacyEngine, scheduler: Any) -> History:
+    state = load_checkpoint(file, engine.device)
+    if set(state) != {"engine", "history", "scheduler"}:
+        raise CheckpointError(f"'{file}' is a checkpoint, but not one of lipdp.fit")
+    if (state["scheduler"] is None) != (scheduler is None):
+        raise CheckpointError(f"'{file}' was made {'without' if scheduler else 'with'} a learning-rate scheduler; pass the same")
+    engine.load_state_dict(state["engine"])
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    return History.from_state(state["history"])

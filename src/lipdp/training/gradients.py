@@ -1,0 +1,113 @@
+"""The query: the sum over the sampled examples of their gradients, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from lipdp.errors import DataError
+from lipdp.losses import Loss
+from lipdp.training.batches import microbatches
+
+__all__ = ["arithmetic", "gradient_sum"]
+
+
+@contextmanager
+def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+    """Never compute more coarsely than the plan's slack covers: TF32 only where planned, bf16 autocast where planned."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            allow = precision in ("tf32", "bfloat16")
+            before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+            stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before[0])
+            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", before[1])
+            torch.backends.cuda.matmul.allow_tf32 = allow
+            torch.backends.cudnn.allow_tf32 = allow
+        if precision == "bfloat16":
+            stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
+        yield
+
+
+def gradient_sum(
+    model: torch.nn.Module,
+    loss: Loss,
+    parameters: Mapping[str, torch.nn.Parameter],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    microbatch_size: int,
+    device: torch.device,
+    precision: str = "float32",
+) -> dict[str, torch.Tensor]:
+    """Σ_i ∂loss_i/∂θ for each parameter θ: a sum, never a mean, in float32 or better.
+
+    Examples whose contribution is not finite are left out (dropped one by one, so that no other example is affected).
+    """
+    sums = {name: _zeros(p) for name, p in parameters.items()}
+    for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
+        with arithmetic(precision, device):
+            _accumulate(sums, _backward(model, loss, parameters, x, y, mask))
+    if not _all_finite(sums):
+        sums = {name: _zeros(p) for name, p in parameters.items()}
+        for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
+            with arithmetic(precision, device):
+                _accumulate_finite(sums, model, loss, parameters, x, y, mask)
+    return sums
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
+
+
+def _backward(
+    model: torch.nn.Module,
+    loss: Loss,
+    parameters: Mapping[str, torch.nn.Parameter],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mask: torch.Tensor,
+) -> dict[str, torch.Tensor | None]:
+    values = loss(model(x), y)
+    if values.shape != mask.shape:
+        raise DataError(
+            f"the loss returned shape {tuple(values.shape)} for {len(mask)} examples; it must give one value per example "
+            "(reduction='none')"
+        )
+    total = torch.where(mask, values, torch.zeros_like(values)).sum()
+    if not total.requires_grad:
+        raise DataError("the loss does not depend on any trainable parameter")
+    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def _accumulate(sums: dict[str, torch.Tensor], gradients: Mapping[str, torch.Tensor | None]) -> None:
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            sums[name] += gradient
+
+
+def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).all())
+
+
+def _accumulate_finite(
+    sums: dict[str, torch.Tensor],
+    model: torch.nn.Module,
+    loss: Loss,
+    parameters: Mapping[str, torch.nn.Parameter],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    """The slow way, for a batch that holds an example whose gradient overflows: one example at a time."""
+    whole = _backward(model, loss, parameters, x, y, mask)
+    if _all_finite({name: g for name, g in whole.items() if g is not None}):
+        _accumulate(sums, whole)
+        return
+    for row in torch.nonzero(mask).flatten().tolist():
+        alone = slice(row, row + 1)
+        one = _backward(model, loss, parameters, x[alone], y[alone], mask[alone])
+        if _all_finite({name: g for name, g in one.items() if g is not None}):
+            _accumulate(sums, one)

@@ -1,0 +1,59 @@
+"""A plan as a readable table."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lipdp.training.plan import PrivacyPlan
+
+__all__ = ["render", "table"]
+
+
+def _number(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.4g}"
+
+
+def table(plan: PrivacyPlan) -> Table:
+    """Layer, X, G, Δ, where Δ comes from, noise, size: a row for each parameter group."""
+    rows = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
+    total = sum(group.size for group in plan.groups)
+    rows.add_column("parameter", footer="whole step", no_wrap=True)
+    for header, footer in (("X", ""), ("G", ""), ("Δ", _number(plan.sensitivity))):
+        rows.add_column(header, footer=footer, justify="right", no_wrap=True)
+    rows.add_column("source", no_wrap=True)
+    rows.add_column("noise std", footer=_number(math.sqrt(plan.noise_energy / total)), justify="right", no_wrap=True)
+    rows.add_column("parameters", footer=f"{total:,}", justify="right", no_wrap=True)
+    for group in plan.groups:
+        numbers = [_number(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity)]
+        rows.add_row(group.name, *numbers, group.source, _number(group.noise_std), f"{group.size:,}")
+    return rows
+
+
+def render(plan: PrivacyPlan) -> str:
+    """The whole plan as text."""
+    neighbours = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}[plan.adjacency]
+    text = io.StringIO()
+    console = Console(file=text, width=132, highlight=False, color_system=None)
+    console.print(
+        f"Privacy plan: epsilon = {plan.epsilon:.4f} at delta = {plan.delta:g}, for {neighbours} "
+        f"({plan.accountant.upper()}, real Poisson sampling)"
+    )
+    console.print(
+        f"  {plan.steps:,} steps of expected batch {plan.batch_size:,} out of {plan.dataset_size:,} "
+        f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs), noise multiplier {plan.noise_multiplier:.4f}, "
+        f"{plan.allocation} allocation"
+    )
+    console.print(
+        f"  {plan.method}: {plan.loss}, Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}; "
+        f"{plan.precision}, rounding slack {plan.slack - 1:.1e}"
+    )
+    console.print(table(plan))
+    console.print("X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise is added to the gradient sum.")
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
