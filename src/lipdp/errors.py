@@ -8,6 +8,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "LipdpError",
+    "LipdpNotice",
     "LipdpWarning",
     "UnboundedError",
     "UnsupportedError",
@@ -44,3 +45,7 @@ class CheckpointError(LipdpError, RuntimeError):
 
 class LipdpWarning(UserWarning):
     """Something legal that is probably not meant, e.g. delta at or above one over the dataset's size."""
+
+
+class LipdpNotice(UserWarning):
+    """Something legal and correct that costs time or memory, e.g. a layer whose per-example gradients are materialised."""

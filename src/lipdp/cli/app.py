@@ -1,0 +1,58 @@
+"""The application: its commands, in the order of the help text."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lipdp.cli import account, catalog, show, train
+from lipdp.cli.failures import FriendlyGroup
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="lipdp",
+    cls=FriendlyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done; 1 unexpected error; 2 bad configuration or data; 3 the privacy budget does not allow it; "
+    "130 interrupted. LIPDP_DEBUG=1 shows tracebacks.",
+)
+app.command("train", epilog=train.EXAMPLE)(train.train)
+app.command("plan", epilog=show.PLAN_EXAMPLE)(show.plan)
+app.command("bounds", epilog=show.BOUNDS_EXAMPLE)(show.bounds)
+app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
+app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
+app.command("data", epilog=catalog.DATA_EXAMPLE)(catalog.data)
+app.command("recipes", epilog=catalog.RECIPES_EXAMPLE)(catalog.recipes)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from lipdp import __version__
+
+        typer.echo(f"lipdp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Differentially private deep learning whose sensitivities are proved, not clipped."""
+
+
+def main() -> None:
+    """The console script ``lipdp``."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that can't show an ε shows a question mark; it is not a reason to lose a run.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app(prog_name="lipdp")

@@ -1,0 +1,182 @@
+"""``lipdp train``: a recipe from the data to the test accuracy."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipdp.cli import options
+from lipdp.cli.output import console, duration, guarantee, print_json
+from lipdp.cli.settings import budget, configured, dataset_info, training_size
+from lipdp.errors import ConfigurationError, LipdpWarning
+
+if TYPE_CHECKING:
+    from lipdp.recipes import Recipe, Result
+
+__all__ = ["EXAMPLE", "train"]
+
+EXAMPLE = """Example: lipdp train digits --epsilon 3
+
+Example: lipdp train mnist --epsilon 1 --epochs 30 --set options.hidden=128 --checkpoint run.ckpt --output run/ --json"""
+
+_PLAN, _HISTORY, _WEIGHTS, _RESULT = "plan.json", "history.json", "model.pt", "result.json"
+
+
+def train(
+    recipe: options.RecipeName,
+    epsilon: options.Epsilon = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    delta: options.Delta = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
+    learning_rate: options.LearningRate = None,
+    settings: options.Settings = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Makes the run repeatable. As secret as the data: whoever knows it can subtract the noise.",
+            show_default="drawn from the operating system",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where to compute: cpu, cuda, cuda:1 …; auto takes CUDA where there is one.")
+    ] = "auto",
+    data: options.DataRoot = None,
+    microbatch_size: Annotated[int | None, typer.Option(help="Rows that go through the model at once; caps the memory.")] = None,
+    validation_fraction: options.ValidationFraction = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File to save the run in as it goes. It holds the run's secret key.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help=f"Folder to put {_PLAN}, {_HISTORY}, {_RESULT} and the weights ({_WEIGHTS}) in.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train a recipe's network privately and report its test accuracy with its (ε, δ)."""
+    epsilon, noise_multiplier = budget(epsilon, noise_multiplier, epochs=epochs)
+    chosen = configured(
+        recipe,
+        settings,
+        delta=delta,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        validation_fraction=validation_fraction,
+    )
+    if seed is not None and seed >= 2**63:
+        raise ConfigurationError("--seed must be below 2^63")
+    _check_files(checkpoint, resume, output)
+    place = _device(device)
+    from rich.markup import escape
+
+    from lipdp import recipes
+    from lipdp.cli.live import ShowPlan
+    from lipdp.training import Callback, ProgressBar
+
+    out = console()
+    callbacks: list[Callback] = [ProgressBar(console(stderr=True))]
+    if not as_json:
+        size = training_size(dataset_info(chosen.dataset), validation_fraction)
+        given = "".join(f", {key}={value}" for key, value in chosen.options.items())
+        out.print(f"[bold]{chosen.name}[/bold]: {chosen.model} on {size:,} records of {chosen.dataset}{escape(given)}; {place}")
+        callbacks.insert(0, ShowPlan(out))
+    try:
+        result = recipes.train(
+            chosen,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            seed=seed,
+            device=place,
+            root=data,
+            validation_fraction=validation_fraction,
+            callbacks=callbacks,
+            microbatch_size=microbatch_size,
+            checkpoint=checkpoint,
+            resume=resume,
+        )
+    except KeyboardInterrupt:
+        saved = checkpoint is not None and checkpoint.exists()
+        raise KeyboardInterrupt(f"the same command with --resume continues from '{checkpoint}'" if saved else "") from None
+    report = _report(result, chosen, validation_fraction, place)
+    if output is not None:
+        report["files"] = _save(result, report, output)
+    if as_json:
+        print_json(report)
+        return
+    promise = guarantee(result.epsilon, result.delta)
+    out.print(
+        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold] with {promise}, "
+        f"{result.steps:,} steps in {duration(report['seconds'])}, {result.method}",
+        soft_wrap=True,
+    )
+    if output is not None:
+        out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
+
+
+def _report(result: Result, recipe: Recipe, validation_fraction: float | None, device: str) -> dict[str, Any]:
+    return {
+        **result.summary(),
+        # Of the whole run, also where this call only resumed it.
+        "seconds": max(result.seconds, result.history.seconds),
+        "dataset": recipe.dataset,
+        "model": recipe.model,
+        "evaluated_on": "test" if validation_fraction is None else "validation",
+        "noise_multiplier": result.plan.noise_multiplier,
+        "batch_size": result.plan.batch_size,
+        "epochs": result.plan.epochs,
+        "learning_rate": recipe.learning_rate,
+        "adjacency": result.plan.adjacency,
+        "accountant": result.plan.accountant,
+        "device": device,
+    }
+
+
+def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> None:
+    """Before anything is spent: nothing will be overwritten, and there is a place for the results."""
+    if resume and checkpoint is None:
+        raise ConfigurationError("--resume needs --checkpoint FILE, the file to continue from")
+    if resume and checkpoint is not None and not checkpoint.exists():
+        warnings.warn(f"there is no checkpoint at '{checkpoint}': the run starts from the beginning", LipdpWarning, stacklevel=2)
+    if output is None:
+        return
+    present = [name for name in (_PLAN, _HISTORY, _WEIGHTS, _RESULT) if (output / name).exists()]
+    if present and not resume:
+        raise ConfigurationError(f"'{output}' already holds {', '.join(present)} of another run. Choose another --output folder.")
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def _save(result: Result, report: dict[str, Any], folder: Path) -> list[str]:
+    import torch
+
+    (folder / _PLAN).write_text(result.plan.to_json() + "\n", encoding="utf-8")
+    (folder / _HISTORY).write_text(json.dumps(result.history.state_dict(), indent=2) + "\n", encoding="utf-8")
+    torch.save({name: tensor.cpu() for name, tensor in result.model.state_dict().items()}, folder / _WEIGHTS)
+    # Without the seed: results are published, seeds must not be.
+    public = {name: value for name, value in report.items() if name != "seed"}
+    (folder / _RESULT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
+    return [_PLAN, _HISTORY, _WEIGHTS, _RESULT]
+
+
+def _device(name: str) -> str:
+    """A device that works here."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"--device {name} can't be used here: {reason}. Leave it out, or take cpu.") from None
+    return name

@@ -1,0 +1,70 @@
+"""Norm rules by module class: how a layer's per-example gradients follow from its input and its output's cotangent.
+
+A rule is one small function::
+
+    @norm_rule(torch.nn.Linear)
+    def _linear(layer, inputs, output):
+        x = positions(inputs[0])
+        def contributions(cotangent):
+            return {"weight": OuterSum(positions(cotangent), x, tuple(layer.weight.shape)), …}
+        return contributions
+
+It is called in the forward pass; what it returns is called in the backward pass, with the cotangent of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from lipdp.clipping.contribution import Contribution
+
+__all__ = ["Contributions", "NormRule", "Refusal", "find_norm_rule", "find_refusal", "norm_rule", "refuse"]
+
+Contributions = Callable[[torch.Tensor], Mapping[str, Contribution]]
+NormRule = Callable[[Any, tuple[Any, ...], torch.Tensor], Contributions]
+Refusal = Callable[[Any], str | None]
+R = TypeVar("R", bound=NormRule)
+
+_rules: dict[type[torch.nn.Module], NormRule] = {}
+_refusals: dict[type[torch.nn.Module], Refusal] = {}
+
+
+def norm_rule(*classes: type[torch.nn.Module]) -> Callable[[R], R]:
+    """Register the decorated function as the norm rule of these classes (and of subclasses with the same forward)."""
+
+    def register(function: R) -> R:
+        for cls in classes:
+            _rules[cls] = function
+        return function
+
+    return register
+
+
+def refuse(*classes: type[torch.nn.Module]) -> Callable[[Refusal], Refusal]:
+    """Register a function that says why an instance of these classes can't be trained by clipping (None: it can)."""
+
+    def register(function: Refusal) -> Refusal:
+        for cls in classes:
+            _refusals[cls] = function
+        return function
+
+    return register
+
+
+def find_norm_rule(module: torch.nn.Module) -> NormRule | None:
+    """The rule of the module's class, or of the nearest base class whose ``forward`` it has not overridden."""
+    for cls in type(module).__mro__:
+        if cls in _rules:
+            return _rules[cls] if type(module).forward is cls.forward else None
+    return None
+
+
+def find_refusal(module: torch.nn.Module) -> str | None:
+    """Why the module can't be used, if it can't."""
+    for cls in type(module).__mro__:
+        if cls in _refusals:
+            return _refusals[cls](module)
+    return None

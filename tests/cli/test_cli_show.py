@@ -1,0 +1,98 @@
+"""`lipdp plan`, `bounds`, `data` and `recipes`."""
+
+import math
+
+import pytest
+
+from lipdp import data, recipes
+from lipdp.training import PrivacyPlan
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("data were read")
+
+    monkeypatch.setattr(data, "load", load)
+
+
+@pytest.mark.usefixtures("no_data")
+def test_plan(lipdp, tmp_path):
+    file = tmp_path / "plan.json"
+    common = ("plan", "mnist-mlp", "--noise-multiplier", "2", "--epochs", "1", "--batch-size", "2048", "--set", "options.hidden=64")
+    plain = lipdp(*common, "--output", file)
+    assert plain.code == 0
+    assert "for adding or removing one record (PLD)" in plain.stdout
+    assert "50,176" in plain.stdout  # 784 × 64 weights
+    assert max(map(len, plain.stdout.splitlines())) <= 100
+    plan = PrivacyPlan.from_json(file.read_text())
+    assert (plan.steps, plan.batch_size, plan.dataset_size) == (30, 2048, 60_000)
+    assert lipdp(*common, "--json").json["epsilon"] == plan.epsilon
+
+
+@pytest.mark.usefixtures("no_data")
+def test_plan_of_a_part_and_other_settings(lipdp):
+    plan = lipdp(
+        *("plan", "digits", "--noise-multiplier", "2", "--epochs", "9", "--validation-fraction", "0.5", "--delta", "1e-6"),
+        *("--set", "allocation=optimal", "--set", "options.clip=none", "--set", "ema_decay=none", "--json"),
+    ).json
+    assert (plan["dataset_size"], plan["allocation"], plan["delta"]) == (719, "optimal", 1e-6)
+    assert plan["groups"][0]["sensitivity"] == pytest.approx(math.sqrt(2))
+
+
+def test_plan_warns_of_a_large_delta(lipdp):
+    warned = lipdp("plan", "digits", "--noise-multiplier", "2", "--delta", "0.1", "--epochs", "1", "--json")
+    assert warned.code == 0
+    assert warned.stderr.startswith("warning: delta=0.1 is not below")
+    assert warned.stderr.count("\n") == 1
+
+
+def test_plan_into_a_missing_folder(lipdp, tmp_path):
+    refused = lipdp("plan", "digits", "--noise-multiplier", "2", "--epochs", "1", "--output", tmp_path / "no" / "plan.json")
+    assert refused.code == 2
+    assert "No such file or directory" in refused.stderr
+
+
+@pytest.mark.usefixtures("no_data")
+def test_bounds(lipdp):
+    plain = lipdp("bounds", "digits-mlp", "--set", "options.clip=0.5")
+    assert plain.code == 0
+    for text in ("(BoundedInput)", "(ClipGradient)", "3.weight", "at most 0.7071"):
+        assert text in plain.stdout
+    found = lipdp("bounds", "digits-mlp", "--set", "options.clip=0.25", "--json").json
+    assert [row["sensitivity"] for row in found["parameters"]] == pytest.approx([0.25, 0.25])
+    assert found["sensitivity"] == pytest.approx(0.25 * math.sqrt(2))
+    assert found["layers"][0]["norm"] is None  # ∞: before the input is bounded
+    assert found["layers"][-1]["output"] == [10]
+
+
+def test_recipes(lipdp):
+    plain = lipdp("recipes")
+    assert plain.code == 0
+    assert "mnist-lenet" in plain.stdout
+    rows = {row["name"]: row for row in lipdp("recipes", "--json").json["recipes"]}
+    assert rows["digits-mlp"]["alias"] == "digits"
+    assert rows["digits-mlp"]["options"]["hidden"] == list(recipes.get("digits-mlp").options["hidden"])
+
+
+def test_data_list(lipdp, tmp_path):
+    plain = lipdp("data", "--data", tmp_path)
+    assert plain.code == 0
+    assert "comes with scikit-learn" in plain.stdout
+    rows = {row["name"]: row for row in lipdp("data", "--data", tmp_path, "--json").json["datasets"]}
+    assert rows["digits"]["on_disk"] is True
+    assert rows["mnist"]["on_disk"] is False
+    assert rows["mnist"]["path"] == str(tmp_path / "mnist")
+
+
+def test_data_of_one(lipdp, tmp_path):
+    plain = lipdp("data", "digits")
+    assert plain.code == 0
+    assert "1,438 to train, 359 to test" in plain.stdout
+    found = lipdp("data", "digits", "--json").json
+    assert found["verified"] is True
+    assert found["shape"] == [1, 8, 8]
+    unknown = lipdp("data", "cats", "--json")
+    assert (unknown.code, unknown.json["kind"]) == (2, "ConfigurationError")
+    missing = lipdp("data", "mnist", "--data", tmp_path, "--no-download", "--json")
+    assert (missing.code, missing.json["kind"]) == (2, "DataError")
