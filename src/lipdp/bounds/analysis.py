@@ -15,7 +15,7 @@ from lipdp.bounds.bound import Bound, Shape, Transfer, times
 from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.bounds.registry import Call, ParameterRef, find_function_rule, find_module_rule
 from lipdp.bounds.trace import Traced, describe, trace
-from lipdp.errors import UnboundedError, UnsupportedError
+from lipdp.errors import ConfigurationError, LipdpError, UnboundedError, UnsupportedError
 
 __all__ = ["Analysis", "LayerBound", "LipschitzLoss", "ParameterBound", "analyse", "sensitivities"]
 
@@ -153,6 +153,10 @@ def sensitivities(model: torch.nn.Module, loss: LipschitzLoss | float, *, input_
     return analyse(model, loss, input_shape=input_shape).sensitivities
 
 
+# Operations that only rearrange, so that the batch's size may be among their arguments, as in x.view(x.shape[0], -1).
+_TAKES_SIZES = {"view", "reshape", "unflatten", torch.reshape, torch.unflatten}
+
+
 @dataclass
 class _Forward:
     bounds: dict[fx.Node, Bound | tuple[Bound, ...]]
@@ -168,7 +172,9 @@ def _forward(traced: Traced, input_norm: float) -> _Forward:
         if node.op == "output":
             continue
         if node in traced.constants:
-            if node.op != "get_attr" and any(_is_trainable(traced, s, names, derived) for s in node.all_input_nodes):
+            own = traced.modules[str(node.target)].parameters() if node.op == "call_module" else ()
+            trained = any(p.requires_grad for p in own)
+            if trained or (node.op != "get_attr" and any(_is_trainable(traced, s, names, derived) for s in node.all_input_nodes)):
                 derived.add(node)
             continue
         shapes = traced.shapes[node]
@@ -213,6 +219,11 @@ def _resolver(
                 "is, or put the computation into a module with a rule."
             )
         value = traced.constants[node]
+        if node in traced.varying and user.target not in _TAKES_SIZES:
+            raise UnsupportedError(
+                f"{describe(user, traced.modules)} uses a number that depends on how many examples the batch has "
+                f"({describe(node, traced.modules)}): one example's influence would depend on the others. Use fixed numbers."
+            )
         if isinstance(value, torch.Tensor) and id(value) in names:
             return ParameterRef(names[id(value)], value)
         return value
@@ -247,6 +258,31 @@ def _take_item(node: fx.Node, state: _Forward) -> None:
 
 
 def _apply_rule(traced: Traced, node: fx.Node, call: Call) -> Transfer:
+    try:
+        transfer = _find_and_apply(traced, node, call)
+    except LipdpError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{call.where}: its rule can't read these arguments ({type(error).__name__}: {error}). Write the call as in torch's "
+            "documentation, activations first, or put it into a module with a rule (lipdp.bounds.rule)."
+        ) from error
+    if len(transfer.gains) != len(call.inputs):
+        raise UnsupportedError(
+            f"{call.where} reads {len(call.inputs)} activations and its rule bounds {len(transfer.gains)} of them. Pass "
+            "activations as its first arguments, by position."
+        )
+    leaves = torch.utils._pytree.tree_leaves((call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, ParameterRef))
+    for leaf in leaves:
+        if isinstance(leaf, ParameterRef) and leaf.name not in transfer.parameters:
+            raise UnsupportedError(
+                f"the rule of {call.where} says nothing of the trainable parameter '{leaf.name}' that it is given. Put the "
+                "computation into a module with a rule (lipdp.bounds.rule), or freeze the parameter."
+            )
+    return transfer
+
+
+def _find_and_apply(traced: Traced, node: fx.Node, call: Call) -> Transfer:
     if node.op != "call_module":
         function_rule = find_function_rule(node.target)
         if function_rule is None:
@@ -310,9 +346,18 @@ def _backward(traced: Traced, forward: _Forward, final: fx.Node, constant: float
 
 def _loss_constant(loss: LipschitzLoss | float, output: Bound) -> float:
     if isinstance(loss, int | float):
-        return float(loss)
-    outputs = output.shape[0] if output.shape else 1
-    return loss.lipschitz_for(outputs, output.norm, positions=max(1, output.size // max(1, outputs)))
+        constant = float(loss)
+    elif hasattr(loss, "lipschitz_for"):
+        outputs = output.shape[0] if output.shape else 1
+        constant = float(loss.lipschitz_for(outputs, output.norm, positions=max(1, output.size // max(1, outputs))))
+    else:
+        raise ConfigurationError(
+            f"a loss of type {type(loss).__name__} does not say how steep it is. Use one of lipdp.losses (lipdp.losses.as_loss "
+            "turns torch's into them), or give its Lipschitz constant per example as a number."
+        )
+    if not constant >= 0:  # also catches NaN
+        raise ConfigurationError(f"the loss's Lipschitz constant must be a number in [0, inf], not {constant}")
+    return constant
 
 
 def _parameter_rows(traced: Traced, forward: _Forward, cotangents: Mapping[fx.Node, float]) -> tuple[ParameterBound, ...]:

@@ -116,14 +116,26 @@ def rule_for_function(*targets: Any) -> Callable[[FunctionRule], FunctionRule]:
 
 
 def find_module_rule(module: torch.nn.Module) -> ModuleRule | None:
-    """The rule of the module's class, or of the nearest base class whose ``forward`` it has not overridden.
+    """The rule of the module's class, or of the nearest base class that it extends without changing what is computed.
 
-    A subclass that changes ``forward`` computes something else, so it never inherits a rule.
+    A subclass that overrides ``forward``, or any other method of the base class that ``forward`` may call, computes
+    something else, so it never inherits a rule. Neither does an object whose methods were replaced on the instance.
     """
-    for cls in type(module).__mro__:
+    for position, cls in enumerate(type(module).__mro__):
         if cls in _module_rules:
-            return _module_rules[cls] if type(module).forward is cls.forward else None
+            own = (item for subclass in type(module).__mro__[:position] for item in vars(subclass).items())
+            changed = any(_is_code(value) and hasattr(cls, name) and name not in _HARMLESS for name, value in own)
+            replaced = any(callable(getattr(cls, name, None)) for name in vars(module))
+            return None if changed or replaced else _module_rules[cls]
     return None
+
+
+# What a subclass may redefine and still compute the same thing.
+_HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate__", "__annotate_func__"}
+
+
+def _is_code(value: object) -> bool:
+    return callable(value) or isinstance(value, property | classmethod | staticmethod)
 
 
 def has_rule(module: torch.nn.Module) -> bool:

@@ -36,17 +36,17 @@ def elementwise_transfer(f: Elementwise, x: Bound) -> Transfer:
     return Transfer(Bound(norm, x.shape), gains=(f.gain,))
 
 
-# sup|f'| rounded up: GELU 1.12890 (tanh form 1.12903), SiLU 1.09984, Mish 1.08850, SELU 1.0507·1.67326 = 1.75810.
+# sup|f'| rounded up: GELU 1.12890 (tanh form 1.12903), SiLU 1.09984, Mish 1.08850, SELU 1.0507·1.67326 = 1.75810;
+# hardsigmoid 1/6 (torch's backward multiplies by the float32 nearest to 1/6, which is above it, also in float64).
 _FIXED: list[tuple[Elementwise, tuple[Any, ...], tuple[type[torch.nn.Module], ...]]] = [
     (Elementwise(), (torch.relu, F.relu, "relu"), (torch.nn.ReLU,)),
     (Elementwise(ceiling=6.0), (F.relu6,), (torch.nn.ReLU6,)),
-    (Elementwise(), (F.celu, torch.celu), (torch.nn.CELU,)),
     (Elementwise(ceiling=1.0), (F.softsign,), (torch.nn.Softsign,)),
     (Elementwise(), (F.tanhshrink,), (torch.nn.Tanhshrink,)),
     (Elementwise(), (torch.abs, "abs"), ()),
     (Elementwise(ceiling=1.0), (torch.tanh, F.tanh, "tanh"), (torch.nn.Tanh,)),
     (Elementwise(0.25, 0.25, 0.5, 1.0), (torch.sigmoid, F.sigmoid, "sigmoid"), (torch.nn.Sigmoid,)),
-    (Elementwise(1 / 6, 1 / 6, 0.5, 1.0), (F.hardsigmoid,), (torch.nn.Hardsigmoid,)),
+    (Elementwise(0.16667, 0.16667, 0.5, 1.0), (F.hardsigmoid,), (torch.nn.Hardsigmoid,)),
     (Elementwise(1.0, 1.0, math.log(2)), (F.logsigmoid,), (torch.nn.LogSigmoid,)),
     (Elementwise(1.13), (F.gelu,), (torch.nn.GELU,)),
     (Elementwise(1.10), (F.silu,), (torch.nn.SiLU,)),
@@ -108,6 +108,22 @@ def _elu_module(module: torch.nn.ELU, call: Call) -> Transfer:
 @rule_for_function(F.elu)
 def _elu_function(call: Call) -> Transfer:
     return elementwise_transfer(_leaky(call.argument(1, "alpha", 1.0)), call.inputs[0])
+
+
+def _celu(alpha: float, call: Call) -> Elementwise:
+    if not alpha > 0:
+        raise call.refuse(f"CELU with alpha={alpha}: below 0 it grows like exp(|t|/|alpha|); the rule needs alpha > 0")
+    return Elementwise()
+
+
+@rule(torch.nn.CELU)
+def _celu_module(module: torch.nn.CELU, call: Call) -> Transfer:
+    return elementwise_transfer(_celu(module.alpha, call), call.inputs[0])
+
+
+@rule_for_function(F.celu, torch.celu)
+def _celu_function(call: Call) -> Transfer:
+    return elementwise_transfer(_celu(float(call.argument(1, "alpha", 1.0)), call), call.inputs[0])
 
 
 @rule(torch.nn.Softplus)

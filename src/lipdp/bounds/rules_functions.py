@@ -41,6 +41,19 @@ def _per_example_shape(tensor: torch.Tensor, call: Call) -> Shape:
     return shape
 
 
+def _operands(call: Call) -> tuple[Any, Any]:
+    """The two operands of a binary operation, by position or by name, in the order in which the graph lists them."""
+    named = [name for name in call.kwargs if name in ("input", "other")]
+    values = (*call.args, *(call.kwargs[name] for name in named))
+    unknown = set(call.kwargs) - {"input", "other", "alpha", "rounding_mode"}
+    if len(values) != 2 or named not in ([], ["other"], ["input", "other"]) or unknown:
+        raise call.refuse(
+            "only two operands, in the order (input, other), are supported"
+            + (f", without {', '.join(sorted(unknown))}=" if unknown else "")
+        )
+    return values[0], values[1]
+
+
 @rule_for_function(torch.add, operator.add, operator.iadd, "add", torch.sub, operator.sub, "sub", "add_", operator.isub)
 def _add(call: Call) -> Transfer:
     """‖a ± b‖ ≤ X_a + X_b, and each summand receives the cotangent, √r times where it is broadcast r times."""
@@ -49,7 +62,7 @@ def _add(call: Call) -> Transfer:
     out = call.output_shape
     norm, gains = 0.0, []
     parameters: dict[str, float] = {}
-    for position, value in enumerate(call.args[:2]):
+    for position, value in enumerate(_operands(call)):
         scale = alpha if position == 1 else 1.0
         if isinstance(value, Bound):
             repeat = math.sqrt(_repeats(value.shape, out)) * scale
@@ -69,7 +82,7 @@ def _add(call: Call) -> Transfer:
 @rule_for_function(torch.mul, operator.mul, operator.imul, "mul")
 def _multiply(call: Call) -> Transfer:
     _same_rank(call)
-    first, second = call.args[:2]
+    first, second = _operands(call)
     if isinstance(first, Bound) and isinstance(second, Bound):
         # ‖a⊙b‖ ≤ ‖a‖‖b‖∞ ≤ X_a·X_b, and so for the cotangents a⊙g, b⊙g; broadcasting r times costs √r.
         ra, rb = (math.sqrt(_repeats(value.shape, call.output_shape)) for value in (first, second))
@@ -81,7 +94,7 @@ def _multiply(call: Call) -> Transfer:
 
 @rule_for_function(torch.div, operator.truediv, operator.itruediv, "div")
 def _divide(call: Call) -> Transfer:
-    x, divisor = call.args[:2]
+    x, divisor = _operands(call)
     if not isinstance(x, Bound) or isinstance(divisor, Bound) or call.kwargs.get("rounding_mode"):
         raise call.refuse("division by an activation has no bound. Use lipdp.nn.BoundedInput or a normalisation layer.")
     return _scale(call, x, divisor, invert=True)
@@ -97,7 +110,10 @@ def _scale(call: Call, x: Bound, factor: Any, invert: bool) -> Transfer:
     if isinstance(factor, torch.Tensor):
         repeat = _repeats(x.shape, call.output_shape)
         _per_example_shape(factor, call)
-        gain = float((1 / factor if invert else factor).abs().max())
+        values = factor.detach().double()
+        gain = float((1 / values if invert else values).abs().max())
+    elif invert and float(factor) == 0:
+        gain = math.inf
     else:
         gain = abs(1 / float(factor) if invert else float(factor))
     gain *= math.sqrt(repeat)
@@ -110,12 +126,21 @@ def _negate(call: Call) -> Transfer:
 
 
 @rule_for_function(
-    torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze,
-    "flatten", "reshape", "view", "squeeze", "unsqueeze", "contiguous", "clone", "unflatten",
+    torch.flatten, torch.reshape, torch.unsqueeze, torch.unflatten,
+    "flatten", "reshape", "view", "unsqueeze", "contiguous", "clone", "unflatten",
     F.pixel_shuffle, F.pixel_unshuffle,
 )  # fmt: skip
 def _rearrange(call: Call) -> Transfer:
     """Entries of each example rearranged: a reshape whose first dimension is the batch keeps examples apart."""
+    if any(isinstance(value, torch.dtype) for value in (*call.args, *call.kwargs.values())):
+        raise call.refuse("a view as another dtype reads the same bits as other numbers")
+    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+
+
+@rule_for_function(torch.squeeze, "squeeze")
+def _squeeze(call: Call) -> Transfer:
+    """Dimensions of size 1 dropped. The batch may have size 1 too, so the dimensions must be named."""
+    call.dims(call.argument(1, "dim"))
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
 
 
@@ -130,15 +155,14 @@ def _permute(call: Call) -> Transfer:
 
 @rule_for_function(torch.transpose, torch.swapaxes, "transpose")
 def _transpose(call: Call) -> Transfer:
-    call.dims((call.argument(1, "dim0"), call.argument(2, "dim1")))
+    call.dims((call.argument(1, "dim0", call.kwargs.get("axis0")), call.argument(2, "dim1", call.kwargs.get("axis1"))))
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
 
 
 @rule_for_function(torch.cat, torch.concat, torch.stack)
 def _concatenate(call: Call) -> Transfer:
     """‖[a, b]‖² = ‖a‖² + ‖b‖²; each part receives its part of the cotangent."""
-    stacking = len(call.output_shape) == len(call.inputs[0].shape) + 1
-    call.dims(call.argument(1, "dim", 0), rank=call.rank + (1 if stacking else 0))
+    call.dims(call.argument(1, "dim", 0), rank=len(call.output_shape) + 1)
     parts = call.argument(0, "tensors")
     if not all(isinstance(part, Bound) for part in parts):
         raise call.refuse("it joins activations with constants or parameters; only activations are supported")
@@ -146,11 +170,17 @@ def _concatenate(call: Call) -> Transfer:
     return Transfer(Bound(norm, call.output_shape), (1.0,) * len(call.inputs))
 
 
-@rule_for_function(torch.chunk, torch.split, torch.unbind, "chunk", "split", "unbind")
+@rule_for_function(torch.chunk, torch.split, "chunk", "split")
 def _split(call: Call) -> Transfer:
     """Disjoint parts: each at most X, and their cotangents combine to √(ΣG_i²)."""
-    default = call.argument(1, "dim", 0) if call.where.find("unbind") >= 0 else call.argument(2, "dim", 0)
-    call.dims(default)
+    call.dims(call.argument(2, "dim", 0))
+    return Transfer(tuple(Bound(call.inputs[0].norm, shape) for shape in call.output_shapes))
+
+
+@rule_for_function(torch.unbind, "unbind")
+def _unbind(call: Call) -> Transfer:
+    """A split into slices of size 1."""
+    call.dims(call.argument(1, "dim", 0))
     return Transfer(tuple(Bound(call.inputs[0].norm, shape) for shape in call.output_shapes))
 
 
@@ -159,11 +189,12 @@ def _slice(call: Call) -> Transfer:
     """Basic indexing of each example: a selection of distinct entries."""
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     everything = slice(None)
-    if not index or (index[0] is not Ellipsis and index[0] != everything):
+    basic = all(part is None or part is Ellipsis or type(part) in (int, slice) for part in index)
+    if basic and (not index or (index[0] is not Ellipsis and index[0] != everything)):
         raise call.refuse("it selects among the examples of the batch. Index from dimension 1 on: x[:, …].")
-    if index[0] is Ellipsis and len(index) > call.rank - 1:
+    if basic and index[0] is Ellipsis and sum(type(part) in (int, slice) for part in index) > call.rank - 1:
         raise call.refuse("its index may reach the batch dimension. Write x[:, …].")
-    if not all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index):
+    if not basic:
         raise call.refuse("indexing by a tensor or list is not supported: the same entry could be taken twice")
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
 

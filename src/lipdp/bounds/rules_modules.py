@@ -13,7 +13,7 @@ from lipdp.bounds.registry import Call, rule
 from lipdp.bounds.windows import average_gain, has_empty_window, multiplicity, same_padding
 from lipdp.errors import UnsupportedError
 
-__all__ = ["as_tuple", "bias_norm", "conv_multiplicity", "weighted_transfer"]
+__all__ = ["as_tuple", "bias_norm", "channels_and_spatial", "conv_multiplicity", "weighted_transfer"]
 
 _UNCONSTRAINED = "its weights are trained without a constraint, so its operator norm is unbounded"
 
@@ -90,7 +90,7 @@ def conv_multiplicity(module: ConvNd, spatial: Sequence[int]) -> int:
 def _conv(module: ConvNd, call: Call) -> Transfer:
     """Stored kernel K: ‖y‖ ≤ √m·max_g‖K_g‖₂·X and Δ_K = √m·G·X (each input element is read at most m times)."""
     x = call.inputs[0]
-    spatial = x.shape[1:]
+    spatial = channels_and_spatial(call, len(module.kernel_size))
     root = math.sqrt(conv_multiplicity(module, spatial))
     free = module.weight.requires_grad
     kernels = module.weight.detach().reshape(module.groups, module.out_channels // module.groups, -1)
@@ -116,9 +116,33 @@ def _rearrange(module: torch.nn.Module, call: Call) -> Transfer:
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
 
 
+def channels_and_spatial(call: Call, axes: int) -> tuple[int, ...]:
+    """The spatial sizes of the input, which must be (channels, …) for each example.
+
+    torch's pools also take examples without channels: (batch, H, W) is then *one* image of "batch" channels. The window
+    still covers H and W, which the shape (H, W) of one example would not tell.
+    """
+    x = call.inputs[0]
+    if len(x.shape) != axes + 1:
+        raise call.refuse(
+            f"examples of shape {x.shape} have no channel dimension, so torch takes the batch for channels; this layer needs "
+            f"(channels, {', '.join('DHW'[-axes:])}). Unsqueeze dimension 1 first."
+        )
+    return x.shape[1:]
+
+
 @rule(torch.nn.ZeroPad1d, torch.nn.ZeroPad2d, torch.nn.ZeroPad3d)
 def _zero_pad(module: torch.nn.ZeroPad2d, call: Call) -> Transfer:
+    if any(module.padding[2 * len(call.inputs[0].shape) :]):
+        raise call.refuse("it pads the batch dimension")
+    if module.value != 0:
+        raise call.refuse(f"it pads with {module.value}, not with zeros")
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+
+
+def _axes(module: torch.nn.Module) -> int:
+    one, two = (torch.nn.MaxPool1d, torch.nn.AvgPool1d), (torch.nn.MaxPool2d, torch.nn.AvgPool2d)
+    return 1 if isinstance(module, one) else 2 if isinstance(module, two) else 3
 
 
 @rule(torch.nn.MaxPool1d, torch.nn.MaxPool2d, torch.nn.MaxPool3d)
@@ -127,8 +151,8 @@ def _max_pool(module: torch.nn.MaxPool2d, call: Call) -> Transfer:
     if module.return_indices:
         raise call.refuse("return_indices=True is not supported")
     x = call.inputs[0]
-    spatial, outputs = x.shape[1:], call.output_shape[1:]
-    axes = len(spatial)
+    axes = _axes(module)
+    spatial, outputs = channels_and_spatial(call, axes), call.output_shape[1:]
     kernel, stride = as_tuple(module.kernel_size, axes), as_tuple(module.stride, axes)
     padding, dilation = as_tuple(module.padding, axes), as_tuple(module.dilation, axes)
     if has_empty_window(spatial, kernel, stride, dilation, padding, outputs):
@@ -140,8 +164,8 @@ def _max_pool(module: torch.nn.MaxPool2d, call: Call) -> Transfer:
 @rule(torch.nn.AvgPool1d, torch.nn.AvgPool2d, torch.nn.AvgPool3d)
 def _avg_pool(module: torch.nn.AvgPool2d, call: Call) -> Transfer:
     x = call.inputs[0]
-    spatial, outputs = x.shape[1:], call.output_shape[1:]
-    axes = len(spatial)
+    axes = _axes(module)
+    spatial, outputs = channels_and_spatial(call, axes), call.output_shape[1:]
     kernel, stride = as_tuple(module.kernel_size, axes), as_tuple(module.stride, axes)
     gain = average_gain(
         spatial,

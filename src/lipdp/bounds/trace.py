@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ __all__ = ["Traced", "describe", "find_input_shape", "trace"]
 # Two batch sizes, so that a size written into `forward` as a number can't pass for the batch dimension by chance.
 _BATCHES = (3, 5)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-_VIEWS = ("Flatten", "Unflatten", "Identity")
+# What may be asked of an activation without reading its entries.
+_METADATA = {"size", "dim", "ndimension", "numel", "nelement", "shape", "ndim", "dtype", "device", "is_floating_point"}
 
 
 class _Tracer(fx.Tracer):
@@ -44,6 +46,7 @@ class Traced:
     names: dict[int, str]  # id of a trainable parameter -> its name in the model the caller gave
     shapes: dict[fx.Node, tuple[Shape, ...]]
     constants: dict[fx.Node, Any]
+    varying: frozenset[fx.Node]  # constants that change with the batch's size, as x.shape[0] does
 
 
 def find_input_shape(model: torch.nn.Module) -> Shape | None:
@@ -84,9 +87,11 @@ def trace(model: torch.nn.Module, input_shape: Shape | None = None) -> Traced:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if has_rule(model):  # a bare layer: give it a graph of its own
         model = torch.nn.Sequential(model)
-    tracer = _Tracer()
+    attributes = set(vars(model))
     try:
-        graph = tracer.trace(model)
+        with _no_custom_backward():
+            graph, again = _Tracer().trace(model), _Tracer().trace(model)
+        _refuse_random(model, graph, again)
     except LipdpError:
         raise
     except Exception as error:
@@ -101,14 +106,76 @@ def trace(model: torch.nn.Module, input_shape: Shape | None = None) -> Traced:
         raise UnsupportedError(
             f"{type(model).__name__}.forward takes {len(required)} inputs; the calculus handles models of one input tensor."
         )
-    _refuse_hidden_changes(graph, modules)
-    shapes, constants = _evaluate(model, modules, graph, required[0], shape)
-    return Traced(model, modules, graph, names, shapes, constants)
+    in_place = _refuse_hidden_changes(graph, modules)
+    shapes, constants, varying = _evaluate(model, modules, graph, required[0], shape, in_place)
+    for name in set(vars(model)) - attributes:  # torch.fx leaves tensors that `forward` made on the model
+        delattr(model, name)
+    return Traced(model, modules, graph, names, shapes, constants, varying)
 
 
-def _refuse_hidden_changes(graph: fx.Graph, modules: dict[str, torch.nn.Module]) -> None:
-    """Hooks and torch parametrisations change what a layer computes behind its rule's back; in-place writes likewise."""
+@contextmanager
+def _no_custom_backward() -> Iterator[None]:
+    """Refuse torch.autograd.Function while tracing: torch.fx would record its forward and lose its own backward."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, fx.Proxy) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+            raise UnsupportedError(
+                f"the autograd function {cls.__name__} has a backward of its own, which the graph does not show and nothing "
+                "bounds. Put it into a module and give that module a rule (lipdp.bounds.rule)."
+            )
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _refuse_random(model: torch.nn.Module, graph: fx.Graph, again: fx.Graph) -> None:
+    """Tracing bakes in what ``forward`` draws or counts in Python; two traces that differ show it."""
+
+    def summary(traced: fx.Graph) -> list[tuple[Any, ...]]:
+        index = {node: f"%{i}" for i, node in enumerate(traced.nodes)}
+        rows: list[tuple[Any, ...]] = []
+        for node in traced.nodes:
+            made_here = node.op == "get_attr" and str(node.target).rpartition(".")[2].startswith("_tensor_constant")
+            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: index[n])
+            value = operator.attrgetter(str(node.target))(model) if made_here else None
+            rows.append((node.op, "" if made_here else str(node.target), repr(arguments), value))
+        return rows
+
+    first, second = summary(graph), summary(again)
+    for a, b in zip(first, second, strict=False):
+        if a[:3] != b[:3] or not _equal(a[3], b[3]):
+            raise UnsupportedError(
+                f"{type(model).__name__}.forward does something else each time it is traced (at '{a[1] or 'a tensor it makes'}'):"
+                " random numbers or a counter. The calculus would take one draw for a constant. Use torch.nn.Dropout for random "
+                "masks, or a module with a rule (lipdp.bounds.rule)."
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _refuse_hidden_changes(graph: fx.Graph, modules: dict[str, torch.nn.Module]) -> set[fx.Node]:
+    """Hooks and torch parametrisations change what a layer computes behind its rule's back; in-place writes likewise.
+
+    Returns the in-place operations that are left: those on the output of a layer that nothing else reads.
+    """
     for name, module in modules.items():
+        for local, parameter in module.named_parameters(recurse=False):
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise UnsupportedError(
+                    f"parameter '{local}' of layer '{name}' ({type(module).__name__}) has hooks, which can change its gradient "
+                    "behind the bound's back. Remove them."
+                )
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         if any(getattr(module, hook, None) for hook in hooks):
             raise UnsupportedError(
@@ -126,24 +193,37 @@ def _refuse_hidden_changes(graph: fx.Graph, modules: dict[str, torch.nn.Module])
                 f"layer '{name}' uses torch.nn.utils.parametrize: gradients taken through a parametrisation have no known "
                 "bound. Use a lipdp.nn layer with a constraint instead."
             )
+    found: set[fx.Node] = set()
     for node in graph.nodes:
         in_place = (
             (node.op == "call_module" and getattr(modules[str(node.target)], "inplace", False))
             or (node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"))
-            or (node.op == "call_function" and node.kwargs.get("inplace", False))
+            or (node.op == "call_function" and _inplace_argument(node))
             or (node.op == "call_function" and str(getattr(node.target, "__name__", "")).startswith("i") and _is_iop(node))
         )
         if not in_place:
             continue
-        source = node.args[0]
-        owns_its_memory = (
-            isinstance(source, fx.Node) and source.op == "call_module" and type(modules[str(source.target)]).__name__ not in _VIEWS
-        )
-        if not owns_its_memory or len(source.users) > 1:
-            raise UnsupportedError(
-                f"{describe(node, modules)} works in place on a tensor that something else may read, so the graph does not "
-                "say what is computed. Use the version that is not in place (inplace=False)."
-            )
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) > 1:
+            raise _in_place_error(node, modules)
+        found.add(node)
+    return found
+
+
+def _in_place_error(node: fx.Node, modules: dict[str, torch.nn.Module]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{describe(node, modules)} works in place on a tensor that something else may read, so the graph does not "
+        "say what is computed. Use the version that is not in place (inplace=False)."
+    )
+
+
+def _inplace_argument(node: fx.Node) -> bool:
+    """The argument ``inplace`` of a function, by name or by position."""
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin: no signature, and none of them has this argument
+        return bool(node.kwargs.get("inplace", False))
+    return bool(bound.arguments.get("inplace", False))
 
 
 def _is_iop(node: fx.Node) -> bool:
@@ -172,22 +252,35 @@ def _evaluate(
     graph: fx.Graph,
     placeholder: fx.Node,
     input_shape: Shape,
-) -> tuple[dict[fx.Node, tuple[Shape, ...]], dict[fx.Node, Any]]:
-    """Shapes of the nodes that depend on the input; values of those that do not."""
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    in_place: set[fx.Node],
+) -> tuple[dict[fx.Node, tuple[Shape, ...]], dict[fx.Node, Any], frozenset[fx.Node]]:
+    """Shapes of the nodes that depend on the input; values of those that do not, and which of these vary with the batch."""
+    like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
     depends: set[fx.Node] = {placeholder}
     for node in graph.nodes:
         if any(source in depends for source in node.all_input_nodes):
             depends.add(node)
     shapes: dict[fx.Node, tuple[Shape, ...]] = {}
     constants: dict[fx.Node, Any] = {}
+    varying: set[fx.Node] = set()
     with _undisturbed(model):
         for batch in _BATCHES:
-            interpreter = _Recorder(model, graph, modules)
+            interpreter = _Recorder(model, graph, modules, in_place)
             interpreter.run(torch.zeros(batch, *input_shape, dtype=like.dtype, device=like.device))
             for node, value in interpreter.values.items():
+                if node.op == "output":  # whatever it is, it is made of nodes that are looked at
+                    continue
                 parts = value if isinstance(value, tuple | list) else (value,)
                 if node not in depends or not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+                    if node in depends:
+                        _refuse_reading(node, modules, depends, constants)
+                    if node in constants and not _equal(constants[node], value):
+                        if node not in depends:
+                            raise UnsupportedError(
+                                f"{describe(node, modules)} gives another constant each time: its bound would be that of one "
+                                "draw. Make it constant."
+                            )
+                        varying.add(node)
                     constants[node] = value
                     continue
                 if any(part.ndim == 0 or part.shape[0] != batch for part in parts):
@@ -196,20 +289,54 @@ def _evaluate(
                         f"{describe(node, modules)} gives shape {got} for a batch of {batch}: its first dimension is no "
                         "longer the batch, so examples may be mixed. Keep dimension 0 for the examples."
                     )
-                shapes[node] = tuple(tuple(part.shape[1:]) for part in parts)
-    return shapes, constants
+                found = tuple(tuple(part.shape[1:]) for part in parts)
+                if shapes.setdefault(node, found) != found:
+                    raise UnsupportedError(
+                        f"{describe(node, modules)} gives one example the shape {shapes[node]} or {found}, depending on how many "
+                        "examples the batch has: bounds on one example can't depend on the others. Use fixed sizes, and unsqueeze "
+                        "before combining tensors of different rank."
+                    )
+    return shapes, constants, frozenset(varying)
+
+
+def _refuse_reading(
+    node: fx.Node, modules: dict[str, torch.nn.Module], depends: set[fx.Node], constants: dict[fx.Node, Any]
+) -> None:
+    """A Python value may come from an activation's shape, never from its entries."""
+    sources = [source for source in node.all_input_nodes if source in depends]
+    name = node.args[1] if node.target is getattr else node.target
+    if name not in _METADATA and not all(source in constants for source in sources):
+        raise UnsupportedError(
+            f"{describe(node, modules)} turns activations into Python values, which the calculus would take for constants. "
+            "Keep to tensor operations that have rules."
+        )
 
 
 class _Recorder(fx.Interpreter):
     """Runs the graph and keeps every node's value; errors name the layer."""
 
-    def __init__(self, model: torch.nn.Module, graph: fx.Graph, modules: dict[str, torch.nn.Module]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, graph: fx.Graph, modules: dict[str, torch.nn.Module], in_place: set[fx.Node]
+    ) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
         self.modules_by_name = modules
         self.values: dict[fx.Node, Any] = {}
+        self.in_place = in_place
+
+    def _aliased(self, node: fx.Node) -> bool:
+        """Whether other values live in the memory that this in-place operation overwrites."""
+        source = node.args[0]
+        memory = {
+            value.untyped_storage().data_ptr()
+            for other, value in self.values.items()
+            if other is not source and isinstance(value, torch.Tensor)
+        }
+        return self.values[source].untyped_storage().data_ptr() in memory  # type: ignore[index]
 
     def run_node(self, n: fx.Node) -> Any:
+        if n in self.in_place and self._aliased(n):
+            raise _in_place_error(n, self.modules_by_name)
         try:
             self.values[n] = super().run_node(n)
         except LipdpError:

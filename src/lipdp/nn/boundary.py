@@ -17,7 +17,7 @@ __all__ = ["Boundary", "BoundedInput", "ClipGradient"]
 def example_norms(x: torch.Tensor) -> torch.Tensor:
     """‖x_i‖₂ of each example, shaped to broadcast against x; in float32 or better."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    norms: torch.Tensor = torch.linalg.vector_norm(wide.flatten(1), dim=1)
+    norms: torch.Tensor = torch.linalg.vector_norm(wide.reshape(x.shape[0], math.prod(x.shape[1:])), dim=1)
     return norms.reshape(-1, *([1] * (x.ndim - 1)))
 
 
@@ -82,9 +82,11 @@ class BoundedInput(torch.nn.Module):
             )
         if self.mode == "ball":
             return to_ball(x, self.norm)
-        norms = example_norms(x)
-        tiny = torch.finfo(norms.dtype).tiny
-        return (x * (self.norm / norms.clamp_min(tiny)).where(norms > tiny, 0.0)).to(x.dtype)
+        # Squares of very small entries underflow, and a norm that is too small gives an output that is too long: scale first.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        largest = wide.detach().abs().amax(dim=tuple(range(1, x.ndim)), keepdim=True)
+        scaled = wide / largest.where(largest > 0, 1.0)
+        return (scaled * (self.norm / example_norms(scaled).clamp_min(1.0))).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lipdp.errors import DataError
@@ -11,6 +13,12 @@ __all__ = ["Flatten", "Residual", "Sequential"]
 
 class Sequential(torch.nn.Sequential):
     """:class:`torch.nn.Sequential`, under the same roof as the other layers."""
+
+    def export(self, *, input_shape: Sequence[int] | None = None) -> torch.nn.Module:
+        """A plain torch module with the same outputs and no lipdp in it: :func:`lipdp.export`."""
+        from lipdp.export import export  # it knows the layers, so it can't be imported before them
+
+        return export(self, input_shape=input_shape)
 
 
 class Flatten(torch.nn.Flatten):

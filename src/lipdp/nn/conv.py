@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from lipdp.bounds import Call, Transfer, rule
-from lipdp.bounds.rules_modules import conv_multiplicity, weighted_transfer
-from lipdp.nn.linear import checked_bias_norm
+from lipdp.bounds.rules_modules import channels_and_spatial, conv_multiplicity, weighted_transfer
+from lipdp.nn.linear import checked_bias_norm, orthogonal_
 from lipdp.parametrize import Bjorck, Constrained, Constraint
 from lipdp.parametrize.constraint import project_ball
 
@@ -62,7 +62,7 @@ class SpectralConv2d(Constrained, torch.nn.Conv2d):
         """Random (semi-)orthogonal matrices and a zero bias."""
         with torch.no_grad():
             for matrix in self._matrices():
-                torch.nn.init.orthogonal_(matrix)
+                orthogonal_(matrix)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
@@ -93,6 +93,7 @@ class SpectralConv2d(Constrained, torch.nn.Conv2d):
 def _spectral_conv(layer: SpectralConv2d, call: Call) -> Transfer:
     """With K = Θ/√m: ∂L/∂Θ = Σ_p δ_p⊗x^p/√m, of norm ≤ Σ_p‖δ_p‖‖x^p‖/√m ≤ G·√m·X/√m = G·X."""
     x = call.inputs[0]
+    channels_and_spatial(call, 2)
     return weighted_transfer(
         x,
         call.output_shape,

@@ -22,6 +22,13 @@ def checked_bias_norm(value: float) -> float:
     return float(value)
 
 
+def orthogonal_(matrix: torch.Tensor) -> None:
+    """A random (semi-)orthogonal matrix, in place; drawn in float32 at least, since torch has no QR for less."""
+    with torch.no_grad():
+        wide = matrix.new_empty(matrix.shape, dtype=torch.promote_types(matrix.dtype, torch.float32))
+        matrix.copy_(torch.nn.init.orthogonal_(wide))
+
+
 class SpectralLinear(Constrained, torch.nn.Linear):
     """``y = Wx + b`` with ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ ``bias_norm``, both kept by projection after every step.
 
@@ -56,7 +63,7 @@ class SpectralLinear(Constrained, torch.nn.Linear):
 
     def reset_parameters(self) -> None:
         """A random (semi-)orthogonal matrix and a zero bias."""
-        torch.nn.init.orthogonal_(self.weight)
+        orthogonal_(self.weight)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lipdp.bounds import Call, Transfer, rule
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["LayerCentering"]
 
@@ -30,6 +30,8 @@ class LayerCentering(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Centre each example."""
+        if x.ndim < 2:  # mean over no dimension is torch's mean over all of them, the batch included
+            raise DataError(f"LayerCentering needs examples of at least one dimension, got a tensor of shape {tuple(x.shape)}")
         return x - x.mean(dim=tuple(range(1, x.ndim)) if self.dim is None else self.dim, keepdim=True)
 
     def extra_repr(self) -> str:

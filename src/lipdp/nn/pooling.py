@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
-from lipdp.bounds.rules_modules import as_tuple
+from lipdp.bounds.rules_modules import as_tuple, channels_and_spatial
 from lipdp.bounds.windows import multiplicity
 from lipdp.errors import ConfigurationError
 
@@ -57,7 +57,7 @@ def _l2_norm_pool(layer: L2NormPool2d, call: Call) -> Transfer:
     """‖y‖² = Σ_p(‖x^p‖² + ε) ≤ mX² + n_out·ε; the Jacobian's row p has norm ≤ 1 and each input is in ≤ m rows: √m."""
     x = call.inputs[0]
     pads = [(p, p) for p in layer.padding]
-    m = multiplicity(x.shape[1:], layer.kernel_size, layer.stride, (1, 1), pads, "zeros", call.output_shape[1:])
+    m = multiplicity(channels_and_spatial(call, 2), layer.kernel_size, layer.stride, (1, 1), pads, "zeros", call.output_shape[1:])
     norm = math.sqrt(m * x.norm**2 + math.prod(call.output_shape) * layer.eps)
     return Transfer(Bound(norm, call.output_shape), (math.sqrt(m),), exact=m == 1)
 
