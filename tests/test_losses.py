@@ -485,7 +485,7 @@ def test_hyperparameters_are_fixed_and_shown() -> None:
     loss = losses.HKR(2.0, margin=0.5)
     with pytest.raises(ConfigurationError, match="alpha is fixed"):
         loss.alpha = 100.0
-    assert repr(loss) == "HKR(alpha=2.0, margin=0.5, reduction='mean')"
+    assert repr(loss) == "HKR(alpha=2.0, margin=0.5)"
     assert "class_weights=(1.0, 2.0)" in repr(losses.CrossEntropy(class_weights=torch.tensor([1, 2])))
     assert not losses.CrossEntropy(class_weights=[1.0, 2.0]).state_dict()
     assert repr(copy.deepcopy(loss)) == repr(pickle.loads(pickle.dumps(loss))) == repr(loss)

@@ -33,7 +33,20 @@ def test_plan(lipdp, tmp_path):
 @pytest.mark.usefixtures("no_data")
 def test_plan_of_a_part_and_other_settings(lipdp):
     plan = lipdp(
-        *("plan", "digits", "--noise-multiplier", "2", "--epochs", "9", "--validation-fraction", "0.5", "--delta", "1e-6"),
+        *(
+            "plan",
+            "digits",
+            "--noise-multiplier",
+            "2",
+            "--epochs",
+            "9",
+            "--validation-fraction",
+            "0.5",
+            "--delta",
+            "1e-6",
+            "--batch-size",
+            "300",
+        ),
         *("--set", "allocation=optimal", "--set", "options.clip=none", "--set", "ema_decay=none", "--json"),
     ).json
     assert (plan["dataset_size"], plan["allocation"], plan["delta"]) == (719, "optimal", 1e-6)

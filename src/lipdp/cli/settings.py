@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import types
 import typing
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ def configured(
     if options:
         changes["options"] = {**recipe.options, **options}
     made = recipe.but(**changes)
-    _check(made)
     size = training_size(dataset_info(made.dataset), validation_fraction)
     if "batch_size" in changes and made.batch_size > size:
         raise ConfigurationError(
@@ -64,12 +62,9 @@ def budget(epsilon: float | None, noise_multiplier: float | None, *, epochs: flo
 
 def dataset_info(name: str) -> DatasetInfo:
     """What is public about a dataset; reads none of it."""
-    from lipdp.data.registry import SOURCES
+    from lipdp.data import info
 
-    source = SOURCES.get(name.replace("-", "_"))
-    if source is None:
-        raise ConfigurationError(f"there is no dataset named {name!r}; there are {', '.join(SOURCES)}")
-    return source.info
+    return info(name)
 
 
 def training_size(info: DatasetInfo, validation_fraction: float | None) -> int:
@@ -132,11 +127,3 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _check(recipe: Recipe) -> None:
-    """What would otherwise only show as a strange training run."""
-    if not (math.isfinite(recipe.learning_rate) and recipe.learning_rate > 0):
-        raise ConfigurationError(f"learning_rate must be a positive number, not {recipe.learning_rate!r}")
-    if not 0 <= recipe.momentum < 1:
-        raise ConfigurationError(f"momentum must lie in [0, 1), not {recipe.momentum!r}")

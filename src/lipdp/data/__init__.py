@@ -11,7 +11,7 @@ cache folder; what is missing there is downloaded and checked. A dataset is one 
 
 from lipdp.data.checks import require_finite
 from lipdp.data.info import Availability, DatasetInfo
-from lipdp.data.registry import available, load, names
+from lipdp.data.registry import available, info, load, names
 from lipdp.data.splitting import split
 
-__all__ = ["Availability", "DatasetInfo", "available", "load", "names", "require_finite", "split"]
+__all__ = ["Availability", "DatasetInfo", "available", "info", "load", "names", "require_finite", "split"]

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from lipdp.data.cifar10 import CIFAR10
 from lipdp.data.digits import DIGITS
 from lipdp.data.files import data_root
-from lipdp.data.info import Availability, Loaded, Source
+from lipdp.data.info import Availability, DatasetInfo, Loaded, Source
 from lipdp.data.mnist import FASHION_MNIST, MNIST
 from lipdp.errors import ConfigurationError
 
-__all__ = ["SOURCES", "available", "load", "names"]
+__all__ = ["SOURCES", "available", "info", "load", "names"]
 
 _ALL: tuple[Source, ...] = (DIGITS, MNIST, FASHION_MNIST, CIFAR10)
 SOURCES = MappingProxyType({source.info.name: source for source in _ALL})
@@ -32,6 +32,24 @@ def available(root: str | os.PathLike[str] | None = None) -> dict[str, Availabil
     return {name: source.availability(folder) for name, source in SOURCES.items()}
 
 
+def _source(name: str) -> Source:
+    # Publishers write fashion-mnist; Python and folders here fashion_mnist.
+    source = SOURCES.get(name.replace("-", "_")) if isinstance(name, str) else None
+    if source is None:
+        raise ConfigurationError(f"there is no dataset {name!r}: load one of {', '.join(map(repr, SOURCES))}.")
+    return source
+
+
+def info(name: str) -> DatasetInfo:
+    """What is public about a dataset: its shape, classes and sizes. Reads none of it.
+
+    >>> import lipdp.data
+    >>> lipdp.data.info("mnist").train_size
+    60000
+    """
+    return _source(name).info
+
+
 def load(name: str, *, root: str | os.PathLike[str] | None = None, download: bool = True) -> Loaded:
     """Load a dataset: `train, test, metadata`.
 
@@ -47,8 +65,4 @@ def load(name: str, *, root: str | os.PathLike[str] | None = None, download: boo
     >>> len(train), len(test), metadata.classes, metadata.shape
     (1438, 359, 10, (1, 8, 8))
     """
-    # Publishers write fashion-mnist; Python and folders here fashion_mnist.
-    source = SOURCES.get(name.replace("-", "_")) if isinstance(name, str) else None
-    if source is None:
-        raise ConfigurationError(f"there is no dataset {name!r}: load one of {', '.join(map(repr, SOURCES))}.")
-    return source.load(data_root(root), download=download)
+    return _source(name).load(data_root(root), download=download)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Sequence
@@ -56,8 +57,10 @@ class Loss(nn.Module):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """Show the hyper-parameters."""
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.hyperparameters)
+        """Show the hyper-parameters that are not the defaults."""
+        defaults = {name: p.default for name, p in inspect.signature(type(self).__init__).parameters.items()}
+        shown = ((name, getattr(self, name)) for name in self.hyperparameters)
+        return ", ".join(f"{name}={value!r}" for name, value in shown if defaults.get(name, inspect.Parameter.empty) != value)
 
 
 # ---------------------------------------------------------------------------------------------- hyper-parameters

@@ -101,6 +101,8 @@ def calibrate_noise(
     and no finite ε below δ ≈ 1e-15.
     """
     target, count = positive("epsilon", epsilon), whole("steps", steps)
+    if count > MAX_STEPS:
+        raise ConfigurationError(f"steps is {count}: more than {MAX_STEPS:,} can't be accounted for in reasonable time. Use fewer.")
     q, d, how = rate(sampling_rate), probability(delta), _analysis(accountant, adjacency)
     if not (is_number(tolerance) and 1e-9 <= tolerance < 1):
         raise ConfigurationError(f"tolerance is {tolerance!r}: a relative precision between 1e-9 and 1; leave it at 1e-5.")

@@ -16,7 +16,7 @@ from lipdp import data, models
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
-from lipdp.privacy import Adjacency, Allocation
+from lipdp.privacy import Accountant, Adjacency, Allocation
 from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
 
 __all__ = ["Prepared", "Recipe", "Result", "prepare", "train"]
@@ -58,6 +58,19 @@ class Recipe:
     allocation: Allocation = "global"
     delta: float = 1e-5
     provenance: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what would otherwise only show as a strange training run."""
+        for name in ("temperature", "learning_rate", "epochs"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
+        if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
+            raise ConfigurationError(f"momentum must lie in [0, 1), not {self.momentum!r}")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ConfigurationError(f"ema_decay must lie in [0, 1), or be None, not {self.ema_decay!r}")
+        if self.schedule not in ("constant", "cosine"):
+            raise ConfigurationError(f"schedule must be 'constant' or 'cosine', not {self.schedule!r}")
 
     def but(self, **changes: Any) -> Recipe:
         """The same recipe with some settings changed."""
@@ -110,6 +123,7 @@ def prepare(
     noise_multiplier: float | None = None,
     dataset_size: int | None = None,
     adjacency: Adjacency = "add_remove",
+    accountant: Accountant = "pld",
     seed: int | None = None,
 ) -> Prepared:
     """Model, loss, plan and optimiser of a recipe. Only the dataset's public description is used."""
@@ -127,13 +141,14 @@ def prepare(
         model,
         loss,
         dataset_size=size,
-        batch_size=min(recipe.batch_size, size),
+        batch_size=recipe.batch_size,
         delta=recipe.delta,
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
         epochs=length,
         allocation=recipe.allocation,
         adjacency=adjacency,
+        accountant=accountant,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate / made.sensitivity, momentum=recipe.momentum)
     scheduler = None
@@ -150,6 +165,8 @@ def train(
     *,
     epsilon: float | None = 3.0,
     noise_multiplier: float | None = None,
+    adjacency: Adjacency = "add_remove",
+    accountant: Accountant = "pld",
     seed: int | None = None,
     device: torch.device | str | None = None,
     root: str | Path | None = None,
@@ -166,6 +183,8 @@ def train(
         recipe: the recipe.
         epsilon: target ε.
         noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
+        adjacency: see :func:`lipdp.plan`.
+        accountant: see :func:`lipdp.plan`.
         seed: of the initial weights and of the run's noise (then it is a secret).
         device: where to compute.
         root: where the datasets are, see :func:`lipdp.data.load`.
@@ -182,7 +201,16 @@ def train(
     if validation_fraction is not None:
         learn, test = data.split(learn, validation_fraction)
         validation = test
-    ready = prepare(recipe, info, epsilon=epsilon, noise_multiplier=noise_multiplier, dataset_size=len(learn), seed=seed)
+    ready = prepare(
+        recipe,
+        info,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        dataset_size=len(learn),
+        adjacency=adjacency,
+        accountant=accountant,
+        seed=seed,
+    )
     started = time.monotonic()
     history = fit(
         ready.model,
@@ -208,7 +236,7 @@ def train(
         accuracy=figures["accuracy"],
         epsilon=history.epsilon,
         delta=ready.plan.delta,
-        steps=ready.plan.steps,
+        steps=int(history.last.get("step", 0)),
         seconds=seconds,
         method=ready.plan.method,
         seed=seed,
