@@ -45,8 +45,10 @@ def lenet(
             f"lenet with {len(channels)} poolings needs images (channels, height, width) of at least {2 ** len(channels)} pixels a "
             f"side, not {input_shape}"
         )
-    if any(c % 2 for c in channels) or kernel_size % 2 == 0:
+    if any(c < 2 or c % 2 for c in channels) or kernel_size < 1 or kernel_size % 2 == 0:
         raise ConfigurationError(f"lenet needs even channels and an odd kernel, not {tuple(channels)} and {kernel_size}")
+    if hidden is not None and (hidden < 2 or hidden % 2):
+        raise ConfigurationError(f"the hidden width must be even (GroupSort sorts pairs), not {hidden}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
     depth, height, width = input_shape
     for size in channels:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["Batch", "check_dataset", "gather", "microbatches"]
+__all__ = ["Batch", "check_dataset", "check_finite", "gather", "microbatches"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -35,18 +35,36 @@ def check_dataset(dataset: Any) -> int:
 
 def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
     """The records at ``indices`` as two tensors (inputs, targets), also when there are none of them."""
-    if isinstance(dataset, Subset):
+    # The short ways are for torch's own classes: a subclass with a __getitem__ of its own gives other records.
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
         return gather(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.long)[indices])
-    if isinstance(dataset, TensorDataset):
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         tensors = [tensor[indices.to(tensor.device)] for tensor in dataset.tensors]
     else:
         # An empty sample still needs a shape: any record has it.
         chosen = indices.tolist() or [0]
-        collated = default_collate([dataset[i] for i in chosen])
-        tensors = [part[: len(indices)] for part in collated]
+        records = [dataset[i] for i in chosen]
+        if not all(isinstance(record, tuple | list) for record in records):
+            raise DataError(f"a record must be a pair (input, target); this dataset gives a {type(records[0]).__name__}")
+        tensors = [part[: len(indices)] for part in default_collate(records)]
     if len(tensors) != 2 or not all(isinstance(part, torch.Tensor) for part in tensors):
         raise DataError(f"a record must be a pair (input, target) of tensors; this dataset gives {len(tensors)} parts")
     return tensors[0], tensors[1]
+
+
+def check_finite(dataset: Dataset[Any], chunk: int = 4096) -> None:
+    """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it."""
+    size = check_dataset(dataset)
+    for start in range(0, size, chunk):
+        finite = torch.ones(min(chunk, size - start), dtype=torch.bool)
+        for part in gather(dataset, torch.arange(start, start + len(finite))):
+            if part.is_floating_point() or part.is_complex():
+                finite &= torch.isfinite(part).reshape(len(finite), -1).all(1).cpu()
+        if not bool(finite.all()):
+            raise DataError(
+                f"record {start + int((~finite).nonzero()[0])} of {size} contains a NaN or an infinity, and there may be more: no "
+                "sensitivity bound holds for it. Remove or repair such records first."
+            )
 
 
 def microbatches(

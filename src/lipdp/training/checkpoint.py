@@ -68,5 +68,10 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
     if hashlib.sha256(content).digest() != digest:
         raise CheckpointError(f"the checkpoint '{path}' is damaged: its content does not match its digest.{advice}")
     # weights_only: a checkpoint is data; it never runs code.
-    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+    except Exception as error:  # a pickle that is not plain data raises nearly anything
+        raise CheckpointError(f"the checkpoint '{path}' can't be read as plain data: {error}.{advice}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the checkpoint '{path}' holds a {type(state).__name__}, not a state.{advice}")
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Iterator
@@ -11,17 +12,20 @@ from typing import Any
 import torch
 
 from lipdp.bounds import analyse
-from lipdp.errors import CheckpointError, ConfigurationError, LipdpWarning
+from lipdp.bounds.trace import find_input_shape
+from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning, UnsupportedError
 from lipdp.losses import Loss, as_loss
-from lipdp.parametrize import project_
+from lipdp.parametrize import Constrained, project_
+from lipdp.privacy._checks import whole
+from lipdp.privacy.accounting import epsilon as epsilon_of
 from lipdp.privacy.ledger import Ledger
-from lipdp.privacy.mechanism import add_noise
+from lipdp.privacy.mechanism import add_noise, effective_multiplier
 from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.training.averaging import WeightAverage
 from lipdp.training.batches import Batch, check_dataset, gather
 from lipdp.training.gradients import gradient_sum
-from lipdp.training.plan import PrivacyPlan
+from lipdp.training.plan import ROUNDOFF, PrivacyPlan
 
 __all__ = ["PrivacyEngine"]
 
@@ -29,6 +33,9 @@ _STATE_FORMAT = 1
 _DEFAULT_MICROBATCH = 2048
 # Bounds of the same model come out of the same arithmetic; anything above this is another model.
 _SAME = 1 + 1e-9
+# The same accountant on another machine may round otherwise; more than this is another budget.
+_SAME_EPSILON = 1 + 1e-6
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PrivacyEngine:
@@ -43,7 +50,9 @@ class PrivacyEngine:
     expected batch size, and hands the result to the optimiser; then weights go back into their constraint sets. ``step``
     returns nothing: a training loss would be another query about the private data.
 
-    The engine analyses the model again and refuses a plan that promises smaller sensitivities than it finds.
+    The engine analyses the model again and refuses a plan that promises smaller sensitivities than it finds, less noise than
+    its multiplier says, or a smaller ε than its steps cost. Weights or layers' settings that are changed between steps are
+    noticed: the model is then analysed and projected again before anything is computed.
 
     Args:
         model: the model; its constrained weights are projected at once.
@@ -79,12 +88,14 @@ class PrivacyEngine:
         self.plan = plan
         self.microbatch_size = microbatch_size or min(plan.batch_size, _DEFAULT_MICROBATCH)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._check_model(input_shape)
+        self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
+        self._check_plan()
         self._check_optimizer()
+        secret = fresh_seed() if seed is None else whole("seed", seed, least=0)
         if device is not None:
             model.to(device)
-            self.loss.to(device)
         self.device = next(iter(self._parameters.values())).device
+        self.loss.to(self.device)
         project_(model)
         # The modes under which the bounds were proved; they are restored at every step.
         self._modes = [(module, module.training) for module in model.modules()]
@@ -98,7 +109,10 @@ class PrivacyEngine:
             adjacency=plan.adjacency,
         )
         self.average = None if ema_decay is None else WeightAverage(self._parameters, ema_decay)
-        self._key = self._derive_key(fresh_seed() if seed is None else seed)
+        self._key = self._derive_key(secret)
+        self._trail = ""  # a digest of the optimiser's settings in all steps so far
+        self._drawn = 0  # batches drawn so far
+        self._structure, self._proved = self._present_structure(), self._present_values()
 
     # ------------------------------------------------------------------ what was spent
 
@@ -117,8 +131,9 @@ class PrivacyEngine:
     def batches(self, train: Any) -> Iterator[Batch]:
         """Poisson batches of ``train`` for the steps that are left: every record enters each with probability q.
 
-        Each batch is a function of the run's secret key and the step number, so a resumed run sees the same ones. ``train``
-        may differ in size from ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
+        Each batch is for one step. It is a function of the run's secret key and its number, so a resumed run sees the same
+        ones, and no number is drawn twice: batches may be fetched ahead or left out. ``train`` may differ in size from
+        ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
         size = check_dataset(train)
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
@@ -129,20 +144,21 @@ class PrivacyEngine:
                 LipdpWarning,
                 stacklevel=2,
             )
-        while self.ledger.remaining > 0:
-            draw = generator(self._key, self.steps, "sample")
+        while (number := max(self._drawn, self.steps)) < self.plan.steps:
+            self._drawn = number + 1
+            draw = generator(self._key, number, "sample")
             yield gather(train, poisson_indices(size, self.plan.sampling_rate, draw))
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """One private step on a Poisson batch (of any size, 0 included)."""
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
-        if len(inputs) != len(targets):
-            raise ConfigurationError(f"{len(inputs)} inputs but {len(targets)} targets")
+        self._check_batch(inputs, targets)
         for module, mode in self._modes:
             module.training = mode
+        self._prove_again_if_changed()
         number = self.steps
-        with self._model_randomness(number):
+        with self._model_randomness(number), self._constant_buffers():
             sums = gradient_sum(
                 self.model,
                 self.loss,
@@ -154,31 +170,91 @@ class PrivacyEngine:
                 precision=self.plan.precision,
             )
         noised = self._release(sums, number)
-        # From here on it is post-processing: nothing below reads data.
+        # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
+        self.optimizer.zero_grad(set_to_none=True)
+        self._proved = []  # until the projection is done, in case something below fails
         for name, parameter in self._parameters.items():
             parameter.grad = (noised[name] / self.plan.batch_size).to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        project_(self.model)
+        self._project()
+        self._proved = self._present_values()
         if self.average is not None:
             self.average.update(self._parameters)
 
     def _release(self, sums: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves: charged first, then noised."""
         self.ledger.charge()
-        # The optimiser's settings are part of the noise's key: two runs from one seed that differ in, say, the learning rate
-        # must not share noise, or the difference of their releases would be free of it.
-        settings = repr([{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups])
-        draw = generator(self._key, number, f"noise {settings}", self.device)
+        # The optimiser's settings so far are part of the noise's key: two runs from one seed that differ in, say, the learning
+        # rate of some step must not share noise from there on, or the difference of their releases would be free of it.
+        settings = [sorted((k, repr(v)) for k, v in group.items() if k != "params") for group in self.optimizer.param_groups]
+        self._trail = hashlib.sha256(f"{self._trail}|{type(self.optimizer).__name__}|{settings}".encode()).hexdigest()
+        draw = generator(self._key, number, f"noise {self._trail}", self.device)
         return add_noise(sums, self.plan.noise_stds, draw)
 
     @contextmanager
     def _model_randomness(self, number: int) -> Iterator[None]:
         """Dropout and the like draw from a stream of (key, step): a resumed run repeats it."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(derive_seed(self._key, number, "model"))
+        seed = derive_seed(self._key, number, "model")
+        on_cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
+            # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
+            torch.default_generator.manual_seed(seed)
+            if on_cuda:
+                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
             yield
+
+    # ------------------------------------------------------------------ what the bounds rest on
+
+    def _present_structure(self) -> list[Any]:
+        """Modules, and the parameters that train: they may not change any more."""
+        trained = [(name, id(p)) for name, p in self.model.named_parameters() if p.requires_grad]
+        return [[(name, id(module)) for name, module in self.model.named_modules()], trained]
+
+    def _present_values(self) -> list[Any]:
+        """Signs of the layers' settings and of all values: sums of their bits as whole numbers, exact on every device."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        words = [(torch.view_as_real(t) if t.is_complex() else t).detach() for t in tensors]
+        sums = [w.view(_WORDS[w.element_size()]).sum().to(self.device) for w in words]
+        return [str(self.model), *torch.stack(sums).tolist()]
+
+    def _prove_again_if_changed(self) -> None:
+        """Bounds hold for the model that was analysed, with weights inside their sets. Make sure that this is it."""
+        if self._present_structure() != self._structure:
+            raise ConfigurationError(
+                "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its "
+                "bounds are those of the model before. Make a new plan and a new engine for the model as it is."
+            )
+        if self._present_values() != self._proved:
+            self._check_plan()
+            project_(self.model)
+            self._proved = self._present_values()
+
+    def _project(self) -> None:
+        """As :func:`lipdp.parametrize.project_`, but frozen weights, which have not moved, stay as they are to the last bit."""
+        with torch.no_grad():
+            for module in self.model.modules():
+                own = list(module.parameters(recurse=False))
+                if isinstance(module, Constrained) and any(p.requires_grad for p in own):
+                    frozen = [(p, p.clone()) for p in own if not p.requires_grad]
+                    module.project_()
+                    for parameter, kept in frozen:
+                        parameter.copy_(kept)
+
+    @contextmanager
+    def _constant_buffers(self) -> Iterator[None]:
+        """A buffer that the forward pass updates would carry data out without noise."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        yield
+        after = dict(self.model.named_buffers())
+        changed = [name for name, kept in before.items() if not torch.equal(after[name], kept)]
+        for name in changed:
+            after[name].copy_(before[name])
+        if changed:
+            raise UnsupportedError(
+                f"the forward pass changes the buffer '{changed[0]}': state that is updated from the data is a release that "
+                "nothing accounts for. It was put back and no step was taken. Make it constant, or remove it."
+            )
 
     # ------------------------------------------------------------------ weights to use
 
@@ -189,9 +265,9 @@ class PrivacyEngine:
             yield self.model
             return
         kept = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self.average.copy_to(self._parameters)
-        project_(self.model)
         try:
+            self.average.copy_to(self._parameters)
+            self._project()
             yield self.model
         finally:
             with torch.no_grad():
@@ -202,34 +278,52 @@ class PrivacyEngine:
         """Replace the weights by their average for good (at the end of a run)."""
         if self.average is not None and self.steps > 0:
             self.average.copy_to(self._parameters)
-            project_(self.model)
+            self._project()
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that an exact continuation needs. It holds the run's secret key: keep it as safe as the data."""
-        return {
-            "format": _STATE_FORMAT,
-            "plan": self.plan.to_json(),
-            "steps": self.steps,
-            "key": f"{self._key:x}",
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
-        }
+        """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data."""
+        # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
+        return copy.deepcopy(
+            {
+                "format": _STATE_FORMAT,
+                "plan": self.plan.to_json(),
+                "steps": self.steps,
+                "key": f"{self._key:x}",
+                "trail": self._trail,
+                "proved": self._proved,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "average": None if self.average is None else self.average.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. All of it is checked before anything is changed."""
-        self._check_state(state)
+        """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed."""
+        try:
+            self._check_state(state)
+        except CheckpointError:
+            raise
+        except (LipdpError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"this is not an engine's state: {error}") from error
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except Exception as error:
+            self._load(before)
+            raise CheckpointError(f"this state does not fit the engine: {error}. Nothing was changed.") from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.ledger.releases = int(state["steps"])
-        self._key = int(state["key"], 16)
+        self.ledger.releases = self._drawn = int(state["steps"])
+        self._key, self._trail, self._proved = int(state["key"], 16), str(state["trail"]), list(state["proved"])
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        missing = {"format", "plan", "steps", "key", "model", "optimizer", "average"} - set(state)
+        missing = {"format", "plan", "steps", "key", "trail", "proved", "model", "optimizer", "average"} - set(state)
         if missing:
             raise CheckpointError(f"this is not an engine's state: it lacks {', '.join(sorted(missing))}")
         if state["format"] != _STATE_FORMAT:
@@ -244,10 +338,23 @@ class PrivacyEngine:
         if own != other:
             different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
             raise CheckpointError(f"this state belongs to another model: {', '.join(different[:5])} differ(s)")
+        groups = self.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"]
+        sizes = [[len(group["params"]) for group in part] for part in groups]
+        lacking = sorted({key for own, other in zip(*groups, strict=False) for key in own.keys() - other.keys()} - {"initial_lr"})
+        if sizes[0] != sizes[1] or lacking:
+            raise CheckpointError(
+                "this state belongs to another optimiser: "
+                + (f"it lacks the setting {lacking[0]!r}" if lacking else f"its parameters are grouped {sizes[1]}, not {sizes[0]}")
+            )
+        int(state["key"], 16)
         if not 0 <= int(state["steps"]) <= self.plan.steps:
             raise CheckpointError(f"this state says {state['steps']} steps were taken; the plan has {self.plan.steps}")
         if (state["average"] is None) != (self.average is None):
             raise CheckpointError("this state was made with another ema_decay setting (one keeps an average, the other doesn't)")
+        if self.average is not None and state["average"]["decay"] != self.average.decay:
+            raise CheckpointError(
+                f"this state was made with ema_decay={state['average']['decay']}, not {self.average.decay}; pass the same"
+            )
 
     # ------------------------------------------------------------------ checks
 
@@ -261,9 +368,25 @@ class PrivacyEngine:
             digest.update(parameter.detach().to("cpu", torch.float64).numpy().tobytes())
         return int.from_bytes(digest.digest()[:16], "big")
 
-    def _check_model(self, input_shape: tuple[int, ...] | None) -> None:
-        analysis = analyse(self.model, self.loss, input_shape=input_shape)
-        planned, found = self.plan.sensitivities, analysis.sensitivities
+    def _check_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+            raise DataError(f"a batch is two tensors, not {type(inputs).__name__} and {type(targets).__name__}")
+        if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
+            raise DataError(
+                f"inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)}: both need one row for each "
+                "example"
+            )
+        # Bounds are those of examples of one shape: on larger images a bias, say, has a larger gradient.
+        if tuple(inputs.shape[1:]) != self._input_shape:
+            raise DataError(f"the plan is for examples of shape {self._input_shape}, not {tuple(inputs.shape[1:])}")
+
+    def _check_plan(self) -> None:
+        """Trust nothing in the plan but what follows from the model, the loss and the accountant."""
+        plan = self.plan
+        if str(self.loss) != plan.loss:
+            raise ConfigurationError(f"the plan was made for the loss {plan.loss}, not {self.loss}. Make a new plan.")
+        analysis = analyse(self.model, self.loss, input_shape=self._input_shape)
+        planned, found = plan.sensitivities, analysis.sensitivities
         if set(planned) != set(found):
             different = sorted(set(planned) ^ set(found))
             raise ConfigurationError(
@@ -276,13 +399,31 @@ class PrivacyEngine:
                     f"the plan was made for another model or loss: parameter '{name}' has sensitivity {bound:.6g} here, and "
                     f"{planned[name]:.6g} in the plan. Make a new plan."
                 )
-        sizes = {group.name: group.size for group in self.plan.groups}
+        sizes = {group.name: group.size for group in plan.groups}
         for row in analysis.parameters:
             if sizes.get(row.name) != row.size:
                 raise ConfigurationError(f"the plan was made for another model: '{row.name}' has {row.size} entries here")
-        if analysis.slack() > self.plan.slack * _SAME:
+        if analysis.slack(ROUNDOFF[plan.precision]) > plan.slack * _SAME:
             raise ConfigurationError(
                 "the model computes more coarsely than the plan's rounding slack covers. Make a new plan for the model as it is."
+            )
+        multiplier = effective_multiplier({name: bound * plan.slack for name, bound in found.items()}, plan.noise_stds)
+        if multiplier * _SAME < plan.noise_multiplier:
+            raise ConfigurationError(
+                f"the plan's noise has the multiplier {multiplier:.6g}, less than the {plan.noise_multiplier:.6g} that it "
+                "accounts for. Make a new plan."
+            )
+        spent = epsilon_of(
+            noise_multiplier=plan.noise_multiplier,
+            sampling_rate=plan.sampling_rate,
+            steps=plan.steps,
+            delta=plan.delta,
+            accountant=plan.accountant,
+            adjacency=plan.adjacency,
+        )
+        if spent > plan.epsilon * _SAME_EPSILON:
+            raise ConfigurationError(
+                f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
             )
 
     def _check_optimizer(self) -> None:

@@ -28,9 +28,9 @@ def evaluate(
     device: torch.device | str | None = None,
 ) -> dict[str, float]:
     """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted."""
-    known = as_loss(loss)
     size = check_dataset(dataset)
     place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), torch.device("cpu"))
+    known = as_loss(loss).to(place)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     total, correct, classified = 0.0, 0, False

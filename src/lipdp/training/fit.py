@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from lipdp.data import require_finite
 from lipdp.errors import CheckpointError
 from lipdp.losses import Loss
-from lipdp.training.batches import check_dataset
+from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
@@ -58,15 +57,16 @@ def fit(
         scheduler: a torch learning-rate scheduler, advanced after every step.
         ema_decay: average the weights; validation and the final model use the average.
         evaluations: about how many rows the history gets, evenly spread, the last one at the end.
-        checkpoint: file to save the run in at every evaluation (atomically).
+        checkpoint: file to save the run in at the start and at every evaluation (atomically).
         resume: continue from ``checkpoint`` if it exists. Without it an existing file is an error, so nothing is lost.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
 
     Returns:
         The history; ``history.epsilon`` is what was really spent.
     """
-    check_dataset(train)
-    require_finite(train)
+    check_finite(train)
+    if validation is not None:
+        check_dataset(validation)
     file = None if checkpoint is None else Path(checkpoint)
     if file is not None and file.exists() and not resume:
         raise CheckpointError(f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file.")
@@ -84,6 +84,9 @@ def fit(
     history = History(delta=plan.delta)
     if file is not None and file.exists():
         history = _restore(file, engine, scheduler)
+    elif file is not None:
+        # With the run's key on disk, whatever is done again after an interruption is the same release.
+        save_checkpoint(_state(engine, history, scheduler), file)
     run = Run(engine, history)
     hooks = list(callbacks)
     before, started = history.seconds, time.monotonic()
@@ -102,7 +105,7 @@ def fit(
             if due or run.stop or engine.steps == plan.steps:
                 history.epsilon = engine.epsilon
                 history.seconds = before + time.monotonic() - started
-                row = _row(engine, validation, loss)
+                row = _row(engine, validation)
                 history.add(row)
                 for hook in hooks:
                     hook.on_evaluation(run, row)
@@ -118,11 +121,11 @@ def fit(
     return history
 
 
-def _row(engine: PrivacyEngine, validation: Any, loss: Loss | torch.nn.Module) -> dict[str, float]:
+def _row(engine: PrivacyEngine, validation: Any) -> dict[str, float]:
     row = {"step": float(engine.steps), "epoch": engine.steps * engine.plan.sampling_rate, "epsilon": engine.epsilon}
     if validation is not None:
         with engine.averaged() as model:
-            metrics = evaluate(model, loss, validation, device=engine.device)
+            metrics = evaluate(model, engine.loss, validation, device=engine.device)
         row.update({f"validation_{name}": value for name, value in metrics.items()})
     return row
 
@@ -141,7 +144,10 @@ def _restore(file: Path, engine: PrivacyEngine, scheduler: Any) -> History:
         raise CheckpointError(f"'{file}' is a checkpoint, but not one of lipdp.fit")
     if (state["scheduler"] is None) != (scheduler is None):
         raise CheckpointError(f"'{file}' was made {'without' if scheduler else 'with'} a learning-rate scheduler; pass the same")
+    if scheduler is not None and set(state["scheduler"]) != set(scheduler.state_dict()):
+        raise CheckpointError(f"'{file}' was made with another learning-rate scheduler; pass the same")
+    history = History.from_state(state["history"])
     engine.load_state_dict(state["engine"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
-    return History.from_state(state["history"])
+    return history

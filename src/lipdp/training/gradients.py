@@ -25,8 +25,8 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
             stack.callback(setattr, torch.backends.cudnn, "allow_tf32", before[1])
             torch.backends.cuda.matmul.allow_tf32 = allow
             torch.backends.cudnn.allow_tf32 = allow
-        if precision == "bfloat16":
-            stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
+        # Also switched off where it is not planned: the caller may be inside an autocast of his own.
+        stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"))
         yield
 
 

@@ -18,8 +18,9 @@ from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.losses import Loss, as_loss
 from lipdp.privacy import Accountant, Adjacency, Allocation, allocate, calibrate_noise, max_steps
 from lipdp.privacy import epsilon as epsilon_of
+from lipdp.privacy._checks import is_number
 
-__all__ = ["Method", "ParameterGroup", "Precision", "PrivacyPlan", "groups_of", "plan"]
+__all__ = ["ROUNDOFF", "Method", "ParameterGroup", "Precision", "PrivacyPlan", "groups_of", "plan"]
 
 Method = Literal["clipless"]
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
@@ -27,7 +28,7 @@ Source = Literal["proved"]
 
 _FORMAT = 1
 # u of the arithmetic inside matrix products. TF32 keeps 10 bits of the mantissa.
-_ROUNDOFF = {
+ROUNDOFF = {
     "float64": unit_roundoff(torch.float64),
     "float32": unit_roundoff(torch.float32),
     "tf32": 2.0**-11,
@@ -58,6 +59,12 @@ class ParameterGroup:
     noise_std: float
     input_norm: float
     cotangent_norm: float
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.sensitivity) and self.sensitivity >= 0 and is_number(self.noise_std) and self.noise_std >= 0):
+            raise ConfigurationError(
+                f"group {self.name!r} has sensitivity {self.sensitivity!r} and noise {self.noise_std!r}; both are finite numbers"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,20 @@ class PrivacyPlan:
     loss_lipschitz: float
     output_norm: float
     groups: tuple[ParameterGroup, ...]
+
+    def __post_init__(self) -> None:
+        _check_method(self.method, None)
+        _check_counts(self.dataset_size, self.batch_size, self.steps, None)
+        for name, least in (("noise_multiplier", 0.0), ("epsilon", 0.0), ("delta", 0.0), ("slack", 1.0)):
+            value = getattr(self, name)
+            if not (is_number(value) and value >= least):
+                raise ConfigurationError(f"a plan's {name} is a finite number, at least {least:g}, not {value!r}")
+        choices = {"allocation": Allocation, "adjacency": Adjacency, "accountant": Accountant, "precision": Precision}
+        for name, known in choices.items():
+            if getattr(self, name) not in get_args(known):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(get_args(known))}")
+        if not self.groups:
+            raise ConfigurationError("a plan without parameter groups trains nothing")
 
     @property
     def sampling_rate(self) -> float:
@@ -237,7 +258,7 @@ def plan(
     q = batch_size / dataset_size
     length = steps if steps is not None else None if epochs is None else math.ceil(epochs / q - 1e-9)
     sigma, length, spent = _solve(epsilon, noise_multiplier, length, q, delta, accountant, adjacency)
-    slack = analysis.slack(_ROUNDOFF[arithmetic])
+    slack = analysis.slack(ROUNDOFF[arithmetic])
     return PrivacyPlan(
         method=method,
         dataset_size=dataset_size,
@@ -307,6 +328,11 @@ def _solve(
     spent = epsilon_of(
         noise_multiplier=sigma, sampling_rate=q, steps=steps, delta=delta, accountant=accountant, adjacency=adjacency
     )
+    if math.isinf(spent):
+        raise ConfigurationError(
+            f"noise_multiplier={sigma:g} and {steps} steps have no finite epsilon at delta={delta:g} with the {accountant} "
+            "accountant. Use a larger delta, more noise, or the other accountant."
+        )
     if epsilon is not None and spent > epsilon:
         raise ConfigurationError(
             f"noise_multiplier={sigma:g} and {steps} steps cost epsilon {spent:.4g}, more than the {epsilon:g} asked for. Leave "
@@ -335,15 +361,15 @@ def _check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs:
         raise ConfigurationError("give either epochs or steps, not both")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigurationError(f"steps must be a whole number of at least 1, not {steps!r}")
-    if epochs is not None and not (epochs > 0 and math.isfinite(epochs)):
+    if epochs is not None and not (is_number(epochs) and epochs > 0):
         raise ConfigurationError(f"epochs must be positive, not {epochs!r}")
 
 
 def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise_multiplier: float | None) -> None:
     for name, value in (("epsilon", epsilon), ("noise_multiplier", noise_multiplier)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
+        if value is not None and not (is_number(value) and value > 0):
             raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
-    if not 0 < delta < 1:
+    if not (is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(f"delta must lie between 0 and 1, not {delta!r}")
     if delta >= 1 / dataset_size:
         warnings.warn(
@@ -357,13 +383,13 @@ def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise
 def _precision(asked: str | None, analysis: Analysis) -> Precision:
     native: Precision = (
         "float64"
-        if analysis.roundoff <= _ROUNDOFF["float64"]
+        if analysis.roundoff <= ROUNDOFF["float64"]
         else "float32"
-        if analysis.roundoff <= _ROUNDOFF["float32"]
+        if analysis.roundoff <= ROUNDOFF["float32"]
         else "bfloat16"
     )
     if asked is None:
         return native
-    if asked not in _ROUNDOFF:
-        raise ConfigurationError(f"precision={asked!r} is not known; choose one of {', '.join(_ROUNDOFF)}")
-    return asked if _ROUNDOFF[asked] >= _ROUNDOFF[native] else native  # type: ignore[return-value]
+    if asked not in ROUNDOFF:
+        raise ConfigurationError(f"precision={asked!r} is not known; choose one of {', '.join(ROUNDOFF)}")
+    return asked if ROUNDOFF[asked] >= ROUNDOFF[native] else native  # type: ignore[return-value]

@@ -1,0 +1,32 @@
+"""The examples in docstrings run as they are written."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import lipdp
+
+MODULES = sorted(info.name for info in pkgutil.walk_packages(lipdp.__path__, "lipdp.") if not info.name.endswith("__main__"))
+
+
+def test_all_modules_are_found():
+    assert {"lipdp.training.plan", "lipdp.data.registry", "lipdp.bounds.analysis"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", ["lipdp", *MODULES])
+def test_examples(name):
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
+    text = []
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(test, out=text.append)
+    assert runner.failures == 0, "".join(text)
+
+
+def test_there_are_examples():
+    finder = doctest.DocTestFinder()
+    assert sum(len(t.examples) for n in MODULES for t in finder.find(importlib.import_module(n), n)) > 10

@@ -1,0 +1,232 @@
+"""Real Poisson batches, and datasets of all sorts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from lipdp.errors import ConfigurationError, DataError, LipdpWarning
+from lipdp.training.batches import check_dataset, check_finite, gather
+
+from .common import BATCH, SIZE, empty, engine_of, free, planned, small, toy
+
+FALSE_ALARM = 1e-6
+
+
+def marked(count=SIZE):
+    """Records that carry their own number."""
+    x = torch.zeros(count, 6)
+    x[:, 0] = torch.arange(count)
+    return TensorDataset(x, torch.zeros(count, dtype=torch.long))
+
+
+def drawn(steps=1500, count=SIZE, seed=0):
+    """(steps, count): which records each batch holds."""
+    engine = engine_of(free(), planned(free(), steps=steps), seed=seed)
+    table = torch.zeros(steps, count)
+    for row, (x, _) in zip(table, engine.batches(marked(count)), strict=True):
+        row[x[:, 0].long()] = 1
+        engine.ledger.charge()  # as a step would, without its cost
+    return table.double()
+
+
+def test_sizes_are_binomial():
+    sizes = drawn().sum(1)
+    q = BATCH / SIZE
+    law = stats.binom(SIZE, q)
+    edges = [-1, *(int(law.ppf(p)) for p in (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)), SIZE]
+    observed = [int(((sizes > a) & (sizes <= b)).sum()) for a, b in itertools.pairwise(edges)]
+    expected = [len(sizes) * (law.cdf(b) - law.cdf(a)) for a, b in itertools.pairwise(edges)]
+    assert stats.chisquare(observed, expected).pvalue > FALSE_ALARM
+    spread = float(((sizes - BATCH) ** 2).sum()) / (SIZE * q * (1 - q))
+    assert stats.chi2(len(sizes)).ppf(FALSE_ALARM) < spread < stats.chi2(len(sizes)).isf(FALSE_ALARM)
+
+
+def test_each_record_enters_with_probability_q_independently():
+    table, q = drawn(), BATCH / SIZE
+    steps = len(table)
+    counts = table.sum(0)
+    assert float(counts.min()) > stats.binom(steps, q).ppf(FALSE_ALARM / SIZE)
+    assert float(counts.max()) < stats.binom(steps, q).isf(FALSE_ALARM / SIZE)
+    centred = (table - q) / (q * (1 - q)) ** 0.5
+    for lag in (1, 2):  # neighbouring records of one batch; one record in neighbouring batches
+        for product in (centred[:, lag:] * centred[:, :-lag], centred[lag:] * centred[:-lag]):
+            assert abs(float(product.sum())) < stats.norm.isf(FALSE_ALARM / 2) * product.numel() ** 0.5
+
+
+def test_exactly_as_many_batches_as_the_plan_has_steps():
+    engine = engine_of(small(), planned(small(), steps=9))
+    count = 0
+    for batch in engine.batches(toy()):
+        engine.step(*batch)
+        count += 1
+    assert count == engine.steps == 9
+
+
+def test_an_empty_batch_is_a_step():
+    data = toy(100)
+    model = small()
+    engine = engine_of(model, planned(model, dataset_size=100, batch_size=1, delta=1e-3, steps=30))
+    sizes = []
+    for x, y in engine.batches(data):
+        sizes.append(len(x))
+        engine.step(x, y)
+    assert 0 in sizes
+    assert engine.steps == 30
+    engine = engine_of(small())
+    engine.step(*empty())
+    assert engine.steps == 1
+    assert float(engine.optimizer.seen[0]["1.weight"].norm()) > 0
+
+
+def test_batches_fetched_ahead_are_different_and_those_of_the_loop():
+    """One sample used for several steps would not be what is accounted."""
+    plan = planned(small())
+    ahead = [x for x, _ in itertools.islice(engine_of(small(), plan).batches(marked()), plan.steps + 1)]
+    assert len(ahead) == plan.steps
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(ahead, 2))
+    engine = engine_of(small(), plan)
+    for expected, (x, y) in zip(ahead, engine.batches(marked()), strict=True):
+        assert torch.equal(x, expected)
+        engine.step(x, y)
+
+
+def test_two_iterators_never_give_the_same_batch_twice():
+    engine = engine_of(small())
+    first, second = engine.batches(marked()), engine.batches(marked())
+    seen = [next(it)[0] for _ in range(6) for it in (first, second)]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
+    assert next(first, None) is None
+
+
+def test_batches_continue_where_the_steps_are():
+    plan = planned(small())
+    expected = [x for x, _ in itertools.islice(engine_of(small(), plan).batches(marked()), plan.steps)]
+    engine = engine_of(small(), plan)
+    for _ in range(4):
+        engine.step(*next(engine.batches(marked())))
+    state = engine.state_dict()
+    next(engine.batches(marked()))  # fetched, never used
+    other = engine_of(small(seed=3), plan, seed=None)
+    other.load_state_dict(state)
+    assert all(torch.equal(a, b) for (a, _), b in zip(other.batches(marked()), expected[4:], strict=True))
+
+
+def test_a_dataset_of_another_size_keeps_q_and_warns():
+    engine = engine_of(small())
+    with pytest.warns(LipdpWarning, match="512 records"):
+        sizes = [len(x) for x, _ in itertools.islice(engine.batches(toy(512)), 12)]
+    assert 40 < sum(sizes) / len(sizes) < 90
+    next(engine_of(small()).batches(toy(SIZE - 1)))  # a neighbour: no word about it
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.full((6,), float(index)), index % 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(6), 0
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return 2 * x, y
+
+
+class Shifted(Subset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 1, y
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Single(Squares):
+    def __getitem__(self, index):
+        return torch.full((6,), float(index))
+
+
+class Triple(Squares):
+    def __getitem__(self, index):
+        return torch.zeros(6), 1, 2
+
+
+class Records(Squares):
+    def __getitem__(self, index):
+        return {"x": torch.zeros(6), "y": 1}
+
+
+CHOSEN = torch.tensor([1, 4, 7])
+
+
+def test_gather_from_all_sorts_of_datasets():
+    plain = marked(20)
+    assert gather(plain, CHOSEN)[0][:, 0].tolist() == [1, 4, 7]
+    part = Subset(plain, list(range(10, 20)))
+    assert gather(part, CHOSEN)[0][:, 0].tolist() == [11, 14, 17]
+    assert gather(Subset(part, range(1, 10)), CHOSEN)[0][:, 0].tolist() == [12, 15, 18]
+    x, y = gather(Squares(), CHOSEN)
+    assert x[:, 0].tolist() == [1, 4, 7]
+    assert y.tolist() == [1, 1, 1]
+    assert gather(Subset(Squares(), [3, 5, 8, 9, 11, 12, 13, 19]), CHOSEN)[0][:, 0].tolist() == [5, 11, 19]
+    assert gather([(torch.zeros(6), 0)] * 9, CHOSEN)[0].shape == (3, 6)
+
+
+def test_gather_of_nothing_has_shapes():
+    none = torch.empty(0, dtype=torch.long)
+    for data in (marked(20), Subset(marked(20), [1, 2]), Squares(), Subset(Squares(), [1, 2]), Doubled(*marked(20).tensors)):
+        x, y = gather(data, none)
+        assert x.shape == (0, 6)
+        assert y.shape == (0,)
+        assert y.dtype == torch.long
+
+
+def test_subclasses_with_records_of_their_own_are_asked_for_them():
+    assert gather(Doubled(*marked(20).tensors), CHOSEN)[0][:, 0].tolist() == [2, 8, 14]
+    assert gather(Shifted(marked(20), range(10, 20)), CHOSEN)[0][:, 0].tolist() == [12, 15, 18]
+
+
+@pytest.mark.parametrize("data", [Single(), Triple(), Records(), TensorDataset(torch.zeros(20, 6))])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_records_that_are_no_pairs_are_refused(data, count):
+    with pytest.raises(DataError, match="pair"):
+        gather(data, torch.arange(count))
+
+
+@pytest.mark.parametrize("data", [DataLoader(toy(10)), Stream(), iter([1, 2]), 3, None])
+def test_what_can_not_be_sampled_is_refused(data):
+    with pytest.raises(ConfigurationError):
+        check_dataset(data)
+    with pytest.raises(ConfigurationError):
+        next(engine_of(small()).batches(data))
+
+
+def test_an_empty_dataset_is_refused():
+    for data in (TensorDataset(torch.zeros(0, 6), torch.zeros(0)), []):
+        with pytest.raises(DataError, match="empty"):
+            check_dataset(data)
+
+
+def test_check_finite_looks_everywhere():
+    for data in (toy(10), Squares(), Subset(toy(10), [1, 2]), Subset(Squares(), [3])):
+        check_finite(data)
+    x, y = (t.clone() for t in toy(10).tensors)
+    x[7, 3] = float("nan")
+    bad = TensorDataset(x, y)
+    for data in (bad, Subset(bad, [1, 7]), [(row, label) for row, label in zip(x, y, strict=True)]):
+        with pytest.raises(DataError, match="NaN"):
+            check_finite(data, chunk=3)
+    check_finite(Subset(bad, [1, 2, 3]))
+    with pytest.raises(DataError, match="record 4"):
+        check_finite(TensorDataset(torch.zeros(9, 6), torch.tensor([0.0] * 4 + [float("inf")] * 5)))

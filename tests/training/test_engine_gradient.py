@@ -1,0 +1,254 @@
+"""What the optimiser gets is (Σ_i g_i + noise)/b: against a loop over examples in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+from lipdp import losses, nn
+from lipdp.bounds import Bound, Transfer, rule
+from lipdp.errors import DataError, UnsupportedError
+from lipdp.training.batches import microbatches
+
+from .common import BATCH, Spy, empty, engine_of, first_gradient, free, planned, same, small, toy, weights
+
+
+def reference_sum(model, x, y, tau=4.0):
+    """Σ_i ∂(CE(τŷ_i)/τ)/∂θ, one example at a time, in float64."""
+    wide = copy.deepcopy(model).double()
+    total = {name: torch.zeros_like(p) for name, p in wide.named_parameters()}
+    for i in range(len(x)):
+        value = functional.cross_entropy(tau * wide(x[i : i + 1].double()), y[i : i + 1]) / tau
+        for (name, _), g in zip(wide.named_parameters(), torch.autograd.grad(value, list(wide.parameters())), strict=True):
+            total[name] += g
+    return total
+
+
+def clean_sum(model, plan, batch, **options):
+    """The engine's gradient sum: what it hands over, minus the same noise on an empty batch, times b."""
+    noise, full = first_gradient(model, plan, empty(), **options), first_gradient(model, plan, batch, **options)
+    return {name: (full[name].double() - noise[name].double()) * BATCH for name in full}
+
+
+@pytest.mark.parametrize("count", [1, 7, BATCH, 57, 200])
+@pytest.mark.parametrize("make", [free, small], ids=["free", "constrained"])
+def test_the_sum_over_the_constant_batch_size(make, count):
+    model = make()
+    x, y = toy(count).tensors
+    engine_of(model)  # projects
+    expected, found = reference_sum(model, x, y), clean_sum(model, planned(model), (x, y), microbatch_size=16)
+    size = max(float(v.norm()) for v in expected.values())
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=3e-5 * max(1, size)), name
+    if count != BATCH:  # the test sees a division by the realised batch size
+        wrong = {name: value * BATCH / count for name, value in expected.items()}
+        assert not all(torch.allclose(found[name], wrong[name], atol=1e-3 * size) for name in wrong)
+
+
+def test_the_gradient_includes_planned_noise_and_the_constant_divisor():
+    """Two datasets, same noise: the difference is the difference of the sums over b."""
+    model, plan = free(), planned(free())
+    a, b = toy(40).tensors, toy(11, seed=9).tensors
+    found = {n: v - first_gradient(model, plan, b)[n] for n, v in first_gradient(model, plan, a).items()}
+    expected = {n: v - reference_sum(model, *b)[n] for n, v in reference_sum(model, *a).items()}
+    for name, value in expected.items():
+        assert torch.allclose(found[name].double() * BATCH, value, atol=1e-4)
+
+
+def test_one_example_never_moves_the_sum_by_more_than_its_sensitivity():
+    model = free()
+    plan = planned(model)
+    x, y = toy(60).tensors
+    x = x * 100  # on the boundary of the ball
+    for i in range(60):
+        one = clean_sum(model, plan, (x[i : i + 1], y[i : i + 1]))
+        for name, value in one.items():
+            assert float(value.norm()) <= plan.sensitivities[name] * (1 + 1e-4)
+
+
+def test_padding_rows_contribute_nothing():
+    x, y = toy(5).tensors
+    model, plan = free(), planned(free())
+    padded, exact = (first_gradient(model, plan, (x, y), microbatch_size=size) for size in (128, 5))
+    for name, value in padded.items():
+        assert torch.allclose(value, exact[name], atol=1e-6)
+    (rows, labels, mask), *rest = microbatches(x, y, 8, torch.device("cpu"))
+    assert not rest
+    assert rows.shape == (8, 6)
+    assert labels.shape == (8,)
+    assert mask.tolist() == [True] * 5 + [False] * 3
+    assert not list(microbatches(*empty(), 8, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("rows", [[0], [3], [9], [0, 5, 9], list(range(10))])
+def test_examples_that_are_not_finite_are_dropped_alone(bad, rows):
+    x, y = toy(10).tensors
+    spoilt = x.clone()
+    for row in rows:
+        spoilt[row, row % 6] = bad
+    keep = [i for i in range(10) if i not in rows]
+    model, plan = free(), planned(free())
+    found = first_gradient(model, plan, (spoilt, y), microbatch_size=4)
+    expected = first_gradient(model, plan, (x[keep], y[keep]), microbatch_size=4)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=1e-6)
+        assert torch.isfinite(found[name]).all()
+
+
+def test_targets_that_are_not_finite_are_dropped_alone():
+    model = nn.Sequential(nn.BoundedInput((6,)), torch.nn.Linear(6, 2))
+    loss = losses.MAE()
+    x = toy(8).tensors[0]
+    y = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    spoilt = y.clone()
+    spoilt[2, 0], spoilt[5, 1] = float("nan"), float("inf")
+    keep = [0, 1, 3, 4, 6, 7]
+    plan = planned(model, loss)
+    found = first_gradient(model, plan, (x, spoilt), loss=loss)
+    expected = first_gradient(model, plan, (x[keep], y[keep]), loss=loss)
+    assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected)
+
+
+class Explosive(torch.nn.Module):
+    """Multiplies by a huge number, twice: finite going in, NaN going back, for large entries only."""
+
+    def forward(self, x):
+        return torch.where(x.abs() > 0.9, x * 1e30 * 1e30 - x * 1e30 * 1e30, x)
+
+
+@rule(Explosive)
+def _explosive(layer, call):
+    return Transfer(Bound(float("inf"), call.inputs[0].shape), (float("inf"),))
+
+
+def test_an_example_whose_gradient_overflows_is_dropped_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BoundedInput((6,)), Explosive(), nn.Boundary(norm=1.0), torch.nn.Linear(6, 3))
+    x = torch.full((9, 6), 0.1)
+    y = torch.arange(9) % 3
+    spoilt = x.clone()
+    spoilt[4, 0] = 5.0  # projected to 0.99…: overflows
+    assert not torch.isfinite(model(spoilt[4:5])).all()
+    keep = [i for i in range(9) if i != 4]
+    plan = planned(model)
+    for size in (4, 9, 64):
+        found = first_gradient(model, plan, (spoilt, y), microbatch_size=size)
+        expected = first_gradient(model, plan, (x[keep], y[keep]), microbatch_size=size)
+        assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected)
+
+
+def test_an_overflowing_first_row_that_is_also_the_padding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BoundedInput((6,)), Explosive(), nn.Boundary(norm=1.0), torch.nn.Linear(6, 3))
+    x = torch.full((3, 6), 0.1)
+    x[0, 0] = 5.0
+    plan, y = planned(model), torch.arange(3)
+    found = first_gradient(model, plan, (x, y), microbatch_size=8)
+    expected = first_gradient(model, plan, (x[1:], y[1:]), microbatch_size=8)
+    assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected)
+
+
+def test_gradients_left_behind_are_not_used():
+    """Neither for trained parameters, nor for frozen ones, whose stale gradient an optimiser would apply."""
+    model = free()
+    model[1].requires_grad_(False)
+    plan = planned(model)
+    clean = first_gradient(model, plan, toy(20).tensors)
+    dirty = copy.deepcopy(model)
+    for p in dirty.parameters():
+        p.grad = torch.full_like(p, 1e3)
+    optimizer = Spy(dirty, lr=0.1)
+    engine = engine_of(dirty, plan, optimizer)
+    before = weights(dirty[1])
+    engine.step(*toy(20).tensors)
+    assert set(optimizer.seen[0]) == {"3.weight", "3.bias"}
+    assert same(weights(dirty[1]), before)
+    assert float(max(g.abs().max() for g in optimizer.seen[0].values())) < 100
+    assert set(clean) == set(optimizer.seen[0])
+    assert all(p.grad is None for p in dirty.parameters())
+
+
+def test_an_autograd_graph_of_the_caller_does_not_matter():
+    model = free()
+    plan, (x, y) = planned(model), toy(20).tensors
+    expected = first_gradient(model, plan, (x, y))
+    x = (x.clone().requires_grad_(True) * 1.0).requires_grad_(True)
+    assert same(first_gradient(model, plan, (x, y)), expected)
+
+
+def test_tied_parameters_are_counted_once_and_bounded_for_both_uses():
+    torch.manual_seed(0)
+    shared = nn.SpectralLinear(6, 6, bias=False)
+    tied = nn.Sequential(nn.BoundedInput((6,)), shared, nn.GroupSort(2), shared)
+    single = nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 6, bias=False))
+    assert planned(tied).sensitivities.keys() == {"1.weight"}
+    assert planned(tied).sensitivities["1.weight"] == pytest.approx(2 * planned(single).sensitivities["1.weight"])
+    x, y = toy(20).tensors
+    engine_of(tied)
+    found, expected = clean_sum(tied, planned(tied), (x, y)), reference_sum(tied, x, y)
+    assert torch.allclose(found["1.weight"], expected["1.weight"], atol=1e-4)
+
+
+class Remembering(torch.nn.Module):
+    """Keeps a running sum of what it sees: a leak, and invisible on zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.total += x.sum(0)
+        return x
+
+
+@rule(Remembering)
+def _remembering(layer, call):
+    return Transfer(call.inputs[0])
+
+
+def test_a_buffer_that_the_forward_pass_updates_is_refused_before_anything_is_spent():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BoundedInput((6,)), Remembering(), torch.nn.Linear(6, 3))
+    with pytest.raises(UnsupportedError, match="total"):
+        engine_of(model, planned(model)).step(*toy(20).tensors)
+    assert torch.equal(model[1].total, torch.zeros(6))
+
+
+class Averaging(losses.Loss):
+    lipschitz = 1.0
+
+    def forward(self, outputs, targets):
+        return outputs.mean()
+
+
+def test_a_loss_that_reduces_is_refused_at_the_step():
+    model = free()
+    engine = engine_of(model, planned(model, Averaging()), loss=Averaging())
+    with pytest.raises(DataError, match="one value per example"):
+        engine.step(*toy(20).tensors)
+    assert engine.steps == 0
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
+def test_coarser_arithmetic_as_planned(precision):
+    model = small()
+    engine = engine_of(model, planned(model, precision=precision))
+    engine.step(*toy(20).tensors)
+    assert all(torch.isfinite(g).all() for g in engine.optimizer.seen[0].values())
+
+
+def test_an_autocast_of_the_caller_does_not_coarsen_the_arithmetic():
+    model, batch = free(), toy(50).tensors
+    plan = planned(model)
+    expected = first_gradient(model, plan, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same(first_gradient(model, plan, batch), expected)
+    coarse = planned(model, precision="bfloat16")
+    rough = clean_sum(model, coarse, batch)
+    fine = clean_sum(model, plan, batch)
+    assert any((rough[n] - fine[n]).abs().max() > 1e-3 for n in fine)
