@@ -1,6 +1,6 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
-from lipdp import bounds, data, errors, losses, models, nn, parametrize, privacy, recipes, training
+from lipdp import bounds, clipping, data, errors, losses, models, nn, parametrize, privacy, recipes, training
 from lipdp.bounds import sensitivities
 from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan
 
@@ -11,6 +11,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyPlan",
     "bounds",
+    "clipping",
     "data",
     "errors",
     "evaluate",

@@ -6,7 +6,8 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate, predict
 from lipdp.training.fit import fit
 from lipdp.training.history import History
-from lipdp.training.plan import ParameterGroup, PrivacyPlan, plan
+from lipdp.training.plan import ParameterGroup, PrivacyPlan
+from lipdp.training.planning import plan
 
 __all__ = [
     "Callback",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,9 @@ from typing import Any
 
 import torch
 
-from lipdp.bounds import analyse
 from lipdp.bounds.trace import find_input_shape
-from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning, UnsupportedError
-from lipdp.losses import Loss, as_loss
-from lipdp.parametrize import Constrained, project_
+from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning
+from lipdp.parametrize import project_
 from lipdp.privacy._checks import whole
 from lipdp.privacy.accounting import epsilon as epsilon_of
 from lipdp.privacy.ledger import Ledger
@@ -24,18 +23,17 @@ from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.training.averaging import WeightAverage
 from lipdp.training.batches import Batch, check_dataset, gather
-from lipdp.training.gradients import gradient_sum
-from lipdp.training.plan import ROUNDOFF, PrivacyPlan
+from lipdp.training.plan import PrivacyPlan, describe_loss
+from lipdp.training.query import query_of
+from lipdp.training.watch import ModelWatch, constant_buffers, project_trained
 
 __all__ = ["PrivacyEngine"]
 
 _STATE_FORMAT = 1
-_DEFAULT_MICROBATCH = 2048
-# Bounds of the same model come out of the same arithmetic; anything above this is another model.
+_MOST_ROWS = 2048
 _SAME = 1 + 1e-9
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PrivacyEngine:
@@ -70,7 +68,7 @@ class PrivacyEngine:
     def __init__(
         self,
         model: torch.nn.Module,
-        loss: Loss | torch.nn.Module,
+        loss: Any,
         optimizer: torch.optim.Optimizer,
         plan: PrivacyPlan,
         *,
@@ -83,22 +81,24 @@ class PrivacyEngine:
         if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
             raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
         self.model = model
-        self.loss = as_loss(loss)
         self.optimizer = optimizer
         self.plan = plan
-        self.microbatch_size = microbatch_size or min(plan.batch_size, _DEFAULT_MICROBATCH)
+        # Four deviations above the mean, so that a Poisson batch rarely needs a second, mostly empty microbatch.
+        self.microbatch_size = microbatch_size or min(math.ceil(plan.batch_size + 4 * plan.batch_size**0.5), _MOST_ROWS)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
+        self._query = query_of(model, loss, plan, self._input_shape)
+        self.loss = self._query.loss
         self._check_plan()
         self._check_optimizer()
         secret = fresh_seed() if seed is None else whole("seed", seed, least=0)
         if device is not None:
             model.to(device)
         self.device = next(iter(self._parameters.values())).device
-        self.loss.to(self.device)
+        if isinstance(self.loss, torch.nn.Module):
+            self.loss.to(self.device)
         project_(model)
-        # The modes under which the bounds were proved; they are restored at every step.
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._watch = ModelWatch(model)
         self.ledger = Ledger(
             noise_multiplier=plan.noise_multiplier,
             sampling_rate=plan.sampling_rate,
@@ -112,7 +112,7 @@ class PrivacyEngine:
         self._key = self._derive_key(secret)
         self._trail = ""  # a digest of the optimiser's settings in all steps so far
         self._drawn = 0  # batches drawn so far
-        self._structure, self._proved = self._present_structure(), self._present_values()
+        self._watch.remember()
 
     # ------------------------------------------------------------------ what was spent
 
@@ -154,31 +154,25 @@ class PrivacyEngine:
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
         self._check_batch(inputs, targets)
-        for module, mode in self._modes:
-            module.training = mode
-        self._prove_again_if_changed()
+        self._watch.restore_modes()
+        self._watch.check_structure()
+        if self._watch.changed:
+            self._check_plan()
+            project_(self.model)
+            self._watch.remember()
         number = self.steps
-        with self._model_randomness(number), self._constant_buffers():
-            sums = gradient_sum(
-                self.model,
-                self.loss,
-                self._parameters,
-                inputs,
-                targets,
-                microbatch_size=self.microbatch_size,
-                device=self.device,
-                precision=self.plan.precision,
-            )
+        with self._model_randomness(number), constant_buffers(self.model):
+            sums = self._query.sums(self._parameters, inputs, targets, microbatch_size=self.microbatch_size, device=self.device)
         noised = self._release(sums, number)
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self.optimizer.zero_grad(set_to_none=True)
-        self._proved = []  # until the projection is done, in case something below fails
+        self._watch.forget()  # until the projection is done, in case something below fails
         for name, parameter in self._parameters.items():
             parameter.grad = (noised[name] / self.plan.batch_size).to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._project()
-        self._proved = self._present_values()
+        project_trained(self.model)
+        self._watch.remember()
         if self.average is not None:
             self.average.update(self._parameters)
 
@@ -204,58 +198,6 @@ class PrivacyEngine:
                 torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
             yield
 
-    # ------------------------------------------------------------------ what the bounds rest on
-
-    def _present_structure(self) -> list[Any]:
-        """Modules, and the parameters that train: they may not change any more."""
-        trained = [(name, id(p)) for name, p in self.model.named_parameters() if p.requires_grad]
-        return [[(name, id(module)) for name, module in self.model.named_modules()], trained]
-
-    def _present_values(self) -> list[Any]:
-        """Signs of the layers' settings and of all values: sums of their bits as whole numbers, exact on every device."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        words = [(torch.view_as_real(t) if t.is_complex() else t).detach() for t in tensors]
-        sums = [w.view(_WORDS[w.element_size()]).sum().to(self.device) for w in words]
-        return [str(self.model), *torch.stack(sums).tolist()]
-
-    def _prove_again_if_changed(self) -> None:
-        """Bounds hold for the model that was analysed, with weights inside their sets. Make sure that this is it."""
-        if self._present_structure() != self._structure:
-            raise ConfigurationError(
-                "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its "
-                "bounds are those of the model before. Make a new plan and a new engine for the model as it is."
-            )
-        if self._present_values() != self._proved:
-            self._check_plan()
-            project_(self.model)
-            self._proved = self._present_values()
-
-    def _project(self) -> None:
-        """As :func:`lipdp.parametrize.project_`, but frozen weights, which have not moved, stay as they are to the last bit."""
-        with torch.no_grad():
-            for module in self.model.modules():
-                own = list(module.parameters(recurse=False))
-                if isinstance(module, Constrained) and any(p.requires_grad for p in own):
-                    frozen = [(p, p.clone()) for p in own if not p.requires_grad]
-                    module.project_()
-                    for parameter, kept in frozen:
-                        parameter.copy_(kept)
-
-    @contextmanager
-    def _constant_buffers(self) -> Iterator[None]:
-        """A buffer that the forward pass updates would carry data out without noise."""
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        yield
-        after = dict(self.model.named_buffers())
-        changed = [name for name, kept in before.items() if not torch.equal(after[name], kept)]
-        for name in changed:
-            after[name].copy_(before[name])
-        if changed:
-            raise UnsupportedError(
-                f"the forward pass changes the buffer '{changed[0]}': state that is updated from the data is a release that "
-                "nothing accounts for. It was put back and no step was taken. Make it constant, or remove it."
-            )
-
     # ------------------------------------------------------------------ weights to use
 
     @contextmanager
@@ -267,7 +209,7 @@ class PrivacyEngine:
         kept = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             self.average.copy_to(self._parameters)
-            self._project()
+            project_trained(self.model)
             yield self.model
         finally:
             with torch.no_grad():
@@ -278,7 +220,7 @@ class PrivacyEngine:
         """Replace the weights by their average for good (at the end of a run)."""
         if self.average is not None and self.steps > 0:
             self.average.copy_to(self._parameters)
-            self._project()
+            project_trained(self.model)
 
     # ------------------------------------------------------------------ state
 
@@ -292,7 +234,7 @@ class PrivacyEngine:
                 "steps": self.steps,
                 "key": f"{self._key:x}",
                 "trail": self._trail,
-                "proved": self._proved,
+                "proved": self._watch.values,
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "average": None if self.average is None else self.average.state_dict(),
@@ -320,7 +262,7 @@ class PrivacyEngine:
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.ledger.releases = self._drawn = int(state["steps"])
-        self._key, self._trail, self._proved = int(state["key"], 16), str(state["trail"]), list(state["proved"])
+        self._key, self._trail, self._watch.values = int(state["key"], 16), str(state["trail"]), list(state["proved"])
 
     def _check_state(self, state: dict[str, Any]) -> None:
         missing = {"format", "plan", "steps", "key", "trail", "proved", "model", "optimizer", "average"} - set(state)
@@ -359,11 +301,11 @@ class PrivacyEngine:
     # ------------------------------------------------------------------ checks
 
     def _derive_key(self, seed: int) -> int:
-        """The run's secret key: the seed, bound to the plan and the initial weights.
+        """The run's secret key: the seed, bound to the plan, the layers and the initial weights.
 
-        Runs that differ in either never share noise even if they share the seed.
+        Runs that differ in any of them never share noise even if they share the seed.
         """
-        digest = hashlib.sha256(f"{seed}|{self.plan.to_json()}".encode())
+        digest = hashlib.sha256(f"{seed}|{self.plan.to_json()}|{self.model}".encode())
         for parameter in self._parameters.values():
             digest.update(parameter.detach().to("cpu", torch.float64).numpy().tobytes())
         return int.from_bytes(digest.digest()[:16], "big")
@@ -377,37 +319,19 @@ class PrivacyEngine:
                 "example"
             )
         # Bounds are those of examples of one shape: on larger images a bias, say, has a larger gradient.
-        if tuple(inputs.shape[1:]) != self._input_shape:
+        if self._input_shape is not None and tuple(inputs.shape[1:]) != self._input_shape:
             raise DataError(f"the plan is for examples of shape {self._input_shape}, not {tuple(inputs.shape[1:])}")
 
     def _check_plan(self) -> None:
         """Trust nothing in the plan but what follows from the model, the loss and the accountant."""
         plan = self.plan
-        if str(self.loss) != plan.loss:
-            raise ConfigurationError(f"the plan was made for the loss {plan.loss}, not {self.loss}. Make a new plan.")
-        analysis = analyse(self.model, self.loss, input_shape=self._input_shape)
-        planned, found = plan.sensitivities, analysis.sensitivities
-        if set(planned) != set(found):
-            different = sorted(set(planned) ^ set(found))
+        if describe_loss(self.loss) != plan.loss:
             raise ConfigurationError(
-                f"the plan was made for another model: the trainable parameters differ in {', '.join(different[:5])}. Make a "
-                "new plan."
+                f"the plan was made for the loss {plan.loss}, not {describe_loss(self.loss)}. Make a new plan."
             )
-        for name, bound in found.items():
-            if bound > planned[name] * _SAME:
-                raise ConfigurationError(
-                    f"the plan was made for another model or loss: parameter '{name}' has sensitivity {bound:.6g} here, and "
-                    f"{planned[name]:.6g} in the plan. Make a new plan."
-                )
-        sizes = {group.name: group.size for group in plan.groups}
-        for row in analysis.parameters:
-            if sizes.get(row.name) != row.size:
-                raise ConfigurationError(f"the plan was made for another model: '{row.name}' has {row.size} entries here")
-        if analysis.slack(ROUNDOFF[plan.precision]) > plan.slack * _SAME:
-            raise ConfigurationError(
-                "the model computes more coarsely than the plan's rounding slack covers. Make a new plan for the model as it is."
-            )
-        multiplier = effective_multiplier({name: bound * plan.slack for name, bound in found.items()}, plan.noise_stds)
+        found = self._query.bounds()
+        stds = {group.name: group.noise_std for group in plan.groups}
+        multiplier = effective_multiplier({name: bound * plan.slack for name, bound in found.items()}, stds)
         if multiplier * _SAME < plan.noise_multiplier:
             raise ConfigurationError(
                 f"the plan's noise has the multiplier {multiplier:.6g}, less than the {plan.noise_multiplier:.6g} that it "

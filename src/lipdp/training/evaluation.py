@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lipdp.losses import Loss, as_loss
 from lipdp.training.batches import check_dataset, gather
+from lipdp.training.planning import per_example_loss
 
 __all__ = ["evaluate", "predict"]
 
@@ -21,7 +21,7 @@ def predict(outputs: torch.Tensor) -> torch.Tensor:
 
 def evaluate(
     model: torch.nn.Module,
-    loss: Loss | torch.nn.Module,
+    loss: Any,
     dataset: Any,
     *,
     batch_size: int = 1024,
@@ -30,7 +30,9 @@ def evaluate(
     """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted."""
     size = check_dataset(dataset)
     place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), torch.device("cpu"))
-    known = as_loss(loss).to(place)
+    known = per_example_loss(loss)
+    if isinstance(known, torch.nn.Module):
+        known.to(place)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     total, correct, classified = 0.0, 0, False

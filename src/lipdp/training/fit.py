@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from lipdp.errors import CheckpointError
-from lipdp.losses import Loss
 from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
@@ -24,7 +23,7 @@ __all__ = ["fit"]
 
 def fit(
     model: torch.nn.Module,
-    loss: Loss | torch.nn.Module,
+    loss: Any,
     optimizer: torch.optim.Optimizer,
     plan: PrivacyPlan,
     train: Any,
@@ -91,9 +90,9 @@ def fit(
     hooks = list(callbacks)
     before, started = history.seconds, time.monotonic()
     every = max(1, round(plan.steps / max(1, evaluations)))
-    for hook in hooks:
-        hook.on_start(run)
     try:
+        for hook in hooks:
+            hook.on_start(run)
         for batch in engine.batches(train):
             engine.step(*batch)
             if scheduler is not None:

@@ -11,7 +11,7 @@ from lipdp.errors import DataError
 from lipdp.losses import Loss
 from lipdp.training.batches import microbatches
 
-__all__ = ["arithmetic", "gradient_sum"]
+__all__ = ["arithmetic", "gradient_sum", "zeros_like_sum"]
 
 
 @contextmanager
@@ -45,19 +45,20 @@ def gradient_sum(
 
     Examples whose contribution is not finite are left out (dropped one by one, so that no other example is affected).
     """
-    sums = {name: _zeros(p) for name, p in parameters.items()}
+    sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
     for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
         with arithmetic(precision, device):
             _accumulate(sums, _backward(model, loss, parameters, x, y, mask))
     if not _all_finite(sums):
-        sums = {name: _zeros(p) for name, p in parameters.items()}
+        sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
         for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
             with arithmetic(precision, device):
                 _accumulate_finite(sums, model, loss, parameters, x, y, mask)
     return sums
 
 
-def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
+    """A zero of the parameter's shape to add gradients to, in float32 or better."""
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 

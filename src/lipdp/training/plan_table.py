@@ -17,7 +17,7 @@ __all__ = ["render", "table"]
 
 
 def _number(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.4g}"
+    return "–" if math.isinf(value) else f"{value:.4g}"
 
 
 def table(plan: PrivacyPlan) -> Table:
@@ -50,10 +50,12 @@ def render(plan: PrivacyPlan) -> str:
         f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs), noise multiplier {plan.noise_multiplier:.4f}, "
         f"{plan.allocation} allocation"
     )
-    console.print(
-        f"  {plan.method}: {plan.loss}, Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}; "
-        f"{plan.precision}, rounding slack {plan.slack - 1:.1e}"
+    bounded = (
+        f"each gradient clipped to {_number(plan.max_grad_norm)}"
+        if plan.max_grad_norm is not None
+        else f"Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}"
     )
+    console.print(f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}")
     console.print(table(plan))
     console.print("X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise is added to the gradient sum.")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
