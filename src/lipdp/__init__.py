@@ -2,6 +2,9 @@
 
 from lipdp import bounds, clipping, data, errors, losses, models, nn, parametrize, privacy, recipes, training
 from lipdp.bounds import sensitivities
+from lipdp.certify import attack, certified_accuracy, certify
+from lipdp.convert import convert
+from lipdp.export import export, load, save_model
 from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan
 
 __version__ = "0.1.0"
@@ -10,12 +13,18 @@ __all__ = [
     "History",
     "PrivacyEngine",
     "PrivacyPlan",
+    "attack",
     "bounds",
+    "certified_accuracy",
+    "certify",
     "clipping",
+    "convert",
     "data",
     "errors",
     "evaluate",
+    "export",
     "fit",
+    "load",
     "losses",
     "models",
     "nn",
@@ -23,6 +32,7 @@ __all__ = [
     "plan",
     "privacy",
     "recipes",
+    "save_model",
     "sensitivities",
     "training",
 ]

@@ -1,0 +1,203 @@
+"""How steep a network is with the weights it has now: what a robustness certificate divides by."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from lipdp import nn
+from lipdp.bounds import Analysis, Shape, analyse, certified_norm
+from lipdp.bounds.operator_norm import unit_roundoff
+from lipdp.bounds.trace import Traced, describe, trace
+from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
+from lipdp.export.graph import Builder, Seen
+from lipdp.export.plain import check_same, lower
+from lipdp.export.registry import Lowering, find_lowering
+from lipdp.parametrize import Constrained
+
+__all__ = ["Network", "Scaling", "freeze"]
+
+# Layers whose norm is measured: their lowering is a torch layer, whose rule certifies the norm of the weights that it has.
+_MEASURED = (nn.SpectralLinear, nn.SpectralConv2d)
+# The Gram certificate of a matrix of norm 1 may come out this much larger; beyond it the weights are outside their set.
+_LOOSE = 5e-3
+# Constrained layers without a measured norm have to be where their projection puts them.
+_UNMOVED = 1e-5
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A BoundedInput that everything passes through.
+
+    Attributes:
+        front: what comes before it, as a module.
+        lipschitz: the constant of ``front``.
+        radius: of the ball or sphere.
+        ball: whether shorter inputs stay as they are.
+    """
+
+    front: torch.nn.Module
+    lipschitz: float
+    radius: float
+    ball: bool
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model frozen for certification.
+
+    Attributes:
+        model: a copy in evaluation mode.
+        lipschitz: ℓ from the input, or from the scaled input where there is a scaling, to the outputs.
+        scaling: how the inputs are brought into a ball or onto a sphere, if they are.
+        slack: (1+u)^operations, for rounding.
+    """
+
+    model: torch.nn.Module
+    lipschitz: float
+    scaling: Scaling | None
+    slack: float
+
+
+def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Network:
+    """A copy of ``model`` with its constants, for inputs of this shape and type.
+
+    The calculus runs over a copy whose parameters are frozen and whose constrained layers are replaced by torch's own, with the
+    same weights: then every layer counts with the certified norm of the weights that it has *now*, not with the
+    norm that training keeps (1 for a spectral layer) or allows (∞ for an unconstrained one).
+    """
+    own = copy.deepcopy(model).eval().requires_grad_(False)
+    _check_weights(own)
+    traced = trace(own, input_shape)
+    _refuse_jumps(traced)
+    plain = _measured(traced, input_shape)
+    dtypes = {dtype} | {p.dtype for p in own.parameters() if p.is_floating_point()}
+    factor = 1 + max(map(unit_roundoff, dtypes))
+    node, layer = _bounded_input(plain)
+    if node is not None and layer is not None and (layer.mode == "sphere" or _reads_before(plain, node) is None):
+        front, rest = _split(plain, node)
+        before = analyse(front, 1.0, input_shape=input_shape)
+        behind = analyse(rest, 1.0, input_shape=layer.input_shape, input_norm=layer.norm)
+        scaling = Scaling(front, _finite(before, model), layer.norm, layer.mode == "ball")
+        return Network(own, _finite(behind, model), scaling, factor ** (before.operations + behind.operations))
+    analysis = analyse(plain, 1.0, input_shape=input_shape)
+    return Network(own, _finite(analysis, model), None, factor**analysis.operations)
+
+
+def _check_weights(model: torch.nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Constrained):
+            continue
+        if isinstance(layer, _MEASURED):
+            groups = getattr(layer, "groups", 1)
+            norm = float(certified_norm(layer.weight.reshape(groups, layer.weight.shape[0] // groups, -1)).max())
+            outside = "" if norm <= 1 + _LOOSE else f"its weights have a certified norm of {norm:.4g}, above 1"
+        else:
+            outside = _moved(layer)
+        if outside:
+            raise ConfigurationError(
+                f"layer '{name}' ({type(layer).__name__}) is outside its constraint set: {outside}. Bring the weights back with "
+                "lipdp.parametrize.project_(model), as training does after every step, or certify a projected copy of the model."
+            )
+
+
+def _moved(layer: Constrained) -> str:
+    assert isinstance(layer, torch.nn.Module)
+    projected = copy.deepcopy(layer)
+    projected.project_()
+    for (name, before), after in zip(layer.named_parameters(), projected.parameters(), strict=True):
+        distance = float(torch.linalg.vector_norm(after.double() - before.double()))
+        if not distance <= _UNMOVED * (1 + float(torch.linalg.vector_norm(before.double()))):
+            return f"projection moves its parameter '{name}' by {distance:.2g}"
+    return ""
+
+
+def _refuse_jumps(traced: Traced) -> None:
+    """Bounds on slopes say nothing of functions that jump, or that draw."""
+    for node in traced.graph.nodes:
+        where = describe(node, traced.modules)
+        module = traced.modules.get(str(node.target)) if node.op == "call_module" else None
+        threshold = 20.0
+        if isinstance(module, torch.nn.Softplus):
+            threshold = float(module.threshold)
+        elif node.target is F.softplus:
+            threshold = float(node.args[2] if len(node.args) > 2 else node.kwargs.get("threshold", 20))
+        if threshold < 20:
+            raise UnsupportedError(f"{where} jumps where it turns into the identity, at threshold={threshold:g}; use 20 or more.")
+        if node.target is F.dropout and (node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)):
+            raise UnsupportedError(f"{where} draws at random in evaluation too; give it training=self.training.")
+
+
+def _measured(traced: Traced, input_shape: Shape) -> fx.GraphModule:
+    def choose(module: torch.nn.Module) -> Lowering | None:
+        return find_lowering(module) if isinstance(module, _MEASURED) else None
+
+    for node in traced.graph.nodes:  # tensors that `forward` makes: the trace has taken them off the model again
+        if node.op == "get_attr" and "." not in str(node.target) and not hasattr(traced.model, str(node.target)):
+            setattr(traced.model, str(node.target), traced.constants[node])
+    seen = {node: Seen(shapes[0], torch.float32) for node, shapes in traced.shapes.items() if shapes}
+    plain = lower(traced.model, traced.graph, seen, choose, "Frozen").eval().requires_grad_(False)
+    check_same(traced.model, plain, input_shape)
+    return plain
+
+
+def _bounded_input(model: fx.GraphModule) -> tuple[fx.Node | None, nn.BoundedInput | None]:
+    for node in model.graph.nodes:
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.BoundedInput):
+            return node, module
+    return None, None
+
+
+def _reads_before(model: fx.GraphModule, scaling: fx.Node) -> fx.Node | None:
+    """An operation that reads what comes before the scaling without passing through it, if there is one."""
+    known, passed = {scaling}, False
+    node: fx.Node
+    for node in model.graph.nodes:
+        passed = passed or node is scaling
+        if node.op == "get_attr" or (passed and all(source in known for source in node.all_input_nodes)):
+            known.add(node)
+        elif passed and node is not scaling:
+            return node
+    return None
+
+
+def _split(model: fx.GraphModule, scaling: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """What comes before the scaling, and what comes behind it."""
+    modules = dict(model.named_modules())
+    around, source = _reads_before(model, scaling), scaling.args[0]
+    if around is not None:
+        raise UnsupportedError(
+            f"{describe(around, modules)} reads what comes before the sphere of layer '{scaling.target}' (BoundedInput), so the "
+            "sphere's geometry does not cover the whole model. Put the BoundedInput first, or use mode='ball'."
+        )
+    assert isinstance(source, fx.Node)
+    front, rest = Builder(modules), Builder(modules)
+    rest.env[scaling] = rest.graph.placeholder("scaled")
+    passed = False
+    for node in model.graph.nodes:
+        if node is scaling:
+            passed = True
+            front.graph.output(front.env[source])
+            continue
+        if not passed:
+            front.copy(node, model)
+        if passed or node.op == "get_attr":  # a constant may serve both parts
+            rest.copy(node, model)
+    return front.finish("Front"), rest.finish("Rest")
+
+
+def _finite(analysis: Analysis, model: torch.nn.Module) -> float:
+    if math.isfinite(analysis.lipschitz):
+        return analysis.lipschitz
+    unbounded = [position for position, row in enumerate(analysis.layers) if not math.isfinite(row.cotangent)]
+    culprit = analysis.layers[min(unbounded[-1] + 1 if unbounded else 0, len(analysis.layers) - 1)].where
+    raise UnboundedError(
+        f"{type(model).__name__} has no finite Lipschitz constant, so nothing can be certified: {culprit} is unboundedly steep. "
+        "Put another layer in its place, or bound what enters it (lipdp.nn.Boundary(norm=…), BoundedInput(mode='ball'))."
+    )

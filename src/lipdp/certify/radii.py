@@ -1,0 +1,167 @@
+"""Certified radii: how far an input may move before the decision can change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from lipdp.certify.constants import Network, freeze
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.training.evaluation import predict
+from lipdp.training.gradients import arithmetic
+
+__all__ = ["certified_accuracy", "certify"]
+
+# Rounding reaches the outputs at x and at x', and each margin through two of them.
+_ROUNDINGS = 3.0
+
+
+def certify(
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor | None = None,
+    *,
+    input_lipschitz: float = 1.0,
+    batch_size: int = 1024,
+) -> torch.Tensor:
+    """For each example a radius: no perturbation of smaller L2 norm changes the model's decision. 0 where it is wrong.
+
+    With K outputs that are ℓ-Lipschitz together, the difference of two of them is √2·ℓ-Lipschitz (it is
+    (e_i − e_j)·ŷ, and ‖e_i − e_j‖ = √2), so the largest output stays the largest within ``(ŷ₁ − ŷ₂)/(√2·ℓ)``; the sign of a
+    single output stays within ``|ŷ|/ℓ``. ℓ comes from the calculus of bounds, with the certified norm of each layer's
+    present weights; cotangent clipping plays no part, and dropout is off, as in evaluation.
+
+    *Sphere.* Scaling z to norm R is not Lipschitz near 0, but its geometry is simple: a perturbation of norm ρ < r₀ = ‖z‖
+    turns z by an angle of at most θ = arcsin(ρ/r₀), so the scaled point moves by at most the chord 2R·sin(θ/2). With
+    m = (ŷ₁ − ŷ₂)/(√2·ℓ) on the sphere and s = m/2R, the decision stays while sin(θ/2) < s:
+    ρ = r₀·sin(2·arcsin s) = 2·r₀·s·√(1 − s²) for s ≤ √½ (θ = 90°), ρ = r₀ beyond that (all of the ball around z that does not
+    contain 0), and ∞ for s ≥ 1 (no two points of the sphere are far enough apart). A front of constant ℓ_f divides ρ.
+    The *ball* is 1-Lipschitz, so ρ ≥ m; and it is a sphere to inputs that are longer than R as long as they stay so, for
+    perturbations up to r₀ − R: the larger of the two counts.
+
+    *Rounding* makes radii smaller: ℓ is multiplied by the calculus's slack (1+u)^operations, and margins are reduced by
+    what rounding may have added to them.
+
+    Args:
+        model: any model of the calculus, also with unconstrained weights. Constrained weights must lie inside their sets.
+        x: a batch of inputs, as the model takes them.
+        y: the true classes; for one output, positive means the positive class. ``None``: radii of the decisions as they are.
+        input_lipschitz: the preprocessing's Lipschitz constant (per-channel scaling by 1/σ_c: 1/min σ_c), for radii in the
+            units of the raw input.
+        batch_size: how many examples are evaluated at a time.
+
+    Returns:
+        The radii, of shape (batch,), in float64.
+
+    Example:
+        >>> import torch, lipdp
+        >>> from lipdp import nn
+        >>> model = nn.Sequential(nn.BoundedInput((2,), norm=5.0), nn.SpectralLinear(2, 2, bias=False))
+        >>> _ = model[1].weight.data.copy_(torch.eye(2))
+        >>> x = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
+        >>> [round(r, 4) for r in certify(model, x, torch.tensor([0, 0])).tolist()]    # (3 − 1)/√2; the second is wrong
+        [1.4142, 0.0]
+    """
+    if not (isinstance(input_lipschitz, int | float) and 0 < input_lipschitz < math.inf):
+        raise ConfigurationError(f"input_lipschitz must be a positive finite number, not {input_lipschitz!r}")
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+    _check_data(x, y)
+    network = freeze(model, tuple(x.shape[1:]), x.dtype)
+    targets = None if y is None else y.to(x.device)
+    radii = [
+        _radii(network, x[start : start + batch_size], None if targets is None else targets[start : start + batch_size])
+        for start in range(0, len(x), batch_size)
+    ]
+    return torch.cat(radii) / input_lipschitz if radii else torch.zeros(0, dtype=torch.float64, device=x.device)
+
+
+def certified_accuracy(radii: torch.Tensor, thresholds: Sequence[float]) -> dict[float, float]:
+    """For each threshold, the share of examples that are classified rightly and certified beyond it: radius > threshold.
+
+    Example:
+        >>> certified_accuracy(torch.tensor([0.0, 0.5, 2.0, 3.0]), (0.0, 1.0))
+        {0.0: 0.75, 1.0: 0.5}
+    """
+    if radii.ndim != 1 or len(radii) == 0:
+        raise DataError(f"certified_accuracy needs the radii of some examples, not a tensor of shape {tuple(radii.shape)}")
+    return {float(threshold): float((radii > threshold).double().mean()) for threshold in thresholds}
+
+
+def _check_data(x: torch.Tensor, y: torch.Tensor | None) -> None:
+    if not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.is_floating_point():
+        what = f"a tensor of {x.dtype} and shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DataError(f"certify needs a batch of inputs with real entries, not {what}")
+    if y is not None and tuple(y.shape) not in ((len(x),), (len(x), 1)):
+        raise DataError(f"certify needs one target for each of the {len(x)} inputs, not a tensor of shape {tuple(y.shape)}")
+
+
+def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    with torch.no_grad(), arithmetic("float32", x.device):
+        outputs = network.model(x)
+        entering = x if network.scaling is None else network.scaling.front(x)
+    if outputs.ndim > 2 or len(outputs) != len(x):
+        raise ConfigurationError(
+            f"the model gives outputs of shape {tuple(outputs.shape)}; certificates are for one decision per example: outputs of "
+            "shape (batch, classes), (batch, 1) or (batch,)."
+        )
+    if not bool(torch.isfinite(outputs).all()):
+        raise DataError("the model's outputs are not all finite: look for inputs or weights that are infinite or not a number")
+    margins, steepness = _margins(outputs)
+    margins = margins * _right(outputs, y)
+    lengths, scaling, rounding = _norms(entering), network.scaling, _ROUNDINGS * (network.slack - 1)
+    reaching = lengths if scaling is None else torch.full_like(lengths, scaling.radius)
+    margins = (margins - rounding * (_norms(outputs) + network.lipschitz * reaching)).clamp_min(0.0)
+    allowed = _ratio(margins, steepness * network.lipschitz * network.slack)
+    if scaling is not None:
+        outside = chord_radius(allowed, lengths, scaling.radius)
+        if scaling.ball:
+            stays = torch.where(torch.isinf(outside), math.inf, (lengths - scaling.radius).clamp_min(0.0))
+            allowed = torch.maximum(allowed, torch.minimum(outside, stays))
+        else:
+            allowed = outside
+        allowed = (allowed - rounding * scaling.lipschitz * _norms(x)).clamp_min(0.0)
+        allowed = _ratio(allowed, scaling.lipschitz * network.slack)
+    return allowed * (1 - 1e-12)  # for the arithmetic of this function
+
+
+def chord_radius(distance: torch.Tensor, length: torch.Tensor, radius: float) -> torch.Tensor:
+    """How far z, of norm ``length``, may move so that its scaling to the sphere moves by less than ``distance``."""
+    share = distance / (2 * radius)
+    inner = share.clamp_max(math.sqrt(0.5))
+    turned = 2 * length * inner * torch.sqrt(1 - inner.square())
+    return torch.where(share >= 1, math.inf, turned)
+
+
+def _margins(outputs: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The margin of each decision, and how steep it is in the outputs."""
+    wide = outputs.double()
+    if outputs.ndim == 1 or outputs.shape[1] == 1:
+        return wide.reshape(len(wide)).abs(), 1.0
+    top = wide.topk(2, dim=1).values
+    return top[:, 0] - top[:, 1], math.sqrt(2.0)
+
+
+def _right(outputs: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    if y is None:
+        return torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
+    y = y.reshape(len(outputs))
+    if outputs.ndim == 1 or outputs.shape[1] == 1:
+        return predict(outputs) == (y > 0)
+    if y.is_floating_point() or bool(((y < 0) | (y >= outputs.shape[1])).any()):
+        raise DataError(
+            f"targets must be class numbers from 0 to {outputs.shape[1] - 1}, for a model of {outputs.shape[1]} outputs"
+        )
+    return predict(outputs) == y
+
+
+def _norms(tensor: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor = torch.linalg.vector_norm(tensor.double().reshape(len(tensor), -1), dim=1)
+    return norms
+
+
+def _ratio(margin: torch.Tensor, steepness: float) -> torch.Tensor:
+    """margin/steepness; ∞ where a positive margin meets a function that is constant."""
+    return torch.where(margin > 0, margin / steepness if steepness > 0 else math.inf, 0.0)

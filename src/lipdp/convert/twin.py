@@ -1,0 +1,228 @@
+"""The Lipschitz twin of an ordinary network."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from lipdp import nn
+from lipdp.bounds import analyse
+from lipdp.bounds.registry import find_function_rule, has_rule
+from lipdp.bounds.trace import describe
+from lipdp.convert.replacements import FUNCTIONS, Decision, Where, decide
+from lipdp.convert.report import Conversion, ConversionReport, Row
+from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+from lipdp.export.graph import Builder, Seen, record, trace_graph
+
+__all__ = ["convert"]
+
+_ADDITIONS = {torch.add, operator.add, operator.iadd, "add", "add_"}
+_FINAL = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.sigmoid, F.sigmoid, "softmax", "log_softmax", "sigmoid"}
+_CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.modules.conv._ConvTransposeNd)
+
+
+def convert(
+    model: torch.nn.Module,
+    input_shape: Sequence[int],
+    input_norm: float = 1.0,
+    *,
+    input_mode: Literal["ball", "sphere"] = "ball",
+    copy_weights: bool = False,
+) -> Conversion:
+    """The Lipschitz twin of an ordinary network, and a report of every replacement and of what could not be converted.
+
+    The graph of the model stays; what it is made of changes: dense layers and convolutions into spectral ones, ReLU and its
+    like into GroupSort, max pooling into L2-norm pooling, average pooling into scaled average pooling, batch and other
+    normalisation into centring, ``x + f(x)`` into the average of the two, a softmax at the end into nothing (losses take
+    logits), and a BoundedInput comes in front. Shapes do not change. ``model`` itself is left as it is.
+
+    Args:
+        model: any module that torch.fx can trace.
+        input_shape: shape of one example.
+        input_norm: norm of the BoundedInput.
+        input_mode: its mode.
+        copy_weights: start from the model's weights, projected into their sets, instead of fresh orthogonal ones. If they
+            were trained on private data, their privacy cost comes on top.
+
+    Returns:
+        A :class:`Conversion`: ``.model``, in training mode, and ``.report``; print the latter. Where
+        ``report.bounded`` is false some layer of the twin has no finite sensitivity, and the report names it.
+
+    Example:
+        >>> import torch, lipdp
+        >>> from lipdp import losses
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3), torch.nn.Softmax(dim=1))
+        >>> conversion = convert(net, (4,))
+        >>> print(conversion.report)
+        layer  was ...
+        >>> sorted(lipdp.sensitivities(conversion.model, losses.CrossEntropy()))
+        ['network.0.bias', 'network.0.weight', 'network.2.bias', 'network.2.weight']
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    shape = tuple(int(size) for size in input_shape)
+    front = nn.BoundedInput(shape, norm=input_norm, mode=input_mode)
+    own = copy.deepcopy(model).eval()
+    if type(own).__module__.startswith("torch.nn") and not isinstance(own, torch.nn.Sequential):  # a bare layer
+        own = torch.nn.Sequential(own)
+    graph = trace_graph(
+        own,
+        has_rule,
+        "A conversion needs a forward without data-dependent control flow. Convert the parts that have none, or write the twin "
+        "with lipdp.nn by hand.",
+    )
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
+    if len(inputs) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__}.forward takes {len(inputs)} inputs; conversion handles models of one input."
+        )
+    network, rows = _Conversion(own, graph, record(own, graph, shape), inputs[0], copy_weights).run(type(model).__name__)
+    twin = nn.Sequential(OrderedDict([("input", front), ("network", network)])).train()
+    return Conversion(twin, _verdict(twin, rows))
+
+
+class _Conversion:
+    """The walk over the graph; its state is the new graph and the report so far."""
+
+    def __init__(
+        self, model: torch.nn.Module, graph: fx.Graph, seen: dict[fx.Node, Seen], source: fx.Node, copy_weights: bool
+    ) -> None:
+        self.model, self.graph, self.seen, self.copy_weights = model, graph, seen, copy_weights
+        self.modules = dict(model.named_modules())
+        self.builder = Builder(self.modules)
+        self.rows: list[Row] = []
+        self.made: dict[str, Decision] = {}  # layers with weights keep one twin, however often they are used
+        self.active = {source}  # nodes that depend on the input
+        for node in graph.nodes:
+            if any(argument in self.active for argument in node.all_input_nodes):
+                self.active.add(node)
+        self.final = next(node for node in graph.nodes if node.op == "output").args[0]
+
+    def run(self, name: str) -> tuple[fx.GraphModule, tuple[Row, ...]]:
+        for node in self.graph.nodes:
+            if node.op == "call_module":
+                self._module(node)
+            elif node.op in ("call_function", "call_method") and node in self.active:
+                self._function(node)
+            else:
+                self._other(node)
+        return self.builder.finish(name), tuple(self.rows)
+
+    def _module(self, node: fx.Node) -> None:
+        target = str(node.target)
+        module = self.modules[target]
+        if target in self.made:
+            self._apply(node, module, target, self.made[target])
+            return
+        decision = decide(module, self._where(node)) if node in self.active else None
+        if decision is None:
+            self.builder.copy(node, self.model)
+            return
+        if any(True for _ in module.parameters()):
+            self.made[target] = decision
+        self._report(target, module, decision)
+        self._apply(node, module, target, decision)
+
+    def _function(self, node: fx.Node) -> None:
+        where, target = describe(node, self.modules).replace(" in the model's forward", ""), node.target
+        operands = [argument for argument in node.all_input_nodes if argument in self.active]
+        if target in FUNCTIONS and node in self.seen:
+            module = FUNCTIONS[target](**self._arguments(node))
+            decision = decide(module, self._where(node))
+            if decision is not None:
+                self._report(where, module, decision)
+                self._apply(node, module, node.name, decision)
+                return
+        if target in _FINAL and node is self.final:
+            self.rows.append(Row(where, "", "removed", "", "lipdp's losses take logits"))
+            self.builder.env[node] = self.builder.env[operands[0]]
+            return
+        if target in _ADDITIONS and len(operands) == 2 and not node.kwargs and len(node.args) == 2:
+            shapes = {self.seen[operand].shape for operand in operands}
+            note = "" if len(shapes) == 1 else "the two have different shapes: what is broadcast counts with the root of its copies"
+            self.rows.append(Row(where, "x + y", "replaced", "(x + y)/2", note))
+            first, second = (self.builder.proxy(operand) for operand in operands)
+            self.builder.env[node] = ((first + second) * 0.5).node  # type: ignore[attr-defined]
+            return
+        self.builder.copy(node, self.model)
+        if node in self.seen and find_function_rule(target) is None:
+            note = "nothing bounds it: put it into a module with a rule (lipdp.bounds.rule), or use another function"
+            self.rows.append(Row(where, "", "not converted", "", note))
+
+    def _other(self, node: fx.Node) -> None:
+        self.builder.copy(node, self.model)
+        value = self.builder.targets.get(str(self.builder.env[node].target)) if node.op == "get_attr" else None
+        if isinstance(value, torch.nn.Parameter) and value.requires_grad:
+            note = "a parameter that forward uses by itself: nothing keeps it bounded. Put it into a layer with a rule."
+            self.rows.append(Row(str(node.target), f"Parameter{tuple(value.shape)}", "not converted", "", note))
+
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+        """The call's arguments by name, without the tensor."""
+        normalised = node.normalized_arguments(self.model, normalize_to_only_use_kwargs=True)
+        kwargs = dict(node.kwargs) if normalised is None else dict(normalised.kwargs)
+        return {name: value for name, value in kwargs.items() if not isinstance(value, fx.Node)}
+
+    def _where(self, node: fx.Node) -> Where:
+        source = node.all_input_nodes[0]
+        known, result = self.seen[source], self.seen.get(node)
+        output = known.shape if result is None else result.shape
+        return Where(known.shape, output, self._features(node), node is self.final, self.copy_weights)
+
+    def _features(self, node: fx.Node) -> int:
+        """Dimension 1, as in convolutions, unless a dense layer, which works along the last one, comes nearest before."""
+        current = node
+        while current.all_input_nodes:
+            current = current.all_input_nodes[0]
+            module = self.modules.get(str(current.target)) if current.op == "call_module" else None
+            if isinstance(module, torch.nn.Linear):
+                return -1
+            if isinstance(module, _CONVOLUTIONS):
+                return 1
+        return 1
+
+    def _report(self, where: str, module: torch.nn.Module, decision: Decision) -> None:
+        after = "" if decision.module is None or decision.outcome != "replaced" else _name(decision.module)
+        self.rows.append(Row(where, _name(module), decision.outcome, after, decision.note))
+
+    def _apply(self, node: fx.Node, module: torch.nn.Module, name: str, decision: Decision) -> None:
+        arguments = [self.builder.env[source] for source in node.all_input_nodes]
+        if decision.outcome == "not converted" and node.op == "call_module":
+            self.builder.copy(node, self.model)
+        elif decision.module is None:
+            self.builder.env[node] = arguments[0]
+        else:
+            self.builder.env[node] = self.builder.call(name, decision.module, *arguments)
+
+
+def _name(module: torch.nn.Module) -> str:
+    """The class and its arguments, cut to what fits in a table."""
+    text = str(module) if not list(module.children()) else type(module).__name__
+    text = " ".join(text.split()).split(", constraint=")[0]
+    if text.count("(") > text.count(")"):
+        text += ")"
+    return text if len(text) <= 44 else f"{text[:41]}…)"
+
+
+def _verdict(twin: torch.nn.Module, rows: tuple[Row, ...]) -> ConversionReport:
+    missing = [row.where for row in rows if row.outcome == "not converted"]
+    head = f"Not converted: {', '.join(missing)}. " if missing else "Everything was converted. "
+    try:
+        found = analyse(twin, 1.0)
+    except LipdpError as error:
+        return ConversionReport(rows, False, f"{head}The twin has no finite sensitivities yet: {error}")
+    if not found.parameters:
+        return ConversionReport(rows, True, f"{head}The twin has no trainable parameters.")
+    largest = max(found.parameters, key=lambda row: row.sensitivity)
+    return ConversionReport(
+        rows,
+        True,
+        f"{head}Every parameter has a finite sensitivity: at most {largest.sensitivity:.4g} ('{largest.name}') for a loss "
+        "of Lipschitz constant 1.",
+    )

@@ -1,0 +1,128 @@
+"""Tracing a model, recording shapes, and building a new graph out of an old one: what export, convert and certify share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lipdp.bounds.bound import Shape
+from lipdp.bounds.trace import describe
+from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+
+__all__ = ["Builder", "Seen", "record", "trace_graph"]
+
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, leaf: Callable[[torch.nn.Module], bool]) -> None:
+        super().__init__()
+        self.leaf = leaf
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, _CONTAINERS) and type(m).forward is getattr(torch.nn, type(m).__name__, type(m)).forward:
+            return False
+        return self.leaf(m) or type(m).__module__.startswith("torch.nn")
+
+
+def trace_graph(model: torch.nn.Module, leaf: Callable[[torch.nn.Module], bool], advice: str) -> fx.Graph:
+    """The graph of ``model``'s forward, down to torch's own modules and those for which ``leaf`` is true."""
+    try:
+        return _Tracer(leaf).trace(model)
+    except LipdpError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{type(model).__name__} can't be traced by torch.fx: {error}. {advice}") from error
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node of the graph evaluates to: one example's shape, and the type."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+def record(model: torch.nn.Module, graph: fx.Graph, input_shape: Shape) -> dict[fx.Node, Seen]:
+    """Run ``graph`` on two examples of zeros and note what every node gives. Nodes that are not tensors are left out."""
+    like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
+    recorder = _Recorder(model, graph)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        recorder.run(torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device))
+    return recorder.seen
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, model: torch.nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+        self.named = dict(model.named_modules())
+        self.seen: dict[fx.Node, Seen] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except LipdpError:
+            raise
+        except Exception as error:
+            source = self.seen.get(n.all_input_nodes[0]) if n.all_input_nodes else None
+            got = "" if source is None else f" on examples of shape {source.shape}"
+            raise ConfigurationError(f"{describe(n, self.named)} fails{got}: {error}. Is input_shape right?") from error
+        if isinstance(value, torch.Tensor):
+            self.seen[n] = Seen(tuple(value.shape[1:]), value.dtype)
+        return value
+
+
+@dataclass
+class Builder:
+    """A new graph that is written node by node while an old one is read.
+
+    ``env`` maps the old graph's nodes to the new one's; ``targets`` holds the modules and tensors that the new graph uses.
+    """
+
+    modules: Mapping[str, torch.nn.Module]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    targets: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
+
+    def proxy(self, old: fx.Node) -> torch.Tensor:
+        """A stand-in for what ``old`` computes: torch functions applied to it are written into the new graph."""
+        return fx.Proxy(self.env[old], self._tracer)  # type: ignore[return-value]
+
+    def place(self, name: str, value: Any) -> str:
+        """Put a module or tensor into the new model, under ``name`` or, if that is taken by another one, next to it."""
+        unique, count = name, 0
+        while unique in self.targets and self.targets[unique] is not value:
+            count += 1
+            unique = f"{name}_{count}"
+        self.targets[unique] = value
+        return unique
+
+    def call(self, name: str, module: torch.nn.Module, *arguments: fx.Node) -> fx.Node:
+        """``module(*arguments)``."""
+        return self.graph.call_module(self.place(name, module), arguments)
+
+    def copy(self, node: fx.Node, owner: torch.nn.Module) -> None:
+        """The same operation in the new graph."""
+        new = self.graph.node_copy(node, lambda old: self.env[old])
+        new.meta.clear()  # it refers to the old classes
+        if node.op == "call_module":
+            new.target = self.place(str(node.target), self.modules[str(node.target)])
+        elif node.op == "get_attr":
+            value: Any = owner
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            new.target = self.place(str(node.target), value)
+        self.env[node] = new
+
+    def finish(self, name: str) -> fx.GraphModule:
+        """The new model."""
+        self.graph.lint()
+        return fx.GraphModule(self.targets, self.graph, name)

@@ -1,0 +1,265 @@
+"""Exported modules: the same outputs, nothing of lipdp in them, and they live without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lipdp import models, nn, parametrize
+from lipdp.errors import ConfigurationError, DataError, UnsupportedError
+from lipdp.export import Site, export, lowering
+
+IMAGE = (4, 6, 7)
+LAYERS = {
+    "linear": (nn.SpectralLinear(5, 3), (5,)),
+    "linear, tokens, no bias": (nn.SpectralLinear(5, 3, bias=False), (2, 5)),
+    "conv": (nn.SpectralConv2d(4, 6, 3, padding=1), IMAGE),
+    "conv, stride, groups": (nn.SpectralConv2d(4, 6, (3, 2), stride=2, groups=2, bias=False), IMAGE),
+    "conv, circular, dilated": (nn.SpectralConv2d(4, 2, 3, padding=2, dilation=2, padding_mode="circular"), IMAGE),
+    "conv, same": (nn.SpectralConv2d(4, 2, 3, padding="same", padding_mode="reflect"), IMAGE),
+    "GroupSort(2)": (nn.GroupSort(2), IMAGE),
+    "GroupSort(4), last": (nn.GroupSort(3, dim=-2), IMAGE),
+    "MaxMin": (nn.MaxMin(), (6,)),
+    "FullSort": (nn.FullSort(), (5,)),
+    "L2NormPool2d": (nn.L2NormPool2d(2), IMAGE),
+    "L2NormPool2d, overlap": (nn.L2NormPool2d(3, stride=2, padding=1, eps=1e-3), IMAGE),
+    "ScaledAvgPool2d": (nn.ScaledAvgPool2d((2, 3)), IMAGE),
+    "LayerCentering": (nn.LayerCentering(), IMAGE),
+    "LayerCentering(1)": (nn.LayerCentering(1), IMAGE),
+    "ball": (nn.BoundedInput(IMAGE, norm=3.0), IMAGE),
+    "sphere": (nn.BoundedInput(IMAGE, norm=3.0, mode="sphere"), IMAGE),
+    "ClipGradient": (nn.ClipGradient(0.1), IMAGE),
+    "Boundary": (nn.Boundary(norm=3.0, cotangent=0.1), IMAGE),
+    "Boundary, cotangent": (nn.Boundary(cotangent=0.1), IMAGE),
+    "Residual": (nn.Residual(nn.Sequential(nn.SpectralConv2d(4, 4, 3, padding=1), nn.GroupSort())), IMAGE),
+    "Flatten": (nn.Flatten(), IMAGE),
+}
+
+
+def inputs(shape, dtype=torch.float32):
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0] = 0
+    x[1] *= 1e-3
+    x[2] *= 1e3
+    return x
+
+
+def assert_plain(plain):
+    assert not any("lipdp" in type(module).__module__ for module in plain.modules())
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    assert b"lipdp" not in buffer.getvalue()
+
+
+def test_every_layer_has_a_lowering_or_is_traced_through():
+    layers = (getattr(nn, name) for name in nn.__all__)
+    used = {type(module) for layer, _ in LAYERS.values() for module in layer.modules()}
+    missing = {layer.__name__ for layer in layers if isinstance(layer, type) and layer not in used}
+    assert not missing, f"layers whose export is not tested: {missing}"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_layer_exports(name, dtype):
+    layer, shape = LAYERS[name]
+    model = torch.nn.Sequential(layer)
+    model.register_buffer("like", torch.zeros(()))  # layers without weights do not tell the model's type
+    model.to(dtype)
+    x = inputs(shape, dtype)
+    plain = export(model, input_shape=shape)
+    expected = model(x)
+    assert plain(x).dtype == expected.dtype == dtype
+    assert torch.allclose(plain(x), expected, rtol=1e-6, atol=1e-6)
+    assert_plain(plain)
+
+
+MODELS = {
+    "mlp": lambda: models.create("mlp", input_shape=(1, 8, 8), classes=5, hidden=(32, 16), clip=0.1),
+    "mlp, ball": lambda: models.create("mlp", input_shape=(1, 8, 8), classes=5, hidden=(8,), input_mode="ball"),
+    "lenet": lambda: models.create("lenet", input_shape=(1, 8, 8), classes=5, channels=(4, 8), hidden=16),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    model = MODELS[name]()
+    plain = model.export()
+    x = inputs((1, 8, 8))
+    assert torch.allclose(plain(x), model.eval()(x), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(plain(x[:1]), model(x[:1]), rtol=1e-6, atol=1e-6)
+    assert_plain(plain)
+    assert set(plain.state_dict()) == set(model.state_dict())
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.SpectralConv2d(4, 4, 3, padding=1), nn.GroupSort(2))
+        self.gain = torch.nn.Parameter(torch.tensor(0.5))
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.drop(self.body(x))
+        return torch.cat((x, y), 1)[:, 2:6] * self.gain
+
+
+class Custom(torch.nn.Module):
+    """Modules of one's own, nested; one block used at two sizes; a view by the batch's size; functional dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.pool, self.head = Block(), nn.L2NormPool2d(2), nn.SpectralLinear(4 * 3 * 3, 5)
+
+    def forward(self, x):
+        x = self.block(self.pool(self.block(x)))
+        x = torch.nn.functional.dropout(x, 0.5, training=self.training)
+        return self.head(x.view(x.size(0), -1))
+
+
+def test_modules_of_ones_own():
+    model = Custom()
+    plain = export(model, input_shape=(4, 6, 6))
+    assert model.training
+    assert not plain.training
+    x = inputs((4, 6, 6))
+    assert torch.allclose(plain(x), model.eval()(x), rtol=1e-6, atol=1e-6)
+    assert_plain(plain)
+    assert {"block.gain", "block.body.0.weight", "head.weight"} <= set(plain.state_dict())
+
+
+def test_the_export_is_independent_of_the_model():
+    model = MODELS["mlp"]()
+    plain, x = model.export(), inputs((1, 8, 8))
+    before = plain(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(plain(x), before)
+
+
+def test_tied_weights_stay_tied():
+    model = torch.nn.Sequential(nn.SpectralLinear(6, 6), nn.GroupSort(2), nn.SpectralLinear(6, 6))
+    model[2].weight = model[0].weight
+    plain = export(model, input_shape=(6,))
+    assert plain.get_submodule("0").weight is plain.get_submodule("2").weight
+
+
+def test_a_shared_layer_is_exported_once():
+    layer = nn.SpectralConv2d(2, 2, 3, padding=1)
+    plain = export(torch.nn.Sequential(layer, nn.GroupSort(2), layer), input_shape=(2, 5, 5))
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in plain.modules()) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_export(name):
+    model = MODELS[name]()
+    x = inputs((1, 8, 8))
+    program = torch.export.export(model.export(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert torch.allclose(program.module()(x[:3]), model.eval()(x[:3]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))), reason="onnx is not installed")
+def test_onnx(tmp_path):
+    model = MODELS["lenet"]()
+    torch.onnx.export(model.export(), (inputs((1, 8, 8)),), str(tmp_path / "model.onnx"), dynamo=True)
+    assert (tmp_path / "model.onnx").stat().st_size > 0
+
+
+def test_it_runs_where_lipdp_can_not_be_imported(tmp_path):
+    x, files = inputs((1, 8, 8)), []
+    for name, make in MODELS.items():
+        model = make().eval()
+        plain = model.export()
+        files.append(tmp_path / f"{name}.pt")
+        torch.save((plain, x, model(x).detach()), files[-1])
+        torch.export.save(torch.export.export(plain, (x,)), tmp_path / f"{name}.pt2")
+    code = """
+import sys
+sys.modules["lipdp"] = None
+import torch
+for path in sys.argv[1:]:
+    plain, x, y = torch.load(path, weights_only=False)
+    assert torch.allclose(plain(x), y, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(torch.export.load(path + "2").module()(x), y, rtol=1e-6, atol=1e-6)
+assert not any(name.startswith("lipdp.") for name in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code, *map(str, files)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_bare_layer_and_a_model_of_unknown_input():
+    plain = export(nn.SpectralLinear(4, 3))
+    assert isinstance(plain.get_submodule("0"), torch.nn.Linear)
+    with pytest.raises(ConfigurationError, match=r"layer '0' \(SpectralConv2d\).*input_shape="):
+        export(nn.SpectralConv2d(4, 3, 3))
+    with pytest.raises(ConfigurationError, match=r"Is input_shape right\?"):
+        export(nn.SpectralLinear(4, 3), input_shape=(5,))
+    with pytest.raises(DataError):
+        export(nn.BoundedInput((3,)), input_shape=(5,))
+    with pytest.raises(ConfigurationError, match="not dict"):
+        export({})
+
+
+class Twice(nn.GroupSort):
+    def forward(self, x):
+        return 2 * x
+
+
+class Branch(torch.nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_what_can_not_be_exported_is_refused():
+    with pytest.raises(UnsupportedError, match=r"can't be traced.*lowering"):
+        export(Branch(), input_shape=(4,))
+    assert export(Twice(), input_shape=(4,))(torch.ones(1, 4)).sum() == 8  # another forward: not GroupSort's lowering
+
+
+def test_a_layer_brings_its_own_lowering():
+    class Cautious(torch.nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x):
+            return x * self.factor if x.shape[0] > 0 else x
+
+    Cautious.__module__ = "lipdp.elsewhere"
+    with pytest.raises(UnsupportedError, match="can't be traced"):
+        export(Cautious(2.0), input_shape=(3,))
+
+    @lowering(Cautious)
+    def _lower(layer: Cautious, site: Site) -> torch.Tensor:
+        return site.x * layer.factor
+
+    assert_plain(export(torch.nn.Sequential(Cautious(2.0)), input_shape=(3,)))
+
+    @lowering(Cautious)
+    def _wrong(layer: Cautious, site: Site) -> torch.Tensor:
+        return site.x * 2.5
+
+    with pytest.raises(UnsupportedError, match="outputs differ"):
+        export(torch.nn.Sequential(Cautious(2.0)), input_shape=(3,))
+
+    @lowering(Cautious)
+    def _itself(layer: Cautious, site: Site) -> torch.nn.Module:
+        return layer
+
+    with pytest.raises(UnsupportedError, match="register a lowering"):
+        export(torch.nn.Sequential(Cautious(2.0)), input_shape=(3,))
+
+
+def test_after_training_and_projection():
+    model = MODELS["lenet"]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    parametrize.project_(model)
+    x = inputs((1, 8, 8))
+    assert torch.allclose(model.export()(x), model.eval()(x), rtol=1e-6, atol=1e-6)
