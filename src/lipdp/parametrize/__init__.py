@@ -6,8 +6,26 @@ import torch
 
 from lipdp.parametrize import constraint
 from lipdp.parametrize.constraint import Bjorck, Constraint, Spectral
+from lipdp.parametrize.effective import Reparametrised, effective_leaves, pull_back
+from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Parametrisation, Polar
 
-__all__ = ["Bjorck", "Constrained", "Constraint", "Spectral", "constraint", "project_"]
+__all__ = [
+    "Bjorck",
+    "Cayley",
+    "Constrained",
+    "Constraint",
+    "DifferentiableBjorck",
+    "Householder",
+    "MatrixExp",
+    "Parametrisation",
+    "Polar",
+    "Reparametrised",
+    "Spectral",
+    "constraint",
+    "effective_leaves",
+    "project_",
+    "pull_back",
+]
 
 
 class Constrained:

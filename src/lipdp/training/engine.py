@@ -167,8 +167,9 @@ class PrivacyEngine:
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self.optimizer.zero_grad(set_to_none=True)
         self._watch.forget()  # until the projection is done, in case something below fails
+        gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
         for name, parameter in self._parameters.items():
-            parameter.grad = (noised[name] / self.plan.batch_size).to(parameter.dtype)
+            parameter.grad = gradients[name].to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         project_trained(self.model)

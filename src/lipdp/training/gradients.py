@@ -33,7 +33,7 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
 def gradient_sum(
     model: torch.nn.Module,
     loss: Loss,
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     inputs: torch.Tensor,
     targets: torch.Tensor,
     *,
@@ -65,7 +65,7 @@ def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
 def _backward(
     model: torch.nn.Module,
     loss: Loss,
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     x: torch.Tensor,
     y: torch.Tensor,
     mask: torch.Tensor,
@@ -97,7 +97,7 @@ def _accumulate_finite(
     sums: dict[str, torch.Tensor],
     model: torch.nn.Module,
     loss: Loss,
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     x: torch.Tensor,
     y: torch.Tensor,
     mask: torch.Tensor,

@@ -14,6 +14,7 @@ from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import check_supported, clipped_gradients
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Loss, as_loss
+from lipdp.parametrize import effective_leaves, pull_back
 from lipdp.training.batches import microbatches
 from lipdp.training.gradients import arithmetic, gradient_sum, zeros_like_sum
 from lipdp.training.plan import CLIPPED_GROUP, ROUNDOFF, PrivacyPlan
@@ -47,6 +48,10 @@ class Query(Protocol):
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
         """The query's answer, not yet noised."""
+        ...
+
+    def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gradients of the parameters from the noised answer; sees no data."""
         ...
 
 
@@ -113,17 +118,22 @@ class ProvedQuery:
         microbatch_size: int,
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
-        """One ordinary backward pass per microbatch."""
-        return gradient_sum(
-            self.model,
-            self._proved_loss,
-            parameters,
-            inputs,
-            targets,
-            microbatch_size=microbatch_size,
-            device=device,
-            precision=self.plan.precision,
-        )
+        """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
+        with effective_leaves(self.model) as leaves:
+            return gradient_sum(
+                self.model,
+                self._proved_loss,
+                {**parameters, **leaves},
+                inputs,
+                targets,
+                microbatch_size=microbatch_size,
+                device=device,
+                precision=self.plan.precision,
+            )
+
+    def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
+        return pull_back(self.model, noised)
 
 
 class ClippedQuery:
@@ -166,3 +176,7 @@ class ClippedQuery:
             for name, gradient in found.items():
                 total[name] += gradient
         return total
+
+    def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """They are the parameters' own."""
+        return dict(noised)

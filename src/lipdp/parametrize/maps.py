@@ -1,0 +1,169 @@
+"""Parametrisations θ ↦ W = π(θ) of matrices with ‖W‖₂ ≤ 1, as an alternative to projecting W back after every step.
+
+**Why they are admissible.** Gradients taken *through* π have no useful bound: its Jacobian can be as large as 1/s_min(θ) or
+more. But they are not needed. The engine computes W once per step, lets autograd stop there, bounds and noises ∂L/∂W as for any
+other weight, and only then multiplies the *noised* gradient by π's transposed Jacobian: post-processing of a private quantity,
+free whatever that Jacobian is. Conditions: π uses parameters and public randomness only; one W serves the whole step; θ has no
+other path to the data.
+
+Every map takes θ of the same shape (…, rows, columns) as W, so a layer can switch between them. The result is divided by its
+certified norm where that exceeds 1 (the divisor is a constant for the gradient).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
+from lipdp.errors import ConfigurationError
+
+__all__ = ["Cayley", "DifferentiableBjorck", "Householder", "MatrixExp", "Parametrisation", "Polar"]
+
+
+def _tall(theta: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """θ with at least as many rows as columns, and whether it had to be transposed."""
+    if theta.shape[-2] < theta.shape[-1]:
+        return theta.transpose(-1, -2), True
+    return theta, False
+
+
+class Parametrisation(ABC):
+    """A differentiable map from any finite θ to matrices of operator norm at most 1."""
+
+    @abstractmethod
+    def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
+        """π for a tall θ (rows ≥ columns): (nearly) orthonormal columns."""
+
+    @abstractmethod
+    def start(self, tall: torch.Tensor) -> torch.Tensor:
+        """θ to begin with, from a tall matrix of orthonormal columns; π(θ) need not be that matrix."""
+
+    def weight(self, theta: torch.Tensor) -> torch.Tensor:
+        """W = π(θ), differentiable in θ, with ‖W‖₂ ≤ 1 in θ's own dtype."""
+        tall, transposed = _tall(theta)
+        matrix = self.orthogonal(tall)
+        matrix = matrix.transpose(-1, -2) if transposed else matrix
+        norm = certified_norm(matrix)
+        if not bool(torch.isfinite(norm).all()):
+            raise ConfigurationError(f"{self} gives a weight that is not finite: training has diverged. Lower the learning rate.")
+        # Rounding to θ's dtype moves W by at most u√r‖W‖₂ (see constraint.normalise_certified); the rest is for the division.
+        margin = 1 + (min(matrix.shape[-2:]) ** 0.5 + 4) * unit_roundoff(theta.dtype)
+        divisor = (norm * margin).clamp_min(1.0)[..., None, None]
+        result: torch.Tensor = (matrix / divisor.to(matrix.dtype)).to(theta.dtype)
+        return result
+
+    def initial(self, matrix: torch.Tensor) -> torch.Tensor:
+        """θ to begin with, of ``matrix``'s shape."""
+        tall, transposed = _tall(matrix)
+        theta = self.start(tall)
+        return theta.transpose(-1, -2).contiguous() if transposed else theta
+
+
+@dataclass(frozen=True)
+class DifferentiableBjorck(Parametrisation):
+    """Björck iterations W ← 1.5W − 0.5WWᵀW from θ scaled to norm ≤ 1; differentiated through."""
+
+    iterations: int = 12
+
+    def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
+        """A fixed number of iterations."""
+        work = tall / certified_norm(tall, squarings=5).clamp_min(1e-12)[..., None, None].to(tall.dtype)
+        for _ in range(self.iterations):
+            work = 1.5 * work - 0.5 * work @ (work.transpose(-1, -2) @ work)
+        return work
+
+    def start(self, tall: torch.Tensor) -> torch.Tensor:
+        """Orthonormal columns are a fixed point."""
+        return tall.clone()
+
+
+@dataclass(frozen=True)
+class Polar(Parametrisation):
+    """The polar factor by the Newton–Schulz iteration of order five, W ← W(15I − 10A + 3A²)/8 with A = WᵀW.
+
+    Each step maps a singular value s to s(15 − 10s² + 3s⁴)/8: within [0, 1] for s in [0, 1], with cubic convergence to 1.
+    """
+
+    iterations: int = 8
+
+    def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
+        """A fixed number of iterations."""
+        work = tall / certified_norm(tall, squarings=5).clamp_min(1e-12)[..., None, None].to(tall.dtype)
+        for _ in range(self.iterations):
+            gram = work.transpose(-1, -2) @ work
+            work = (15 * work - 10 * work @ gram + 3 * work @ (gram @ gram)) / 8
+        return work
+
+    def start(self, tall: torch.Tensor) -> torch.Tensor:
+        """Orthonormal columns are a fixed point."""
+        return tall.clone()
+
+
+@dataclass(frozen=True)
+class Cayley(Parametrisation):
+    """The Cayley transform: with θ = [U; V] and A = U − Uᵀ + VᵀV, W = [(I+A)⁻¹(I−A); −2V(I+A)⁻¹].
+
+    I + A is always invertible (its symmetric part I + VᵀV is at least I), and WᵀW = I exactly.
+    """
+
+    def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
+        """Solve, in float64: an inverse in float32 loses too much where θ is large."""
+        columns = tall.shape[-1]
+        wide = tall.to(torch.float64)
+        u, v = wide[..., :columns, :], wide[..., columns:, :]
+        eye = torch.eye(columns, dtype=wide.dtype, device=wide.device)
+        a = u - u.transpose(-1, -2) + v.transpose(-1, -2) @ v
+        inverse = torch.linalg.inv(eye + a)
+        return torch.cat([inverse @ (eye - a), -2 * v @ inverse], dim=-2)
+
+    def start(self, tall: torch.Tensor) -> torch.Tensor:
+        """Any θ gives orthonormal columns; a random one of moderate size starts away from the identity."""
+        return tall.clone()
+
+
+@dataclass(frozen=True)
+class MatrixExp(Parametrisation):
+    """W = exp(S)[:, :columns] of the skew-symmetric S = [[U−Uᵀ, −Vᵀ], [V, 0]] with θ = [U; V]."""
+
+    def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
+        """exp of a skew-symmetric matrix is orthogonal."""
+        rows, columns = tall.shape[-2:]
+        wide = tall.to(torch.float64)
+        skew = wide.new_zeros(*tall.shape[:-2], rows, rows)
+        lower = torch.cat([torch.zeros_like(wide[..., :columns, :]), wide[..., columns:, :]], dim=-2)
+        square = wide[..., :columns, :]
+        skew[..., :columns, :columns] = square - square.transpose(-1, -2)
+        skew = (
+            skew
+            + torch.nn.functional.pad(lower, (0, rows - columns))
+            - torch.nn.functional.pad(lower.transpose(-1, -2), (0, 0, 0, rows - columns))
+        )
+        rotation: torch.Tensor = torch.linalg.matrix_exp(skew)
+        return rotation[..., :, :columns]
+
+    def start(self, tall: torch.Tensor) -> torch.Tensor:
+        """Any θ gives orthonormal columns."""
+        return tall.clone()
+
+
+@dataclass(frozen=True)
+class Householder(Parametrisation):
+    """W = H₁H₂…H_c·I[:, :c] with the reflections H_j = I − 2v_jv_jᵀ/‖v_j‖², v_j the columns of θ."""
+
+    def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
+        """Reflections applied from the last to the first."""
+        wide = tall.to(torch.float64)
+        rows, columns = tall.shape[-2:]
+        result = torch.eye(rows, columns, dtype=wide.dtype, device=wide.device).expand(*tall.shape[:-2], rows, columns)
+        for j in reversed(range(columns)):
+            v = wide[..., :, j : j + 1]
+            squared = v.square().sum(-2, keepdim=True).clamp_min(1e-24)
+            result = result - 2 * v @ (v.transpose(-1, -2) @ result) / squared
+        return result
+
+    def start(self, tall: torch.Tensor) -> torch.Tensor:
+        """Any θ gives orthonormal columns."""
+        return tall.clone()
