@@ -22,6 +22,17 @@ CHANNELS = [(8, 16), (16, 16), (16, 32), (8,), (16,), (32,)]
 
 
 def draw(rng: random.Random, base: "lipdp.recipes.Recipe") -> "lipdp.recipes.Recipe":
+    if base.method != "clipless":
+        return base.but(
+            options={"width": rng.choice([16, 16, 24, 32]), "hidden": rng.choice([32, 64])},
+            temperature=2 ** rng.uniform(-1, 2),
+            batch_size=rng.choice([1024, 2048, 4096, 8192]),
+            epochs=rng.choice([20, 30, 40, 60]),
+            learning_rate=10 ** rng.uniform(-1.3, 0.5),
+            schedule=rng.choice(["constant", "cosine"]),
+            ema_decay=rng.choice([None, 0.9, 0.95, 0.98]),
+            max_grad_norm=10 ** rng.uniform(-1.5, 0.3),
+        )
     options = dict(base.options)
     options["clip"] = 10 ** rng.uniform(-1.6, 0)
     options["centre"] = rng.random() < 0.7
@@ -63,7 +74,8 @@ def worker(rank: int, arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         accuracy = evaluate(ready.model, ready.loss, held)["accuracy"]
         row = {name: getattr(recipe, name) for name in (
-            "options", "temperature", "batch_size", "epochs", "learning_rate", "momentum", "schedule", "ema_decay", "allocation"
+            "options", "temperature", "batch_size", "epochs", "learning_rate", "momentum", "schedule", "ema_decay", "allocation",
+            "max_grad_norm"
         )}  # fmt: skip
         line = json.dumps(
             {"recipe": arguments.recipe, "accuracy": accuracy, "seconds": round(time.monotonic() - started, 1), **row}

@@ -1,18 +1,37 @@
 """Fast per-example clipping for any PyTorch model: the norm of every example's gradient, without computing the gradients."""
 
-from lipdp.clipping import rules_attention, rules_conv, rules_dense, rules_recurrent  # noqa: F401  (they register rules)
-from lipdp.clipping.contribution import Contribution, Dense, OuterSum, PositionSum, Scatter
-from lipdp.clipping.methods import Method, clipped_gradients, per_example_norms
+from lipdp.clipping import (  # noqa: F401  (they register rules)
+    rules_attention,
+    rules_cells,
+    rules_conv,
+    rules_dense,
+    rules_embedding,
+    rules_normalisation,
+    rules_recurrent,
+)
+from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter
+from lipdp.clipping.methods import Clipped, Method, clip_batch, clipped_gradients, per_example_norms
+from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.registry import norm_rule, refuse
+from lipdp.clipping.styles import Clip, Group, Style, clipping_groups
+from lipdp.clipping.supported import check_supported
 
 __all__ = [
+    "Clip",
+    "Clipped",
     "Contribution",
     "Dense",
+    "Form",
+    "Group",
     "Method",
     "OuterSum",
     "PositionSum",
     "Scatter",
+    "Style",
+    "check_supported",
+    "clip_batch",
     "clipped_gradients",
+    "clipping_groups",
     "norm_rule",
     "per_example_norms",
     "refuse",

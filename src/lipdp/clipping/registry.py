@@ -21,7 +21,7 @@ import torch
 
 from lipdp.clipping.contribution import Contribution
 
-__all__ = ["Contributions", "NormRule", "Refusal", "find_norm_rule", "find_refusal", "norm_rule", "refuse"]
+__all__ = ["Contributions", "NormRule", "Refusal", "find_norm_rule", "find_refusal", "norm_rule", "refuse", "unchanged"]
 
 Contributions = Callable[[torch.Tensor], Mapping[str, Contribution]]
 NormRule = Callable[[Any, tuple[Any, ...], torch.Tensor], Contributions]
@@ -54,11 +54,17 @@ def refuse(*classes: type[torch.nn.Module]) -> Callable[[Refusal], Refusal]:
     return register
 
 
+def unchanged(module: torch.nn.Module, cls: type[torch.nn.Module]) -> bool:
+    """Whether the module computes what ``cls`` does: neither its class nor the instance overrides the computation."""
+    names = ("forward", "_conv_forward")
+    return all(name not in vars(module) and getattr(type(module), name, None) is getattr(cls, name, None) for name in names)
+
+
 def find_norm_rule(module: torch.nn.Module) -> NormRule | None:
     """The rule of the module's class, or of the nearest base class whose ``forward`` it has not overridden."""
     for cls in type(module).__mro__:
         if cls in _rules:
-            return _rules[cls] if type(module).forward is cls.forward else None
+            return _rules[cls] if unchanged(module, cls) else None
     return None
 
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from lipdp.clipping.contribution import Contribution, Rows
+from lipdp.clipping.combine import Rows
+from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.registry import refuse
 from lipdp.clipping.rules_dense import affine
 from lipdp.clipping.twins import twin_of
+from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lipdp.clipping.capture import Recording
@@ -22,14 +24,15 @@ __all__: list[str] = []
 
 @refuse(torch.nn.MultiheadAttention)
 def _attention_refusal(layer: torch.nn.MultiheadAttention) -> str | None:
-    if layer.bias_k is not None or layer.add_zero_attn:
+    trained = any(p.requires_grad for p in layer.parameters())
+    if trained and (layer.bias_k is not None or layer.add_zero_attn):
         return "add_bias_kv and add_zero_attn are not supported. Use the defaults (False)."
     return None
 
 
 @refuse(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 def _transformer_refusal(layer: torch.nn.TransformerEncoderLayer) -> str | None:
-    if not layer.self_attn.batch_first:
+    if not layer.self_attn.batch_first and any(p.requires_grad for p in layer.parameters()):
         return "its layers see (length, batch, features), where examples are not the first dimension. Use batch_first=True."
     return None
 
@@ -46,25 +49,35 @@ def _project(
     stored = getattr(module, name)
     weight = stored[rows] if packed else stored
     output = F.linear(x, weight, bias)
-    inputs = x.detach()
+    inputs = x.detach() if stored.requires_grad else None
 
     def contributions(cotangent: torch.Tensor) -> dict[str, Contribution]:
         made_parts = affine(cotangent, inputs, weight, bias, (name, "in_proj_bias"))
-        return {key: part if key == name and not packed else Rows(part, rows.start, 3 * size) for key, part in made_parts.items()}
+        return {
+            key: part if key == name and not packed else Rows(part, which * size, parts * size, 3 * size)
+            for key, part in made_parts.items()
+        }
 
     made.add(module, owner, output, contributions, (x,))
     return output
 
 
-def _mask(module: torch.nn.MultiheadAttention, scores: torch.Tensor, key_padding_mask: Any, attn_mask: Any) -> torch.Tensor:
-    """Scores with −∞ (or the given number) where attention is not allowed."""
+def _merged_mask(scores_shape: tuple[int, ...], like: torch.Tensor, key_padding_mask: Any, attn_mask: Any) -> torch.Tensor | None:
+    """What is added to the scores (batch, heads, query, key): −∞ where attention is not allowed, or the given numbers."""
+    merged: torch.Tensor | None = None
     if attn_mask is not None:
-        allowed = attn_mask if attn_mask.dim() == 2 else attn_mask.reshape(scores.shape[0], -1, *attn_mask.shape[1:])
-        scores = scores.masked_fill(allowed, -math.inf) if allowed.dtype == torch.bool else scores + allowed
+        mask = _additive(attn_mask, like)
+        merged = mask if mask.dim() == 2 else mask.reshape(scores_shape[0], scores_shape[1], *mask.shape[1:])
     if key_padding_mask is not None:
-        padded = key_padding_mask[:, None, None, :]
-        scores = scores.masked_fill(padded, -math.inf) if padded.dtype == torch.bool else scores + padded
-    return scores
+        padded = _additive(key_padding_mask, like)[:, None, None, :]
+        merged = padded if merged is None else merged + padded
+    return None if merged is None else merged.expand(scores_shape)
+
+
+def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
 
 
 @twin_of(torch.nn.MultiheadAttention)
@@ -80,6 +93,10 @@ def _attention(made: Recording, owner: str) -> Callable[..., Any]:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.dim() != 3:
+            raise UnsupportedError(f"layer '{owner}' (MultiheadAttention) is given one sequence without a batch dimension")
+        if is_causal and attn_mask is None:
+            raise UnsupportedError(f"layer '{owner}' (MultiheadAttention): is_causal=True is only a hint; pass attn_mask too")
         same = query is key and key is value
         if not module.batch_first:
             query, key, value = (part.transpose(0, 1) for part in (query, key, value))
@@ -91,16 +108,17 @@ def _attention(made: Recording, owner: str) -> Callable[..., Any]:
         q, k, v = (part.reshape(part.shape[0], part.shape[1], heads, width).transpose(1, 2) for part in (q, k, v))
         weights: torch.Tensor | None = None
         p = module.dropout if module.training else 0.0
-        if not need_weights and attn_mask is None and key_padding_mask is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
-        else:
-            scores = _mask(module, q @ k.transpose(-1, -2) / math.sqrt(width), key_padding_mask, attn_mask)
-            weights = F.dropout(torch.softmax(scores, -1), p)
+        mask = _merged_mask((q.shape[0], heads, q.shape[2], k.shape[2]), q, key_padding_mask, attn_mask)
+        if need_weights:
+            scores = (q / math.sqrt(width)) @ k.transpose(-1, -2)
+            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), p)
             mixed = weights @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p)
         output = module.out_proj(mixed.transpose(1, 2).flatten(2))
         if not module.batch_first:
             output = output.transpose(0, 1)
-        if not need_weights or weights is None:
+        if weights is None:
             return output, None
         return output, weights.mean(1) if average_attn_weights else weights
 

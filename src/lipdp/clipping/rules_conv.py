@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from lipdp.clipping.contribution import Contribution, Form, OuterSum, PositionSum
+from lipdp.clipping.arithmetic import accumulating, squared
+from lipdp.clipping.contribution import Contribution, Form, PositionSum, zeroed
+from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.registry import Contributions, norm_rule
+from lipdp.errors import UnsupportedError
 from lipdp.nn import SpectralConv2d
 
 __all__ = ["ConvSum", "patches"]
 
-# Numbers that the patches of one chunk of examples may hold: 256 MiB in float32.
-_PATCHES = 2**26
+# Numbers that the patches of one chunk of examples may hold: 128 MiB in float32.
+_PATCHES = 2**25
 
 ConvNd = torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d
 
@@ -28,9 +31,9 @@ def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], d
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
         # unfold gives windows of d·(k−1)+1 neighbours; every d-th of them is a tap.
         x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
-    # (B, C, *outputs, *taps) -> (B, *outputs, C, *taps)
-    order = (0, *range(2, 2 + axes), 1, *range(2 + axes, 2 + 2 * axes))
-    return x.permute(order).reshape(batch, -1, channels * _product(kernel))
+    # (B, C, *outputs, *taps) -> (B, C, *taps, *outputs): neighbouring outputs read neighbouring inputs, so the copy is fast.
+    order = (0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
+    return x.permute(order).reshape(batch, channels * _product(kernel), -1).transpose(1, 2)
 
 
 def _product(values: tuple[int, ...]) -> int:
@@ -69,7 +72,15 @@ class ConvSum(Contribution):
         grouped = x.reshape(count * g, x.shape[1] // g, *x.shape[2:])
         cotangents = delta.reshape(count * g, delta.shape[1] // g, -1).transpose(1, 2)
         shape = (self.shape[0] // g, *self.shape[1:])
-        return OuterSum(cotangents, patches(grouped, self.shape[2:], self.stride, self.dilation), shape)
+        windows = patches(grouped, self.shape[2:], self.stride, self.dilation)
+        return OuterSum(cotangents, windows, shape, convolution=True, at_most=self._at_most(grouped))
+
+    def _at_most(self, x: torch.Tensor) -> torch.Tensor | None:
+        """‖patches‖² ≤ reads·‖x‖², if every number is read by a window, by ``reads`` of them at most."""
+        axes = list(zip(self.shape[2:], self.stride, self.dilation, strict=True))
+        if any(d > 1 or s > k for k, s, d in axes):
+            return None
+        return _product(tuple(-(-k // s) for k, s, _ in axes)) * squared(accumulating(x)[0].flatten(1), (1,))
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """Chunk by chunk, in the cheaper form."""
@@ -83,10 +94,8 @@ class ConvSum(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """The ordinary kernel gradient, of reweighted cotangents: as fast as without privacy."""
-        delta, x = self.cotangents, self.inputs
+        delta, x = accumulating(self.cotangents, self.inputs)
         delta = delta * weights.to(delta.dtype).reshape(-1, *([1] * (delta.ndim - 1)))
-        if delta.dtype in (torch.float16, torch.bfloat16):
-            delta, x = delta.float(), x.float()
         axes = len(self.stride)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             delta,
@@ -104,6 +113,15 @@ class ConvSum(Contribution):
         result: torch.Tensor = gradient * self.scale if self.scale != 1.0 else gradient
         return result
 
+    def rounding(self) -> torch.Tensor:
+        """Of the outer products, chunk by chunk."""
+        parts = [self._outer(rows).rounding().reshape(-1, self.groups).sum(1) for rows in self._chunks()]
+        return torch.cat(parts) * abs(self.scale)
+
+    def without(self, dropped: torch.Tensor) -> ConvSum:
+        """Zeros in both factors."""
+        return replace(self, cotangents=zeroed(self.cotangents, dropped), inputs=zeroed(self.inputs, dropped))
+
 
 def _padded(layer: ConvNd, x: torch.Tensor) -> torch.Tensor:
     pads = layer._reversed_padding_repeated_twice
@@ -112,12 +130,21 @@ def _padded(layer: ConvNd, x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, pads, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
 
 
+def _batched(layer: torch.nn.Module, x: torch.Tensor, axes: int) -> torch.Tensor:
+    if x.ndim != axes + 2:
+        raise UnsupportedError(
+            f"{type(layer).__name__} is given a single input of shape {tuple(x.shape)}, without a batch dimension. Add one: "
+            "(batch, channels, …)."
+        )
+    return x.detach()
+
+
 def _convolution(layer: ConvNd, inputs: tuple[Any, ...], scale: float = 1.0) -> Contributions:
-    x = inputs[0].detach()
+    x = _batched(layer, inputs[0], len(layer.kernel_size)) if layer.weight.requires_grad else None
 
     def contributions(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
         result: dict[str, Contribution] = {}
-        if layer.weight.requires_grad:
+        if layer.weight.requires_grad and x is not None:
             padded = _padded(layer, x)
             # Windows may not reach the end of the padded input; what they never read would change the kernel's gradient shape.
             reach = [
@@ -149,7 +176,7 @@ def _spectral_conv(layer: SpectralConv2d, inputs: tuple[Any, ...], output: torch
 @norm_rule(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 def _conv_transpose(layer: torch.nn.ConvTranspose2d, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     """A transposed convolution is the adjoint of a convolution: input and cotangent change roles in the kernel's gradient."""
-    x = inputs[0].detach()
+    x = _batched(layer, inputs[0], len(layer.kernel_size))
 
     def contributions(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
         result: dict[str, Contribution] = {}

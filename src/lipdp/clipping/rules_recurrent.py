@@ -16,30 +16,33 @@ from lipdp.errors import UnsupportedError
 if TYPE_CHECKING:
     from lipdp.clipping.capture import Recording
 
-__all__: list[str] = []
+__all__ = ["gru_cell", "lstm_cell", "rnn_cell", "watched_linear"]
 
 State = tuple[torch.Tensor, ...]
 
 
-def _watched_linear(made: Recording, owner: str, module: torch.nn.RNNBase, x: torch.Tensor, weight: str, bias: str) -> torch.Tensor:
+def watched_linear(made: Recording, owner: str, module: torch.nn.Module, x: torch.Tensor, weight: str, bias: str) -> torch.Tensor:
+    """x·Wᵀ + b of the named parameters, watched."""
     w, b = getattr(module, weight), getattr(module, bias, None)
     output = F.linear(x, w, b)
-    inputs = x.detach()
+    inputs = x.detach() if w.requires_grad else None
     made.add(module, owner, output, lambda cotangent: affine(cotangent, inputs, w, b, (weight, bias)), (x,))
     return output
 
 
-def _rnn_cell(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor, State], State]:
+def rnn_cell(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor, State], State]:
+    """h' = activation(from input + from hidden)."""
     return lambda from_input, from_hidden, state: (activation(from_input + from_hidden),)
 
 
-def _lstm_cell(from_input: torch.Tensor, from_hidden: torch.Tensor, state: State) -> State:
+def lstm_cell(from_input: torch.Tensor, from_hidden: torch.Tensor, state: State) -> State:
+    """c' = f⊙c + i⊙g, h' = o⊙tanh(c'): one pre-activation, so both sides have the same cotangent."""
     i, f, g, o = (from_input + from_hidden).chunk(4, 1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru_cell(from_input: torch.Tensor, from_hidden: torch.Tensor, state: State) -> State:
+def gru_cell(from_input: torch.Tensor, from_hidden: torch.Tensor, state: State) -> State:
     """The reset gate multiplies the hidden-side pre-activation, so the two sides have cotangents of their own."""
     ri, zi, ni = from_input.chunk(3, 1)
     rh, zh, nh = from_hidden.chunk(3, 1)
@@ -49,10 +52,10 @@ def _gru_cell(from_input: torch.Tensor, from_hidden: torch.Tensor, state: State)
 
 def _cell(module: torch.nn.RNNBase) -> Callable[[torch.Tensor, torch.Tensor, State], State]:
     if isinstance(module, torch.nn.LSTM):
-        return _lstm_cell
+        return lstm_cell
     if isinstance(module, torch.nn.GRU):
-        return _gru_cell
-    return _rnn_cell(torch.relu if getattr(module, "nonlinearity", "tanh") == "relu" else torch.tanh)
+        return gru_cell
+    return rnn_cell(torch.relu if getattr(module, "nonlinearity", "tanh") == "relu" else torch.tanh)
 
 
 def _direction(
@@ -66,14 +69,14 @@ def _direction(
     reverse: bool,
 ) -> tuple[torch.Tensor, State]:
     """One layer in one direction over (B, T, features); positions past an example's length change nothing."""
-    from_input = _watched_linear(made, owner, module, x, f"weight_ih{suffix}", f"bias_ih{suffix}")
+    from_input = watched_linear(made, owner, module, x, f"weight_ih{suffix}", f"bias_ih{suffix}")
     cell, steps = _cell(module), x.shape[1]
     outputs: list[torch.Tensor] = []
     for t in reversed(range(steps)) if reverse else range(steps):
-        from_hidden = _watched_linear(made, owner, module, state[0], f"weight_hh{suffix}", f"bias_hh{suffix}")
+        from_hidden = watched_linear(made, owner, module, state[0], f"weight_hh{suffix}", f"bias_hh{suffix}")
         new = cell(from_input[:, t], from_hidden, state)
         if module.proj_size > 0:
-            projected = _watched_linear(made, owner, module, new[0], f"weight_hr{suffix}", "no bias")
+            projected = watched_linear(made, owner, module, new[0], f"weight_hr{suffix}", "no bias")
             new = (projected, *new[1:])
         output = new[0]
         if lengths is not None:
@@ -118,10 +121,19 @@ def _recurrent(made: Recording, owner: str) -> Callable[..., Any]:
         result: Any = x if module.batch_first else x.transpose(0, 1)
         if packed:
             assert lengths is not None
-            result = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            result = _packed_like(input, x, lengths)
         return result, states if is_lstm else states[0]
 
     return forward
+
+
+def _packed_like(like: PackedSequence, x: torch.Tensor, lengths: torch.Tensor) -> PackedSequence:
+    """(B, T, features) packed in the very order of ``like``."""
+    order = like.sorted_indices
+    if order is not None:
+        x, lengths = x[order], lengths[order]
+    data = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=True).data
+    return PackedSequence(data, like.batch_sizes, like.sorted_indices, like.unsorted_indices)
 
 
 def _initial_state(module: torch.nn.RNNBase, x: torch.Tensor, hx: Any, directions: int, is_lstm: bool) -> State:

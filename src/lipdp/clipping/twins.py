@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lipdp.clipping.registry import unchanged
+
 if TYPE_CHECKING:
     from lipdp.clipping.capture import Recording
 
@@ -33,6 +35,10 @@ def twin_of(*classes: type[torch.nn.Module]) -> Callable[[Twin], Twin]:
 
 
 def find_twin(module: torch.nn.Module) -> Twin | None:
-    """The twin of the module's class, if it needs one and has trainable parameters."""
-    factory = _twins.get(type(module))
-    return factory if factory is not None and any(p.requires_grad for p in module.parameters()) else None
+    """The twin of the module's class (or of a base class that computes the same), if it has trainable parameters of its own."""
+    if not any(p.requires_grad for p in module.parameters(recurse=False)):
+        return None
+    for cls in type(module).__mro__:
+        if cls in _twins:
+            return _twins[cls] if unchanged(module, cls) else None
+    return None

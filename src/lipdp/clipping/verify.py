@@ -2,75 +2,250 @@
 
 Norms are computed from what layers show. A parameter that is used behind its layer's back (``h @ self.embedding.weight.T``), a
 dimension that is not the batch, examples that influence each other: each would make the norms too small without a sound, and
-the guarantee with them. All of them show up here, at the cost of a few single-example passes, once per model.
+the guarantee with them. All of them show up here, at the cost of a few passes of a few examples, once per model. The checks:
+
+* in evaluation mode, each example's gradient is that of the example alone;
+* in training mode (if the model is in it), with the same random numbers: each example's gradient is that of its own loss, it
+  stays the same when the *other* examples are replaced, and no buffer keeps something of the data;
+* both again with perturbed parameters: a product with a matrix of zeros (an adapter at its start) would hide what it multiplies;
+* for methods that reweight losses: the backward pass is linear, so ν·loss has the gradient ν·g. A cotangent that is clipped on its
+  way (a hook that clamps, :class:`lipdp.nn.ClipGradient`) would come back as large from a loss weighted down.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from lipdp.clipping.arithmetic import HALF, matmuls, no_autocast
 from lipdp.clipping.capture import recording
+from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.errors import UnsupportedError
 
 __all__ = ["verify", "verify_once"]
 
 _EXAMPLES = 3
+_WEIGHTS = (2.0**13, 2.0**-13)
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+Gradients = list[dict[str, torch.Tensor]]
 
 
-def _signature(model: torch.nn.Module, x: torch.Tensor) -> Any:
+def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, reweighted: bool) -> Any:
     trained = tuple((name, id(p)) for name, p in model.named_parameters() if p.requires_grad)
-    return tuple(x.shape[1:]), x.dtype, trained, tuple(id(module) for module in model.modules())
+    modules = tuple((id(module), type(module), module.training) for module in model.modules())
+    meant = getattr(loss, "__code__", None) or (type(loss), id(loss))
+    return tuple(x.shape[1:]), x.dtype, trained, modules, meant, reweighted
 
 
-def verify_once(model: torch.nn.Module, loss: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
-    """:func:`verify`, unless this model was verified for inputs of this shape."""
-    signature = _signature(model, x)
-    if signature not in _verified.setdefault(model, set()):
-        verify(model, loss, x, y)
+def verify_once(
+    model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, *, reweighted: bool = False
+) -> None:
+    """:func:`verify`, unless this model was verified for this loss, in this mode, with inputs of this shape."""
+    signature = _signature(model, loss, x, reweighted)
+    if signature not in _verified.setdefault(model, set()) and verify(model, loss, x, y, reweighted=reweighted):
         _verified[model].add(signature)
 
 
-def verify(model: torch.nn.Module, loss: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> None:
-    """Compare each parameter's per-example gradients with those of single-example passes, in evaluation mode (no dropout)."""
-    # Two examples at least, so that mixing shows; a single one is compared with itself twice over.
-    rows = torch.arange(max(2, min(_EXAMPLES, len(x))), device=x.device) % len(x)
-    inputs, targets = x[rows], y[rows]
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, *, reweighted: bool = False) -> bool:
+    """Raise if per-example gradients are not what they should be. False if nothing could be compared (nothing is finite).
+
+    The model is the same afterwards: parameters, buffers, modes, random numbers.
+    """
+    inputs, targets = _few(x, y)
+    if inputs.dtype in HALF and not any(parameter.dtype in HALF for parameter in model.parameters()):
+        inputs = inputs.float()  # meant for an autocast, which is off here
+    check = _Check(model, loss, inputs, targets, _others(inputs))
+    compared = False
+    with torch.enable_grad(), no_autocast(x.device), matmuls(x.device, exact_in_tf32=False), _untouched(model):
+        for perturbed in (False, True):
+            if perturbed:
+                _perturb(model)
+            if any(module.training for module in model.modules()):
+                check.in_training()
+            if reweighted:
+                check.linear()
+            modes = [(module, module.training) for module in model.modules()]
+            model.eval()
+            compared = check.alone() or compared
+            for module, mode in modes:
+                module.training = mode
+    return compared
+
+
+def _few(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to three examples; if there is one only, or they are all the same, one is made up, so that mixing shows."""
+    rows = torch.arange(min(_EXAMPLES, len(x)), device=x.device)
+    inputs, targets = x[rows], y[rows.to(y.device)]
+    if bool((inputs == inputs[:1]).all()):
+        return torch.cat([inputs, _made_up(inputs[:1])]), torch.cat([targets, targets[:1]])
+    return inputs, targets
+
+
+def _others(inputs: torch.Tensor) -> torch.Tensor:
+    """Other inputs of the same kind: what a gradient must not depend on."""
+    rolled = inputs.roll(1, 0)
+    return _made_up(inputs) if bool((rolled == inputs).reshape(len(inputs), -1).all(1)[1:].any()) else rolled
+
+
+def _made_up(inputs: torch.Tensor) -> torch.Tensor:
+    """Different inputs, column by column in the same range (numbers may stand for categories)."""
+    if inputs.is_floating_point():
+        return 0.5 * inputs + 0.1
+    return ~inputs if inputs.dtype == torch.bool else inputs // 2
+
+
+def _perturb(model: torch.nn.Module) -> None:
+    """Every trainable parameter a little off, none zero; nothing is written in place, so the old values can be put back."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            fan = parameter[0].numel() if parameter.ndim > 1 else 16
+            typical = float(parameter.detach().double().square().mean().sqrt()) if parameter.numel() else 0.0
+            size = 0.3 * max(min(typical, 1.0), 1 / math.sqrt(max(fan, 1)))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device, parameter.dtype)
+            parameter.data = parameter.detach() + size * noise
+
+
+@contextmanager
+def _untouched(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.enable_grad():
-            with recording(model, len(inputs)) as recorded:
-                outputs = model(inputs)
-            parts = recorded.contributions(loss(outputs, targets).sum())
+    values = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({parameter.device.index or 0 for parameter, _ in values if parameter.device.type == "cuda"})
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+            for module, mode in modes:
+                module.training = mode
+            for parameter, value in values:
+                parameter.data = value
+            _put_back(buffers)
+
+
+def _same_randomness() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+
+
+def _put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+class _Check:
+    """The comparisons, on a few examples."""
+
+    def __init__(
+        self, model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, others: torch.Tensor
+    ) -> None:
+        self.model, self.loss, self.x, self.y, self.others = model, loss, x, y, others
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def _recorded(self, x: torch.Tensor, singly: bool = False, weight: float = 1.0) -> tuple[Gradients, Gradients]:
+        """Gradients as layers show them and, if asked for, those of each example's own loss, in the same pass."""
+        with recording(self.model, len(x)) as recorded:
+            losses = weight * loss_values(self.loss, self.model(x), self.y)
+            parts = recorded.contributions(losses.sum(), retain_graph=singly)
             found = {name: part.materialise() for name, part in parts.items()}
-            for i in range(len(inputs)):
-                value = loss(model(inputs[i : i + 1]), targets[i : i + 1]).sum()
-                single = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-                for name, gradient in zip(parameters, single, strict=True):
-                    _compare(name, i, gradient, found.get(name))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+            own = [self._gradient(losses[i], retain_graph=True) for i in range(len(x))] if singly else []
+        return [{name: gradients[i] for name, gradients in found.items()} for i in range(len(x))], own
+
+    def _gradient(self, value: torch.Tensor, retain_graph: bool = False) -> dict[str, torch.Tensor]:
+        found = torch.autograd.grad(value, list(self.parameters.values()), retain_graph=retain_graph, allow_unused=True)
+        return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+
+    def alone(self) -> bool:
+        """Each example's gradient is that of the example alone. Whether anything finite and nonzero was compared."""
+        found, _ = self._recorded(self.x)
+        compared = False
+        for i, gradients in enumerate(found):
+            value = loss_values(self.loss, self.model(self.x[i : i + 1]), self.y[i : i + 1]).sum()
+            compared = _compare(gradients, self._gradient(value), _ALONE) or compared
+        return compared
+
+    def linear(self) -> None:
+        """Losses weighted by w have w times the gradients."""
+        results = []
+        for weight in (1.0, *_WEIGHTS):
+            _same_randomness()
+            shown, _ = self._recorded(self.x, weight=weight)
+            results.append([{name: g.double() / weight for name, g in gradients.items()} for gradients in shown])
+        for other in results[1:]:
+            for gradients, weighted in zip(results[0], other, strict=True):
+                _compare(gradients, weighted, _NOT_LINEAR)
+
+    def in_training(self) -> None:
+        """In training mode, with the same random numbers throughout."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        states = []
+        changed = self.others.clone()
+        changed[0] = self.x[0]
+        found: list[Gradients] = []
+        for x in (self.x, changed):
+            _same_randomness()
+            shown, own = self._recorded(x, singly=True)
+            for gradients, of_loss in zip(shown, own, strict=True):
+                _compare(gradients, of_loss, _HIDDEN)
+            found.append(shown)
+            states.append([buffer.clone() for buffer, _ in buffers])
+            _put_back(buffers)
+        _compare(found[0][0], found[1][0], _MIXED)
+        for (name, _), one, other in zip(self.model.named_buffers(), *states, strict=True):
+            if not torch.equal(one, other) and bool(torch.isfinite(one).all()) and bool(torch.isfinite(other).all()):
+                raise UnsupportedError(
+                    f"buffer '{name}' is updated from the data in the forward pass, without any privacy. Freeze it, or put its "
+                    "module in evaluation mode."
+                )
 
 
-def _compare(name: str, example: int, expected: torch.Tensor | None, found: torch.Tensor | None) -> None:
-    if expected is None and found is None:
-        return
-    a = torch.zeros(()) if expected is None else expected.detach().double()
-    b = torch.zeros(()) if found is None else found[example].detach().double()
-    if not (bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())):
-        return  # an example without a finite gradient is dropped anyway
-    tolerance = 0.05 if (expected is not None and expected.dtype in (torch.float16, torch.bfloat16)) else 1e-3
-    scale = max(float(a.norm()), float(b.norm()))
-    if float((a - b).norm()) > tolerance * scale + 1e-6:
-        raise UnsupportedError(
-            f"the per-example gradient of '{name}' as seen from its layer differs from that of the example alone. Either the "
-            "parameter is also used outside its own layer's forward (e.g. a tied weight used by hand: call the layer instead), or "
-            "some layer mixes the examples of a batch, or its first dimension is not the batch (use batch_first=True)."
-        )
+_HIDDEN = (
+    "the per-example gradient of '{name}' as seen from its layer differs from that of the example's own loss. Either the parameter "
+    "is also used outside its own layer's forward (e.g. a tied weight used by hand: call the layer instead), or some layer mixes "
+    "the examples of a batch, or its first dimension is not the batch (use batch_first=True)."
+)
+_ALONE = _HIDDEN.replace("the example's own loss", "the example alone")
+_MIXED = (
+    "the per-example gradient of '{name}' changes in training mode when the other examples of the batch are replaced: some layer "
+    "mixes the examples (batch statistics?). Use layers that treat examples alone (GroupNorm, LayerNorm), or put it in evaluation "
+    "mode."
+)
+
+_NOT_LINEAR = (
+    "the backward pass is not linear: a loss weighted by w does not have w times the gradient (of '{name}'). Something clips or "
+    "clamps cotangents on their way (a hook, lipdp.nn.ClipGradient), so weighting the loss down does not bound the gradient. Use "
+    "method='bookkeeping'."
+)
+
+
+def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], message: str) -> bool:
+    """Parameter by parameter, relative to its gradient and to a hundredth of the whole. False if nothing can be compared."""
+    wide = [{name: g.detach().double() for name, g in gradients.items()} for gradients in (a, b)]
+    if not all(bool(torch.isfinite(g).all()) for gradients in wide for g in gradients.values()):
+        return False  # an example without a finite gradient is dropped anyway
+    whole = max(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) for gradients in wide)
+    half = any(g.dtype in HALF for gradients in (a, b) for g in gradients.values())
+    tolerance = 0.1 if half else 1e-3
+    for name in {**a, **b}:
+        one, other = (gradients.get(name) for gradients in wide)
+        one = torch.zeros_like(other) if one is None and other is not None else one
+        other = torch.zeros_like(one) if other is None and one is not None else other
+        assert one is not None
+        assert other is not None
+        scale = max(float(one.norm()), float(other.norm()))
+        if float((one - other).norm()) > tolerance * (scale + 0.01 * whole):
+            raise UnsupportedError(message.format(name=name))
+    return whole > 0

@@ -1,7 +1,44 @@
-"""Networks whose bounds are known, one constructor each."""
+"""Networks by name, one constructor each: Lipschitz ones whose bounds are known, and conventional ones ("plain-…") to clip."""
 
+from lipdp.models.conventional import (
+    plain_cnn,
+    plain_lstm,
+    plain_mlp,
+    plain_resnet18,
+    plain_rnn,
+    plain_transformer,
+    plain_vgg11,
+)
 from lipdp.models.lenet import lenet
+from lipdp.models.mixer import mixer, transformer
 from lipdp.models.mlp import mlp
 from lipdp.models.registry import create, names, register
+from lipdp.models.resnet import resnet, resnet6, resnet10, resnet18
+from lipdp.models.tanh_cnn import tanh_cnn
+from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
 
-__all__ = ["create", "lenet", "mlp", "names", "register"]
+__all__ = [
+    "create",
+    "lenet",
+    "mixer",
+    "mlp",
+    "names",
+    "plain_cnn",
+    "plain_lstm",
+    "plain_mlp",
+    "plain_resnet18",
+    "plain_rnn",
+    "plain_transformer",
+    "plain_vgg11",
+    "register",
+    "resnet",
+    "resnet6",
+    "resnet10",
+    "resnet18",
+    "tanh_cnn",
+    "transformer",
+    "vgg",
+    "vgg5",
+    "vgg8",
+    "vgg11",
+]

@@ -52,6 +52,20 @@ _RECIPES = (
         allocation="optimal",
         provenance=_SEARCH.format(54),
     ),
+    Recipe(
+        "mnist-dpsgd",
+        "mnist",
+        "tanh-cnn",
+        temperature=1.0,
+        batch_size=2048,
+        epochs=40,
+        learning_rate=0.3,
+        schedule="cosine",
+        ema_decay=0.95,
+        method="bookkeeping",
+        max_grad_norm=0.1,
+        provenance="not tuned yet",
+    ),
 )
 
 # The dataset's name alone means the best recipe for it.

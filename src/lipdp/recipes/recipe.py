@@ -18,6 +18,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
 from lipdp.privacy import Accountant, Adjacency, Allocation
 from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
+from lipdp.training.plan import Method
 
 __all__ = ["Prepared", "Recipe", "Result", "prepare", "train"]
 
@@ -41,6 +42,8 @@ class Recipe:
         ema_decay: of the weight average, ``None`` for none.
         allocation: of the noise.
         delta: δ of the guarantee.
+        method: "clipless", or a clipping method of :func:`lipdp.plan`.
+        max_grad_norm: C, for clipping methods.
         provenance: where the settings come from.
     """
 
@@ -57,6 +60,8 @@ class Recipe:
     ema_decay: float | None = None
     allocation: Allocation = "global"
     delta: float = 1e-5
+    method: Method = "clipless"
+    max_grad_norm: float | None = None
     provenance: str = ""
 
     def __post_init__(self) -> None:
@@ -147,6 +152,8 @@ def prepare(
         noise_multiplier=noise_multiplier,
         epochs=length,
         allocation=recipe.allocation,
+        method=recipe.method,
+        max_grad_norm=recipe.max_grad_norm,
         adjacency=adjacency,
         accountant=accountant,
     )

@@ -1,0 +1,68 @@
+"""How coarsely numbers are rounded, and how to keep that from making a norm too small.
+
+Three things would let a norm be under-reported without a sound: a half-precision product (autocast stays active inside a
+training step, also around norms), TF32 products on a GPU, and squares that underflow. All three are dealt with here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["HALF", "accumulating", "input_roundoff", "matmuls", "no_autocast", "squared", "unit_roundoff"]
+
+HALF = (torch.float16, torch.bfloat16)
+_TF32 = 2.0**-11
+
+
+def accumulating(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Half-precision factors promoted to float32: norms and sums are never computed in half precision."""
+    return tuple(t.float() if t.dtype in HALF else t for t in tensors)
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u: half the distance from 1 to the next number, of the dtype that sums are accumulated in."""
+    return float(torch.finfo(torch.float32 if dtype in HALF else dtype).eps) / 2
+
+
+def input_roundoff(tensor: torch.Tensor, *, convolution: bool = False) -> float:
+    """Rounding of a product's *inputs*: 2⁻¹¹ where the GPU may use TF32, else none."""
+    if tensor.device.type != "cuda" or tensor.dtype == torch.float64:
+        return 0.0
+    allowed = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
+    return _TF32 if allowed else 0.0
+
+
+@contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """Products in the dtype of their factors, whatever autocast the caller is in."""
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def matmuls(device: torch.device, *, exact_in_tf32: bool) -> Iterator[None]:
+    """Matrix products of norms: in float32 proper, or in TF32 where that is exact (half-precision numbers fit into TF32)."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = exact_in_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Σ t² over ``dims``, with the most that its squares can have lost by underflow added.
+
+    A square below the smallest normal number may come out as 0: each term loses at most that number. It only matters where
+    the result is multiplied by something huge, and there it does: cotangents of 1e-23 times inputs of 1e19.
+    """
+    count = 1
+    for dim in dims:
+        count *= tensor.shape[dim]
+    return tensor.square().sum(dims) + count * float(torch.finfo(tensor.dtype).tiny)

@@ -1,0 +1,93 @@
+"""The slow methods, which hold each example's gradient: what the others are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lipdp.clipping.styles import Clip, Group, clip_factors
+from lipdp.errors import DataError
+
+__all__ = ["Loops", "PerExampleLoss", "loss_values", "zeros"]
+
+PerExampleLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """Where a parameter's gradients are summed up: float32 or better."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
+
+
+def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """One value per example, or an error that says so."""
+    values = loss(outputs, targets)
+    if values.shape != (len(targets),):
+        raise DataError(
+            f"the loss returned shape {tuple(values.shape)} for {len(targets)} examples; it must give one value per example "
+            "(reduction='none')"
+        )
+    if not values.requires_grad:
+        raise DataError("the loss does not depend on any trainable parameter")
+    return values
+
+
+@dataclass
+class Loops:
+    """Σ_i ν_i·g_i, one example after the other."""
+
+    model: torch.nn.Module
+    loss: PerExampleLoss
+    parameters: Mapping[str, torch.nn.Parameter]
+    groups: tuple[Group, ...]
+    clip: Clip
+    stability: float
+
+    def naive(
+        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups)."""
+
+        def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
+            value = loss_values(self.loss, self.model(x[i : i + 1]), y[i : i + 1]).sum()
+            return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+
+        return self._over(gradients, keep)
+
+    def multiloss(
+        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """One forward pass, a backward pass for each example's loss.
+
+        A single example that is not finite spoils every backward pass here (0·inf): such a batch is done by :meth:`naive`.
+        """
+        with torch.enable_grad():
+            values = loss_values(self.loss, self.model(x), y)
+
+        def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
+            return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)
+
+        result = self._over(gradients, keep)
+        return result if bool(torch.isfinite(result[1]).all()) else self.naive(x, y, keep)
+
+    def _over(
+        self, gradients: Callable[[int], tuple[torch.Tensor | None, ...]], keep: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        sums = {name: zeros(p) for name, p in self.parameters.items()}
+        like = next(iter(sums.values()))
+        norms, factors = (like.new_zeros(len(keep), len(self.groups)) for _ in range(2))
+        for i in torch.nonzero(keep).flatten().tolist():
+            with torch.enable_grad():
+                found = dict(zip(self.parameters, gradients(i), strict=True))
+            own = {name: zeros(self.parameters[name]) if g is None else g.to(sums[name].dtype) for name, g in found.items()}
+            norms[i] = torch.stack(
+                [torch.stack([own[name].square().sum() for name in group.parameters]).sum().sqrt() for group in self.groups]
+            )
+            factors[i] = clip_factors(norms[i][None], self.groups, keep[i][None], self.clip, self.stability)[0]
+            if not bool(torch.isfinite(norms[i]).all()):
+                continue
+            for number, group in enumerate(self.groups):
+                for name in group.parameters:
+                    sums[name] += factors[i, number] * own[name]
+        return sums, norms, factors

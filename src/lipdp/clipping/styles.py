@@ -1,0 +1,114 @@
+"""Clipping styles: which parameters are clipped together, each group to its own C_g.
+
+==========  =============================================================================================
+flat        one group: all parameters, one norm
+per_layer   a group for each module that has parameters of its own
+per_group   a group for each name prefix given
+==========  =============================================================================================
+
+The whole clipped gradient of an example has norm at most √(Σ_g C_g²). A single number C is divided as C_g = C/√groups, which makes
+that C again, whatever the style.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from lipdp.errors import ConfigurationError
+
+__all__ = ["Clip", "Group", "Style", "clip_factors", "clipping_groups"]
+
+Style = Literal["flat", "per_layer", "per_group"]
+Clip = Literal["clip", "automatic"]
+MaxNorm = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are clipped together, to ``max_norm``."""
+
+    name: str
+    parameters: tuple[str, ...]
+    max_norm: float
+
+
+def clipping_groups(
+    names: Iterable[str], max_norm: MaxNorm, style: Style = "flat", groups: Sequence[str] | None = None
+) -> tuple[Group, ...]:
+    """The groups that a style makes of these parameter names, with their C_g. Every parameter is in exactly one.
+
+    Args:
+        names: of the trainable parameters.
+        max_norm: C_g by group name; or C, divided as C/√groups.
+        style: "flat", "per_layer", "per_group".
+        groups: for "per_group" with a single C: the prefixes that name the groups (a mapping names them itself). A parameter
+            belongs to the longest prefix that it, or a module that it is in, is called by.
+
+    Example:
+        >>> [group.name for group in clipping_groups(["body.0.weight", "body.0.bias", "head.weight"], 1.0, "per_layer")]
+        ['body.0', 'head']
+    """
+    listed = list(names)
+    if style not in get_args(Style):
+        raise ConfigurationError(f"style={style!r} is not known; choose one of {', '.join(get_args(Style))}")
+    if groups is not None and style != "per_group":
+        raise ConfigurationError(f"groups are only used by style='per_group', not by {style!r}")
+    if style == "flat":
+        if isinstance(max_norm, Mapping):
+            raise ConfigurationError("a mapping of max_norm is for style='per_layer' or 'per_group'; style='flat' has one number")
+        members = {"all": listed}
+    elif style == "per_layer":
+        members = _gather(listed, {name: name.rpartition(".")[0] or name for name in listed})
+    else:
+        prefixes = list(max_norm) if isinstance(max_norm, Mapping) and groups is None else groups
+        if not prefixes:
+            raise ConfigurationError("style='per_group' needs the groups: a max_norm by prefix, or groups=[prefix, …]")
+        members = _gather(listed, {name: _longest(name, prefixes) for name in listed})
+        idle = [prefix for prefix in prefixes if prefix not in members]
+        if idle:
+            raise ConfigurationError(f"group {idle[0]!r} has no trainable parameter; parameters: {', '.join(listed)}")
+    return tuple(Group(name, tuple(found), _bound(max_norm, name, list(members))) for name, found in members.items())
+
+
+def _gather(names: Sequence[str], group_of: Mapping[str, str]) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(group_of[name], []).append(name)
+    return members
+
+
+def _longest(name: str, prefixes: Sequence[str]) -> str:
+    fitting = [prefix for prefix in prefixes if name == prefix or name.startswith(prefix + ".")]
+    if not fitting:
+        raise ConfigurationError(
+            f"parameter {name!r} is in none of the groups {', '.join(prefixes)}; every parameter needs a bound"
+        )
+    return max(fitting, key=len)
+
+
+def _bound(max_norm: MaxNorm, group: str, groups: Sequence[str]) -> float:
+    if isinstance(max_norm, Mapping):
+        if set(max_norm) != set(groups):
+            raise ConfigurationError(f"max_norm names {', '.join(max_norm)}, but the groups are {', '.join(groups)}")
+        value = max_norm[group]
+    else:
+        value = max_norm
+    if isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"max_norm must be a positive finite number, not {value!r}")
+    return float(value) if isinstance(max_norm, Mapping) else value / math.sqrt(len(groups))
+
+
+def clip_factors(norms: torch.Tensor, groups: Sequence[Group], keep: torch.Tensor, clip: Clip, stability: float) -> torch.Tensor:
+    """ν (batch, groups) from norms (batch, groups); 0 for examples that are masked, or not finite in any group.
+
+    "clip": ν = min(1, C_g/‖g‖); "automatic": ν = C_g/(‖g‖ + γ). Both give ν·‖g‖ ≤ C_g.
+    """
+    bounds = torch.tensor([group.max_norm for group in groups], dtype=norms.dtype, device=norms.device)
+    factors = bounds / (norms + stability) if clip == "automatic" else (bounds / norms).clamp_max(1.0)
+    counted = torch.isfinite(norms).all(1) & keep
+    return torch.where(counted[:, None], factors, torch.zeros_like(factors))

@@ -1,0 +1,308 @@
+"""Examples that are not finite, masks, empty batches, arguments, and a model that is as it was afterwards."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import lipdp.clipping as clipping
+from lipdp.clipping.capture import recording
+from lipdp.errors import ConfigurationError, DataError, UnsupportedError
+from tests.clipping.helpers import METHODS, assert_close, quadratic
+
+
+def convnet():
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(48, 4), nn.PReLU()
+    )
+
+
+def textnet():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.core, self.out = nn.Linear(3, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.out(self.core(self.scale(x))[0])
+
+    return Model()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.booleans(), st.sampled_from(METHODS), st.sampled_from([math.inf, -math.inf, math.nan]), st.sets(st.integers(0, 4)))
+def test_examples_that_are_not_finite_are_dropped_alone(image, method, value, bad):
+    torch.manual_seed(0)
+    model = convnet() if image else textnet()
+    x = torch.randn(5, 1, 4, 4) if image else torch.randn(5, 3, 3)
+    y = torch.zeros(5)
+    clipping.clipped_gradients(model, quadratic, x, y, 1.0)  # verified with good data
+    good = [i for i in range(5) if i not in bad]
+    x[list(bad), ..., 0] = value
+    expected = clipping.clipped_gradients(model, quadratic, x[good], y[good], 1.0, "naive")
+    found = clipping.clipped_gradients(model, quadratic, x, y, 1.0, method)
+    assert_close(found, expected, 1e-5, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_of_nothing_but_bad_examples(method):
+    x = torch.full((3, 1, 4, 4), math.nan)
+    found = clipping.clipped_gradients(convnet(), quadratic, x, torch.zeros(3), 1.0, method)
+    assert all(not bool(value.any()) for value in found.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gradient_too_large_to_measure_is_dropped(method):
+    """Finite, but its square is not."""
+    model, x = nn.Linear(2, 1), torch.tensor([[1e25, 0.0], [1.0, 2.0]])
+    found = clipping.clipped_gradients(model, lambda o, y: o[:, 0], x, torch.zeros(2), 1.0, method)
+    alone = clipping.clipped_gradients(model, lambda o, y: o[:, 0], x[1:], torch.zeros(1), 1.0, method)
+    assert_close(found, alone, 1e-6)
+
+
+def test_norms_of_bad_examples_are_not_finite():
+    x = torch.randn(3, 1, 4, 4)
+    x[1] = math.nan
+    norms = clipping.per_example_norms(convnet(), quadratic, x, torch.zeros(3))
+    assert torch.isfinite(norms).tolist() == [True, False, True]
+
+
+def test_bad_values_that_no_window_reads():
+    """A pixel that a strided kernel never reads does no harm, and may not do any in the sum."""
+    model, x = nn.Conv2d(1, 2, 1, stride=2), torch.randn(2, 1, 5, 5)
+    clean = clipping.clipped_gradients(model, quadratic, x, torch.zeros(2), 1.0)
+    x[0, 0, 1, 1] = math.inf
+    for method in METHODS:
+        assert_close(clipping.clipped_gradients(model, quadratic, x, torch.zeros(2), 1.0, method), clean, 1e-5, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("clip", ["clip", "automatic"])
+def test_masks(method, clip):
+    torch.manual_seed(0)
+    model, x, y = convnet(), torch.randn(5, 1, 4, 4), torch.zeros(5)
+    mask = torch.tensor([True, False, True, False, True])
+    expected = clipping.clipped_gradients(model, quadratic, x[mask], y[mask], 1.0, "naive", clip=clip)
+    assert_close(clipping.clipped_gradients(model, quadratic, x, y, 1.0, method, mask=mask, clip=clip), expected, 1e-5)
+    x[1] = math.nan  # masked and not finite
+    assert_close(clipping.clipped_gradients(model, quadratic, x, y, 1.0, method, mask=mask, clip=clip), expected, 1e-5)
+    nothing = clipping.clipped_gradients(model, quadratic, x, y, 1.0, method, mask=torch.zeros(5, dtype=torch.bool))
+    assert not any(bool(value.any()) for value in nothing.values())
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, dtype=torch.bool), torch.ones(3), torch.ones(3, 1, dtype=torch.bool)])
+def test_masks_that_can_not_be_meant(mask):
+    with pytest.raises(DataError, match="mask must be"):
+        clipping.clipped_gradients(nn.Linear(2, 1), quadratic, torch.randn(3, 2), torch.zeros(3), 1.0, mask=mask)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_empty_batches(method):
+    model = convnet()
+    found = clipping.clipped_gradients(model, quadratic, torch.randn(0, 1, 4, 4), torch.zeros(0), 1.0, method)
+    assert {name: v.shape for name, v in found.items()} == {name: p.shape for name, p in model.named_parameters()}
+    assert not any(bool(value.any()) for value in found.values())
+    assert clipping.per_example_norms(model, quadratic, torch.randn(0, 1, 4, 4), torch.zeros(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("c", [0.0, -1.0, math.inf, math.nan, "1", None, True])
+def test_bounds_that_can_not_be_meant(c):
+    with pytest.raises(ConfigurationError, match="max_norm"):
+        clipping.clipped_gradients(nn.Linear(2, 1), quadratic, torch.randn(3, 2), torch.zeros(3), c)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"method": "magic"}, {"clip": "hard"}, {"form": "fast"}, {"style": "round"}, {"stability": 0.0}]
+)
+def test_arguments_that_are_not_known(arguments):
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        clipping.clipped_gradients(nn.Linear(2, 1), quadratic, torch.randn(3, 2), torch.zeros(3), 1.0, **arguments)
+
+
+def test_data_that_do_not_fit():
+    model, x = nn.Linear(2, 1), torch.randn(3, 2)
+    with pytest.raises(DataError, match="3 inputs but 2 targets"):
+        clipping.clipped_gradients(model, quadratic, x, torch.zeros(2), 1.0)
+    with pytest.raises(DataError, match="one value per example"):
+        clipping.clipped_gradients(model, lambda o, y: o.sum(), x, torch.zeros(3), 1.0)
+    with pytest.raises(DataError, match="does not depend on any trainable parameter"):
+        clipping.clipped_gradients(model, lambda o, y: o.detach()[:, 0], x, torch.zeros(3), 1.0)
+    with pytest.raises(ConfigurationError, match="no trainable parameters"):
+        clipping.clipped_gradients(model.requires_grad_(False), quadratic, x, torch.zeros(3), 1.0)
+
+
+def _bag(**arguments):
+    return nn.EmbeddingBag(5, 2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "match"),
+    [
+        (lambda: nn.BatchNorm1d(3), torch.randn(4, 3), r"BatchNorm1d.*GroupNorm"),
+        (lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(), torch.randn(4, 3), "statistics of the batch"),
+        (lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True), torch.randn(4, 3, 2), "track_running_stats=False"),
+        (lambda: nn.Embedding(5, 2, max_norm=1.0), torch.zeros(4, 2, dtype=torch.long), "max_norm=None"),
+        (lambda: nn.Embedding(5, 2, scale_grad_by_freq=True), torch.zeros(4, 2, dtype=torch.long), "scale_grad_by_freq=False"),
+        (lambda: nn.Embedding(5, 2, sparse=True), torch.zeros(4, 2, dtype=torch.long), "sparse=False"),
+        (lambda: _bag(mode="max"), torch.zeros(4, 2, dtype=torch.long), 'mode="sum"'),
+        (lambda: nn.LazyLinear(3), torch.randn(4, 3), "lazy"),
+        (lambda: nn.Linear(3, 2, dtype=torch.complex64), torch.randn(4, 3), "complex"),
+        (lambda: nn.DataParallel(nn.Linear(3, 2)), torch.randn(4, 3), r"DataParallel.*\.module"),
+        (lambda: nn.utils.weight_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_weight_norm"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_spectral_norm"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_parametrizations"),
+        (lambda: torch.jit.script(nn.Linear(3, 2)), torch.randn(4, 3), "scripted"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["naive", "bookkeeping"])
+def test_refused_by_name_with_the_fix(make, x, match, method):
+    with pytest.raises(UnsupportedError, match=match):
+        clipping.clipped_gradients(make(), quadratic, x, torch.zeros(4), 1.0, method)
+
+
+def test_lazy_layers_after_a_first_pass():
+    model = nn.LazyLinear(3)
+    model(torch.randn(1, 4))
+    clipping.clipped_gradients(model, quadratic, torch.randn(3, 4), torch.zeros(3), 1.0)
+
+
+def test_examples_folded_into_another_dimension_are_refused():
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    with pytest.raises(UnsupportedError, match=r"'layer' \(Linear\).*not the batch"):
+        clipping.clipped_gradients(Folded(), quadratic, torch.randn(3, 4, 3), torch.zeros(3), 1.0)
+    with pytest.raises(UnsupportedError, match="batch dimension"):
+        clipping.clipped_gradients(nn.Sequential(nn.Conv1d(3, 3, 1)), quadratic, torch.randn(3, 4), torch.zeros(3), 1.0)
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core, self.drop, self.armed = nn.LSTM(3, 3, batch_first=True), nn.Dropout(0.5), True
+
+    def forward(self, x):
+        h = self.drop(self.core(x)[0])
+        if self.armed:
+            raise ArithmeticError("in the middle")
+        return h
+
+
+def _state(model):
+    return [
+        (module.training, "forward" in vars(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failing_forward_leaves_the_model_as_it_was(method):
+    model = Failing()
+    model.drop.eval()
+    before, values = _state(model), {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            clipping.clipped_gradients(model, quadratic, torch.randn(3, 2, 3), torch.zeros(3), 1.0, method)
+        assert _state(model) == before
+        assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+    model.armed = False
+    clipping.clipped_gradients(model, quadratic, torch.randn(3, 2, 3), torch.zeros(3), 1.0, method)
+    assert _state(model) == before
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+
+
+def test_a_failing_loss_leaves_the_model_as_it_was():
+    model = Failing()
+    model.armed = False
+    before = _state(model)
+
+    def loss(outputs, targets):
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        clipping.clipped_gradients(model, loss, torch.randn(3, 2, 3), torch.zeros(3), 1.0)
+    assert _state(model) == before
+
+
+@pytest.mark.parametrize("method", ["reweight", "ghost", "bookkeeping"])
+def test_dropout_is_the_same_with_the_same_seed(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.TransformerEncoderLayer(6, 2, 7, dropout=0.3, batch_first=True))
+    x, y = torch.randn(4, 3, 6), torch.zeros(4)
+    results = []
+    for name in ("bookkeeping", method):  # the first call verifies: that must not use up random numbers
+        torch.manual_seed(7)
+        results.append(clipping.clipped_gradients(model, quadratic, x, y, 1.0, name))
+    assert_close(*results, 1e-5)
+    torch.manual_seed(8)
+    other = clipping.clipped_gradients(model, quadratic, x, y, 1.0, method)
+    assert any(not torch.allclose(other[name], value, atol=1e-4) for name, value in results[0].items())
+
+
+def test_outer_no_grad_does_not_matter():
+    model, x = convnet(), torch.randn(3, 1, 4, 4)
+    expected = clipping.clipped_gradients(model, quadratic, x, torch.zeros(3), 1.0)
+    with torch.no_grad():
+        found = clipping.clipped_gradients(model, quadratic, x, torch.zeros(3), 1.0)
+    assert_close(found, expected, 1e-6)
+    assert not any(value.requires_grad for value in found.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_models_run_uncompiled(method, how):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    expected = clipping.clipped_gradients(model, quadratic, x, torch.zeros(3), 1.0)
+    compiled = model
+    if how == "wrapped":
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    compiled(x)  # compiled before anything is watched
+    found = clipping.clipped_gradients(compiled, quadratic, x, torch.zeros(3), 1.0, method)
+    assert_close({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected, 1e-5)
+
+
+def test_models_are_not_kept_alive():
+    model = convnet()
+    clipping.clipped_gradients(model, quadratic, torch.randn(3, 1, 4, 4), torch.zeros(3), 1.0)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_recording_sees_the_loss_too():
+    """A loss that calls the model once more (consistency between two views) is recorded like the rest."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+
+    def loss(outputs, targets):
+        return (outputs - model(targets)).square().sum(1)
+
+    y = torch.randn(4, 3).double()
+    expected = clipping.clipped_gradients(model, loss, x, y, 1.0, "naive")
+    for method in METHODS:
+        assert_close(clipping.clipped_gradients(model, loss, x, y, 1.0, method), expected)
+
+
+def test_taps_are_not_added_after_the_backward_pass_began():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with torch.enable_grad(), recording(model, 4) as recorded:
+        recorded.contributions(model(x).sum())
+        model(x)
+        assert len(recorded.taps) == 1
