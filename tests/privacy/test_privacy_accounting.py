@@ -25,9 +25,7 @@ RELATIONS = {
 
 
 def run_event(sigma, q, steps):
-    return dp_accounting.SelfComposedDpEvent(
-        dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(sigma)), steps
-    )
+    return dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(sigma)), steps)
 
 
 @pytest.mark.parametrize("adjacency", RELATIONS)
