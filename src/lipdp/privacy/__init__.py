@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lipdp.privacy.accounting import MAX_STEPS, Accountant, Adjacency, calibrate_noise, delta, epsilon, event, max_steps
+from lipdp.privacy.adaptive import AdaptiveClip, gradient_multiplier
 from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_multiplier, noise_energy
 from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
 from lipdp.privacy.sampling import PoissonSampler, poisson_indices
@@ -10,6 +11,7 @@ from lipdp.privacy.sampling import PoissonSampler, poisson_indices
 __all__ = [
     "MAX_STEPS",
     "Accountant",
+    "AdaptiveClip",
     "Adjacency",
     "Allocation",
     "PoissonSampler",
@@ -23,6 +25,7 @@ __all__ = [
     "event",
     "fresh_seed",
     "generator",
+    "gradient_multiplier",
     "max_steps",
     "noise_energy",
     "poisson_indices",
