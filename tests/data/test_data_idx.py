@@ -19,9 +19,7 @@ from lipdp.errors import DataError
 
 
 def idx(array: np.ndarray) -> bytes:
-    return (
-        bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
-    )
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -100,9 +98,7 @@ def test_dataset(tmp_path: Path) -> None:
     assert train.tensors[0].shape == (4, 1, 5, 6)
     assert test.tensors[1].tolist() == [1, 2]
     assert info is source.info
-    assert torch.equal(
-        (train.tensors[0] * 255).round()[:, 0], torch.from_numpy(read_idx(tmp_path / "toy/train-images.gz", 3))
-    )
+    assert torch.equal((train.tensors[0] * 255).round()[:, 0], torch.from_numpy(read_idx(tmp_path / "toy/train-images.gz", 3)))
 
 
 def test_wrong_checksum(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import MappingProxyType
 
+from lipdp.data.adbench import ADBENCH
 from lipdp.data.cifar10 import CIFAR10
 from lipdp.data.digits import DIGITS
 from lipdp.data.files import data_root
@@ -14,7 +15,7 @@ from lipdp.errors import ConfigurationError
 
 __all__ = ["SOURCES", "available", "info", "load", "names"]
 
-_ALL: tuple[Source, ...] = (DIGITS, MNIST, FASHION_MNIST, CIFAR10)
+_ALL: tuple[Source, ...] = (DIGITS, MNIST, FASHION_MNIST, CIFAR10, *ADBENCH)
 SOURCES = MappingProxyType({source.info.name: source for source in _ALL})
 
 
@@ -34,7 +35,7 @@ def available(root: str | os.PathLike[str] | None = None) -> dict[str, Availabil
 
 def _source(name: str) -> Source:
     # Publishers write fashion-mnist; Python and folders here fashion_mnist.
-    source = SOURCES.get(name.replace("-", "_")) if isinstance(name, str) else None
+    source = SOURCES.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
     if source is None:
         raise ConfigurationError(f"there is no dataset {name!r}: load one of {', '.join(map(repr, SOURCES))}.")
     return source
