@@ -65,4 +65,6 @@ def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     count = 1
     for dim in dims:
         count *= tensor.shape[dim]
-    return tensor.square().sum(dims) + count * float(torch.finfo(tensor.dtype).tiny)
+    # vector_norm reads the tensor once; square().sum() would write and read a copy of it.
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dim=dims)
+    return norm.square() + count * float(torch.finfo(tensor.dtype).tiny)

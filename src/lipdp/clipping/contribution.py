@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -83,10 +84,16 @@ class PositionSum(Contribution):
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """Of the sums, which are small."""
-        return (self.materialise().flatten(1).square().sum(1).sqrt() + self.rounding()).square()
+        norms: torch.Tensor = torch.linalg.vector_norm(self.materialise().flatten(1), dim=1)
+        return (norms + self.rounding()).square()
 
     def materialise(self) -> torch.Tensor:
         """The sums over positions."""
+        return self._sums
+
+    @cached_property
+    def _sums(self) -> torch.Tensor:
+        # Needed for the norm and for the weighted sum, and as small as the parameter: read the cotangents once.
         (delta,) = accumulating(self.cotangents)
         return delta.sum(1).reshape(-1, *self.shape)
 

@@ -10,14 +10,19 @@ import torch
 from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.errors import DataError
 
-__all__ = ["Loops", "PerExampleLoss", "loss_values", "zeros"]
+__all__ = ["Loops", "PerExampleLoss", "loss_values", "sum_dtype", "zeros"]
 
 PerExampleLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What a parameter's gradients are summed up in: float32 or better."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """Where a parameter's gradients are summed up: float32 or better."""
-    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
+    """Where a parameter's gradients are summed up."""
+    return torch.zeros_like(parameter, dtype=sum_dtype(parameter), requires_grad=False)
 
 
 def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from lipdp.clipping.arithmetic import HALF, no_autocast
 from lipdp.clipping.capture import recording
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
+from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, sum_dtype, zeros
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups
 from lipdp.clipping.supported import check_supported
 from lipdp.clipping.verify import verify_once
@@ -177,7 +177,7 @@ class _Fast:
 
     def run(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, two_passes: bool) -> Clipped:
         """One pass, and a second one if asked for."""
-        sums = {name: zeros(p) for name, p in self.parameters.items()}
+        sums: dict[str, torch.Tensor] = {}
         with torch.enable_grad(), recording(self.model, len(x)) as recorded:
             losses = loss_values(self.loss, self.model(x), y)
             contributions = recorded.contributions(losses.sum(), two_passes)
@@ -187,7 +187,10 @@ class _Fast:
             if two_passes and not bool(dropped.any()):
                 weighted = (losses * factors[:, 0].to(losses.dtype)).sum()
                 found = torch.autograd.grad(weighted, list(self.parameters.values()), allow_unused=True)
-                sums.update({name: g.to(sums[name].dtype) for name, g in zip(sums, found, strict=True) if g is not None})
+                sums = {
+                    name: zeros(p) if g is None else g.to(sum_dtype(p))
+                    for (name, p), g in zip(self.parameters.items(), found, strict=True)
+                }
                 return Clipped(sums, norms, factors, self.groups)
         if two_passes:
             return self._without(x, y, keep, dropped, norms)
@@ -205,9 +208,13 @@ class _Fast:
         clean = capturing or torch.compiler.is_compiling() or bool(dropped.any())
         number = {name: k for k, group in enumerate(self.groups) for name in group.parameters}
         with torch.no_grad(), no_autocast(factors.device):
-            for name, contribution in contributions.items():
+            for name, parameter in self.parameters.items():
+                contribution = contributions.get(name)
+                if contribution is None:  # it does not reach the loss
+                    sums[name] = zeros(parameter)
+                    continue
                 part = contribution.without(dropped) if clean else contribution
-                sums[name] = part.weighted_sum(factors[:, number[name]]).to(sums[name].dtype)
+                sums[name] = part.weighted_sum(factors[:, number[name]]).to(sum_dtype(parameter))
 
     def _without(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, dropped: torch.Tensor, norms: torch.Tensor) -> Clipped:
         """A second backward pass with an example that is not finite in it would be NaN (0·inf): the batch again, without it."""

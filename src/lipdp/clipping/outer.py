@@ -122,7 +122,8 @@ class OuterSum(Contribution):
 def _materialised(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     rows = max(1, _CHUNK // max(1, delta.shape[2] * x.shape[2]))
     parts = [
-        torch.bmm(delta[i : i + rows].transpose(1, 2), x[i : i + rows]).square().sum((1, 2)) for i in range(0, len(delta), rows)
+        torch.linalg.vector_norm(torch.bmm(delta[i : i + rows].transpose(1, 2), x[i : i + rows]), dim=(1, 2)).square()
+        for i in range(0, len(delta), rows)
     ]
     return torch.cat(parts) if parts else delta.new_zeros(0)
 
