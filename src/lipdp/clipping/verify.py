@@ -63,7 +63,13 @@ def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: tor
         inputs = inputs.float()  # meant for an autocast, which is off here
     check = _Check(model, loss, inputs, targets, _others(inputs))
     compared = False
-    with torch.enable_grad(), no_autocast(x.device), matmuls(x.device, exact_in_tf32=False), _untouched(model):
+    with (
+        torch.enable_grad(),
+        no_autocast(x.device),
+        matmuls(x.device, exact_in_tf32=False),
+        _differentiable_recurrence(model),
+        _untouched(model),
+    ):
         for perturbed in (False, True):
             if perturbed:
                 _perturb(model)
@@ -111,6 +117,16 @@ def _perturb(model: torch.nn.Module) -> None:
             size = 0.3 * max(min(typical, 1.0), 1 / math.sqrt(max(fan, 1)))
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device, parameter.dtype)
             parameter.data = parameter.detach() + size * noise
+
+
+@contextmanager
+def _differentiable_recurrence(model: torch.nn.Module) -> Iterator[None]:
+    """cuDNN's recurrent layers have no backward pass in evaluation mode; torch's own do."""
+    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 @contextmanager
