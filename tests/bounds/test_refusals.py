@@ -48,7 +48,21 @@ MIXING = [
     case("view-of-batch-size", lambda m, x: x.view(x.shape[0], x.shape[0], -1), "batch", (15,)),
     case("first-example", lambda m, x: x + x[0], "batch"),
     case("slice-of-examples", lambda m, x: x[1:], "batch"),
-    case("reverse-examples", lambda m, x: x.flip(0), "no rule"),
+    case("reverse-examples", lambda m, x: x.flip(0), "batch"),
+    case("roll-examples", lambda m, x: torch.roll(x, 1, 0), "batch"),
+    case("roll-everything", lambda m, x: torch.roll(x, 1), "batch"),
+    case("repeat-examples", lambda m, x: x.repeat(2, 1), "batch"),
+    case("expand-new-axis", lambda m, x: x.expand(3, -1, -1), "batch"),
+    case("interleave-all", lambda m, x: x.repeat_interleave(2), "batch"),
+    case("amax-0", lambda m, x: x - x.amax(0), "batch"),
+    case("log-softmax-0", lambda m, x: F.log_softmax(x, 0), "batch"),
+    case("normalize-0", lambda m, x: F.normalize(x, dim=0), "batch"),
+    case("layer-norm-of-the-batch", lambda m, x: F.layer_norm(x, (3, 4)), "fails|batch"),
+    case("mask-with-a-batch", lambda m, x: torch.where(m.c, x, 0.0), "fails|batch", (4,), c=torch.ones(3, 4) > 0),
+    case("attention-over-examples", lambda m, x: F.scaled_dot_product_attention(x, x, x), "tokens, features"),
+    case("instance-norm-of-the-batch", lambda m, x: m.norm(x), "channel|fails", (4, 4), norm=T.InstanceNorm2d(4)),
+    case("pool-without-channels", lambda m, x: F.max_pool2d(x, 2), "channel dimension", (4, 4)),
+    case("glu-0", lambda m, x: F.glu(x, 0), "batch|fails"),
     case("new-axis-first", lambda m, x: x[None], "batch"),
     case("ellipsis-reaches-batch", lambda m, x: x[..., :, :], "batch|Write"),
     case("mask", lambda m, x: x[:, [0, 0]], "twice"),
@@ -230,15 +244,21 @@ class Called(T.ReLU):
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (Doubled(4, 4), (4,)),
         (LoudConv(1, 1, 3), (1, 4, 4)),
-        (Unprojected(4, 4), (4,)),
         (OtherConv(1, 1, 3), (1, 4, 4)),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_subclass_that_computes_something_else_inherits_no_rule(layer: torch.nn.Module, shape: tuple[int, ...]) -> None:
     refused(nn.Sequential(layer), shape, "no rule|computed from a trainable")
+
+
+@pytest.mark.parametrize("layer", [Doubled(4, 4), Unprojected(4, 4)], ids=lambda value: type(value).__name__)
+def test_a_subclass_of_a_dense_layer_counts_with_what_its_forward_shows(layer: torch.nn.Module) -> None:
+    """Traced into F.linear with a trained weight: whatever kept it bounded is not relied on."""
+    report = attack(nn.Sequential(layer), 1.0, input_shape=(4,), input_norm=1.0, steps=5)
+    assert report.tightness("parameter") > 0.99
+    assert analyse(nn.Sequential(layer), 1.0, input_shape=(4,), input_norm=1.0).lipschitz == math.inf
 
 
 def test_a_subclass_that_only_constructs_differently_keeps_the_rule() -> None:
@@ -264,7 +284,7 @@ def test_a_module_without_a_rule_is_named() -> None:
     refused(nn.Sequential(nn.SpectralLinear(4, 4), T.Bilinear(4, 4, 4)), (4,), "Bilinear|missing", LipdpError)
     refused(nn.Sequential(T.GRUCell(4, 4)), (4,), r"'0' \(GRUCell\) has no rule.*lipdp.bounds.rule.*clipping")
     refused(Forward(lambda m, x: torch.cumsum(x, 1)), (4,), "'cumsum'.*has no rule.*rule_for_function")
-    refused(Forward(lambda m, x: F.linear(x, m.w), w=T.Parameter(torch.eye(4))), (4,), "'linear'.*no rule")
+    refused(Forward(lambda m, x: F.bilinear(x, x, m.w), w=T.Parameter(torch.ones(1, 4, 4))), (4,), "'bilinear'.*no rule")
 
 
 def test_a_rule_must_name_every_trainable_parameter() -> None:
@@ -302,8 +322,10 @@ def test_a_rule_must_bound_every_activation_it_reads() -> None:
 
 P = T.Parameter
 BY_THEMSELVES = [
-    case("times-parameter", lambda m, x: x * m.p, "multiplies", p=P(torch.ones(4))),
-    case("over-parameter", lambda m, x: x / m.p, "multiplies", p=P(torch.ones(4))),
+    case(
+        "times-parameter-then-a-layer", lambda m, x: m.lin(x * m.p), "multiplies", lin=nn.SpectralLinear(4, 4), p=P(torch.ones(4))
+    ),
+    case("over-parameter", lambda m, x: x / m.p, "divides", p=P(torch.ones(4))),
     case("function-of-a-parameter", lambda m, x: x + torch.tanh(m.p), "computed from a trainable", p=P(torch.ones(4))),
     case("parameter-scaled-before", lambda m, x: x + 100 * m.p, "computed from a trainable", p=P(torch.ones(4))),
     case("layer-of-a-buffer", lambda m, x: x + m.lin(m.b), "computed from a trainable", lin=T.Linear(4, 4), b=torch.ones(4)),

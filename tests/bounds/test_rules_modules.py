@@ -239,8 +239,7 @@ def test_rearranging_padding_and_dropout_layers_are_exact(layer: torch.nn.Module
         (T.ZeroPad2d((0, 0, 1, -1)), (3,), "batch"),
         (T.BatchNorm1d(3, track_running_stats=False).eval(), (3,), "mixes examples"),
         (T.BatchNorm1d(3), (3,), "mixes examples"),
-        (T.LayerNorm(3), (3,), "no rule"),
-        (T.Sequential(T.Softmax(1)), (3,), "no rule"),
+        (T.Sequential(T.LPPool1d(3, 2)), (1, 4), "no rule"),
     ],
     ids=str,
 )

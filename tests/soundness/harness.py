@@ -5,6 +5,7 @@ constraint set, an input in its ball and a cotangent v of norm L at the output (
 
 * the gradient of one parameter, for one example,
 * the activation at the output of one operation,
+* one row (vector along the last dimension) or one entry of it, where the calculus bounds these too,
 * the cotangent at the output of one operation, or at the network's input
 
 as large as possible, in float64, by random search and by gradient ascent with restarts from structured starts (rank-one
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipdp import nn
 from lipdp.bounds import analyse
@@ -44,7 +46,7 @@ Shape = tuple[int, ...]
 class Row:
     """One bounded quantity: the largest value that was met, and the bound on it."""
 
-    kind: str  # "parameter", "activation", "cotangent" or "input" (the cotangent at the network's input)
+    kind: str  # "parameter", "activation", "cotangent", "input" (the cotangent at the network's input), "row" or "entry"
     name: str
     attack: float
     bound: float
@@ -109,7 +111,8 @@ def attack(
         check: raise AssertionError on a violation.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
+    # Ascent needs second derivatives, which torch's fused attention kernels do not have.
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(seed)
         target = _Target(copy.deepcopy(model).double(), loss, input_shape, input_norm)
         for number, start in enumerate(starts):
@@ -141,6 +144,10 @@ class _Target:
         self.radius = input_norm if math.isfinite(input_norm) else (declared[0] if declared else 10.0)
         self.bounded_by_layer = bool(declared) and not math.isfinite(input_norm)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.integer = not traced.input_dtype.is_floating_point
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        self.vocabulary = min(tables, default=1)
+        self.tokens = torch.zeros(1, *self.shape, dtype=torch.long)
         values = self._run(torch.zeros(1, *self.shape, dtype=torch.float64))
         self.nodes = [
             node
@@ -153,8 +160,11 @@ class _Target:
         self.bounds = [row.sensitivity for row in self.analysis.parameters]
         self.bounds += [row.norm for row in self.analysis.layers] + [row.cotangent for row in self.analysis.layers]
         self.bounds.append(self.analysis.lipschitz * self.constant if self.analysis.lipschitz else 0.0)
+        self.bounds += [row.row_norm for row in self.analysis.layers] + [row.max_abs for row in self.analysis.layers]
         self.kinds = ["parameter"] * len(self.parameters) + ["activation"] * n + ["cotangent"] * n + ["input"]
-        self.names = [row.name for row in self.analysis.parameters] + [row.where for row in self.analysis.layers] * 2 + ["input"]
+        self.kinds += ["row"] * n + ["entry"] * n
+        where = [row.where for row in self.analysis.layers]
+        self.names = [row.name for row in self.analysis.parameters] + where * 2 + ["input"] + where * 2
         assert list(self.parameters) == self.names[: len(self.parameters)]
         self.best = [0.0] * len(self.bounds)
         self.x = torch.zeros(1, *self.shape, dtype=torch.float64)
@@ -165,7 +175,7 @@ class _Target:
 
     def _run(self, x: Tensor) -> dict[fx.Node, Any]:
         recorder = _Values(self.root, self.graph, self.constants)
-        recorder.run(x)
+        recorder.run(self.tokens if self.integer else x)
         return recorder.values
 
     def restart(self, start: str, generator: torch.Generator) -> None:
@@ -199,6 +209,11 @@ class _Target:
             self.x, self.v = (_impulse((1, *shape), start == "impulse") for shape in (self.shape, self.output_shape))
         else:
             self.x, self.v = normal((1, *self.shape)), normal((1, *self.output_shape))
+        if self.integer:
+            one = start in ("constant", "aligned", "impulse")
+            size = (1,) if one else (1, *self.shape)
+            drawn = torch.randint(self.vocabulary, size, generator=generator)
+            self.tokens = torch.zeros_like(self.tokens) if one else drawn
         # On the sphere, well inside the ball, or beyond it where a BoundedInput has to bring the input back.
         beyond = 7.0 if self.bounded_by_layer else 1.0
         self.length = self.radius * {"large": beyond, "inside": 0.25}.get(start, 1.0)
@@ -224,11 +239,12 @@ class _Target:
             gradients = {id(t): g for t, g in zip(tracked, found, strict=True)}
 
         def norm(value: Tensor | None) -> Tensor:
-            return torch.zeros((), dtype=torch.float64) if value is None else torch.linalg.vector_norm(value)
+            return torch.zeros((), dtype=torch.float64) if value is None else torch.linalg.vector_norm(value.double())
 
         cotangents = [norm(gradients.get(id(t))) for t in wanted]
         count = len(self.parameters)
-        return [*cotangents[:count], *map(norm, tensors), *cotangents[count:]], leaves
+        finer = [*map(_longest_row, tensors), *map(_largest_entry, tensors)]
+        return [*cotangents[:count], *map(norm, tensors), *cotangents[count:], *finer], leaves
 
     def _record(self, values: Sequence[Tensor]) -> None:
         self.best = [max(best, float(value.detach())) for best, value in zip(self.best, values, strict=True)]
@@ -239,7 +255,11 @@ class _Target:
 
     def ascend(self, steps: int, focus: int) -> None:
         """Gradient ascent: on all quantities at once (the sum of their logarithms), and in every other start on one."""
-        finite = [i for i, bound in enumerate(self.bounds) if 0 < bound < math.inf]
+        finite = [
+            i
+            for i, (kind, bound) in enumerate(zip(self.kinds, self.bounds, strict=True))
+            if 0 < bound < math.inf and kind not in ("row", "entry")
+        ]
         if not finite:
             self.evaluate()
             return
@@ -270,7 +290,7 @@ class _Target:
         if any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.training for m in self.model.modules()):
             return
         x = self.x.clone().requires_grad_()
-        direct, through = self.model(x), self._run(x)[self._final()]
+        direct, through = self.model(self.tokens if self.integer else x), self._run(x)[self._final()]
         assert torch.equal(direct, through), "the traced graph computes something else than the model"
         if not direct.requires_grad:
             return
@@ -305,6 +325,16 @@ class _Values(fx.Interpreter):
             value = value.view_as(value) if n.op != "placeholder" else value
         self.values[n] = value
         return self.values[n]
+
+
+def _longest_row(value: Tensor) -> Tensor:
+    """The norm of the longest vector along the last dimension of the example."""
+    rows = value[0].detach().double()
+    return (torch.linalg.vector_norm(rows, dim=-1) if rows.ndim else rows.abs()).max()
+
+
+def _largest_entry(value: Tensor) -> Tensor:
+    return value.detach().double().abs().max()
 
 
 def _impulse(shape: Shape, middle: bool) -> Tensor:

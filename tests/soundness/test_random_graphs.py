@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -29,8 +30,45 @@ VECTOR = (
     "elementwise",
     "shared",
     "clip",
+    "layer-norm",
+    "rms-norm",
+    "layer-scale",
+    "l1",
+    "frobenius",
+    "householder",
+    "prelu",
+    "convex",
+    "concat-residual",
+    "where",
+    "clamp",
+    "maximum",
+    "normalize",
+    "softmax",
+    "log-softmax",
+    "repeat",
+    "function-linear",
+    "glu",
+    "parameter-scale",
 )
+NEW_IMAGE = (
+    "transposed",
+    "fourier",
+    "group-norm",
+    "householder-2d",
+    "prelu-2d",
+    "upsample",
+    "bilinear",
+    "adaptive",
+    "adaptive-max",
+    "function-conv",
+    "down",
+    "normalise-input",
+    "convex-2d",
+    "instance",
+)
+TOKENS = ("attention", "plain-attention", "block", "ball", "token-norm", "positions", "sinusoids", "dense", "sdpa", "mean-back")
 IMAGE = ("conv", "sort", "relu", "centre", "pool", "l2", "avg", "pad", "mean-add", "residual", "permute", "bias", "boundary")
+OLD_VECTOR = VECTOR[: VECTOR.index("clip") + 1]
 ELEMENTWISE = (torch.tanh, torch.sigmoid, F.softplus, F.gelu, F.silu, F.selu, F.hardswish, torch.sin, F.elu)
 
 
@@ -52,14 +90,20 @@ class Graph(torch.nn.Module):
         self.shape = (channels, size, size)
         self.stages = torch.nn.ModuleList([nn.BoundedInput(self.shape, norm=draw(st.sampled_from([0.5, 1.0, 3.0])))])
         shape = self.shape
-        for name in draw(st.lists(st.sampled_from(IMAGE), min_size=0, max_size=3)):
-            shape = self._append(self._image(name, shape, draw), shape)
+        for name in draw(st.lists(st.sampled_from(IMAGE + NEW_IMAGE), min_size=0, max_size=3)):
+            make = self._image if name in IMAGE else self._new_image
+            shape = self._append(make(name, shape, draw), shape)
+        if draw(st.integers(0, 2)) == 0 and math.prod(shape[1:]) <= 9:
+            self.stages.append(Forward(lambda m, x: m.lin(x.flatten(2).transpose(1, 2)), lin=nn.SpectralLinear(shape[0], 4)))
+            shape = (math.prod(shape[1:]), 4)
+            for name in draw(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=2)):
+                shape = self._append(self._tokens(name, shape, draw), shape)
         self.stages.append(nn.Flatten())
         shape = (math.prod(shape),)
         width = 4
         self.stages.append(nn.SpectralLinear(shape[0], width, bias=draw(st.booleans())))
         for name in draw(st.lists(st.sampled_from(VECTOR), min_size=0, max_size=4)):
-            self._append(self._vector(name, draw), (width,))
+            self._append((self._vector if name in OLD_VECTOR else self._new_vector)(name, draw), (width,))
         if draw(st.booleans()):
             self.stages.extend([nn.Boundary(cotangent=0.7), T.Linear(width, 3)])
 
@@ -110,13 +154,80 @@ class Graph(torch.nn.Module):
             "clip": lambda: nn.ClipGradient(0.4),
         }[name]()  # type: ignore[no-untyped-call]
 
+    def _new_vector(self, name: str, draw: st.DrawFn) -> torch.nn.Module:
+        eps, mask = draw(st.sampled_from([1.0, 0.1])), torch.tensor([True, False, True, True])
+        return {
+            "layer-norm": lambda: nn.LayerNorm(4, eps=eps, scale=1.5),
+            "rms-norm": lambda: nn.RMSNorm(4, eps=eps),
+            "layer-scale": lambda: nn.LayerScale(draw(st.sampled_from([(), (4,)])), bound=2.0),
+            "l1": lambda: nn.L1Linear(4, 4, rows=draw(st.booleans())),
+            "frobenius": lambda: nn.FrobeniusLinear(4, 4),
+            "householder": lambda: nn.Householder(4),
+            "prelu": lambda: nn.BoundedPReLU(draw(st.sampled_from([1, 4]))),
+            "convex": lambda: nn.ConvexResidual(nn.SpectralLinear(4, 4), 0.3, learned=draw(st.booleans())),
+            "concat-residual": lambda: T.Sequential(nn.ConcatResidual(nn.SpectralLinear(4, 4)), nn.SpectralLinear(8, 4)),
+            "where": lambda: Forward(lambda m, x: torch.where(m.mask, x, -x * 0.5), mask=mask),
+            "clamp": lambda: Forward(lambda m, x: x.clamp(-0.4, 0.9)),
+            "maximum": lambda: Forward(lambda m, x: torch.maximum(x, x.flip(1) * 0.5)),
+            "normalize": lambda: Forward(lambda m, x: F.normalize(x, dim=1, eps=0.3)),
+            "softmax": lambda: Forward(lambda m, x: torch.softmax(x * 2.0, 1)),
+            "log-softmax": lambda: T.LogSoftmax(1),
+            "repeat": lambda: Forward(lambda m, x: x[:, :2].repeat(1, 2)),
+            "function-linear": lambda: Forward(lambda m, x: F.linear(x, m.w), w=torch.linspace(-1, 1, 16).reshape(4, 4)),
+            "glu": lambda: Forward(lambda m, x: F.glu(torch.cat([x, x], 1), 1)),
+            "parameter-scale": lambda: T.Sequential(
+                nn.Boundary(cotangent=0.5), Forward(lambda m, x: x * m.p, p=T.Parameter(torch.ones(4))), nn.Boundary(1.5, 0.8)
+            ),
+        }[name]()  # type: ignore[no-untyped-call]
+
+    def _new_image(self, name: str, shape: tuple[int, ...], draw: st.DrawFn) -> torch.nn.Module:
+        channels, rows, columns = shape
+        k, s = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        even = channels % 2 == 0
+        return {
+            "transposed": lambda: nn.SpectralConvTranspose2d(channels, 2, k, 1, k // 2, bias=draw(st.booleans())),
+            "fourier": lambda: nn.FourierConv2d(channels, 2, min(k, rows, columns), s, k // 2, bias=draw(st.booleans()), grid=8),
+            "group-norm": lambda: nn.GroupNorm(2 if even else 1, channels, eps=0.5) if rows * columns > 1 else nn.Abs(),
+            "householder-2d": lambda: nn.Householder(channels) if even else nn.Abs(),
+            "prelu-2d": lambda: nn.BoundedPReLU(channels),
+            "upsample": lambda: T.Upsample(scale_factor=2) if rows * columns <= 9 else nn.Abs(),
+            "bilinear": lambda: T.Upsample(size=(3, 2), mode="bilinear", align_corners=draw(st.booleans())),
+            "adaptive": lambda: T.AdaptiveAvgPool2d((min(rows, 2), min(columns, 3))),
+            "adaptive-max": lambda: T.AdaptiveMaxPool2d((min(rows, 3), min(columns, 2))),
+            "function-conv": lambda: Forward(
+                lambda m, x: F.conv2d(x, m.w, padding=1), w=torch.linspace(-0.5, 0.4, 2 * channels * 9).reshape(2, channels, 3, 3)
+            ),
+            "down": lambda: nn.InvertibleDownsampling(2) if rows % 2 == columns % 2 == 0 else nn.Abs(),
+            "normalise-input": lambda: nn.Normalize(0.1, 0.7),
+            "convex-2d": lambda: nn.ConvexResidual(nn.SpectralConv2d(channels, channels, 3, padding=1), 0.4),
+            "instance": lambda: T.InstanceNorm2d(channels, eps=0.5) if rows * columns > 1 else nn.Abs(),
+        }[name]()  # type: ignore[no-untyped-call]
+
+    def _tokens(self, name: str, shape: tuple[int, ...], draw: st.DrawFn) -> torch.nn.Module:
+        tokens, heads = shape[0], draw(st.sampled_from([1, 2]))
+        return {
+            "attention": lambda: nn.LipschitzAttention(4, heads, tokens=tokens, causal=draw(st.booleans())),
+            "plain-attention": lambda: nn.LipschitzAttention(4, heads, token_norm=0.7, scale=1.5, bias=True),
+            "block": lambda: nn.TransformerBlock(4, heads, 4, tokens=tokens),
+            "ball": lambda: nn.TokenBall(0.4),
+            "token-norm": lambda: nn.LayerNorm(4, eps=0.5),
+            "positions": lambda: nn.LearnedPositions(tokens, 4, 0.5),
+            "sinusoids": lambda: nn.SinusoidalPositions(tokens, 4, 0.2),
+            "dense": lambda: nn.SpectralLinear(4, 4),
+            "sdpa": lambda: Forward(lambda m, x: F.scaled_dot_product_attention(x, x * 0.5, torch.tanh(x), scale=0.9)),
+            "mean-back": lambda: Forward(lambda m, x: x + x.mean(1, keepdim=True)),
+        }[name]()  # type: ignore[no-untyped-call]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for stage in self.stages:
             x = stage(x)
         return x
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# The suite draws 60 graphs; LIPDP_GRAPHS=500 draws more.
+@settings(
+    max_examples=int(os.environ.get("LIPDP_GRAPHS", "60")), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(st.data())
 def test_random_graphs_are_never_beaten(data: st.DataObject) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from lipdp.bounds.analysis import Analysis, ParameterBound, analyse, sensitivities
 from lipdp.bounds.bound import Bound, Shape, Transfer, times
+from lipdp.bounds.fourier import conv_norm_fft
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
 
@@ -15,6 +16,7 @@ __all__ = [
     "Transfer",
     "analyse",
     "certified_norm",
+    "conv_norm_fft",
     "rule",
     "rule_for_function",
     "sensitivities",
@@ -22,4 +24,14 @@ __all__ = [
 ]
 
 # Imported for their effect: they register the rules of torch's own layers and functions.
-from lipdp.bounds import rules_elementwise, rules_functions, rules_modules  # noqa: F401
+from lipdp.bounds import (  # noqa: F401
+    rules_attention,
+    rules_elementwise,
+    rules_functions,
+    rules_interpolate,
+    rules_modules,
+    rules_norms,
+    rules_pools,
+    rules_shapes,
+    rules_weighted,
+)

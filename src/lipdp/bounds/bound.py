@@ -23,14 +23,45 @@ class Bound:
     """An activation: its shape without the batch dimension, and X ≥ ‖activation of one example‖₂ over the whole tensor.
 
     ``norm`` may be ``math.inf``: an unbounded activation is legal as long as no parameter's Δ comes out infinite.
+
+    Two finer bounds are optional (∞: nothing is known), for rules that can use them: attention, gates, token means. A rule
+    that does not know them leaves them out, which is always right.
+
+    Attributes:
+        norm: X, made smaller where the finer bounds imply less: ``X ≤ √rows·row_norm`` and ``X ≤ √n·max_abs``.
+        shape: without the batch dimension.
+        row_norm: bound on the norm of each row, the vectors along the last dimension (tokens).
+        max_abs: bound on the absolute value of each entry.
     """
 
     norm: float
     shape: Shape
+    row_norm: float = math.inf
+    max_abs: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.norm >= 0:  # also catches NaN
-            raise ValueError(f"a bound on a norm is a number in [0, inf], not {self.norm}")
+        for value in (self.norm, self.row_norm, self.max_abs):
+            if not value >= 0:  # also catches NaN
+                raise ValueError(f"a bound on a norm is a number in [0, inf], not {value}")
+        finer = min(times(math.sqrt(self.rows), self.row_norm), times(math.sqrt(self.size), self.max_abs))
+        if finer < self.norm:
+            object.__setattr__(self, "norm", finer)
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors along the last dimension."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row(self) -> float:
+        """The least bound on the norm of one row that is known."""
+        length = self.shape[-1] if self.shape else 1
+        return min(self.norm, self.row_norm, times(math.sqrt(length), self.max_abs))
+
+    @property
+    def peak(self) -> float:
+        """The least bound on one entry that is known."""
+        return min(self.row, self.max_abs)
 
     @property
     def size(self) -> int:
@@ -58,6 +89,7 @@ class Transfer:
         clip: bound enforced on the cotangent going back (:class:`lipdp.nn.ClipGradient`).
         exact: whether some input, weights and cotangent reach the bound. Tests hold exact rules to 99%.
         why_infinite: for a rule with an infinite value, the reason, for the error message.
+        note: which bound was used where there is a choice, and how tight it is.
     """
 
     output: Bound | tuple[Bound, ...]
@@ -66,3 +98,4 @@ class Transfer:
     clip: float = math.inf
     exact: bool = True
     why_infinite: str = ""
+    note: str = ""

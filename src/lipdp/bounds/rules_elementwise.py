@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.registry import Call, rule, rule_for_function
+from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
 
 __all__ = ["Elementwise", "elementwise_transfer"]
 
@@ -33,7 +33,9 @@ def elementwise_transfer(f: Elementwise, x: Bound) -> Transfer:
     """The bounds of y = f(x)."""
     root = math.sqrt(x.size)
     norm = min(times(f.slope, x.norm) + f.offset * root, times(f.ceiling, root))
-    return Transfer(Bound(norm, x.shape), gains=(f.gain,))
+    row = times(f.slope, x.row_norm) + f.offset * math.sqrt(x.shape[-1] if x.shape else 1)
+    peak = min(times(f.slope, x.max_abs) + f.offset, f.ceiling)
+    return Transfer(Bound(norm, x.shape, row, peak), gains=(f.gain,))
 
 
 # sup|f'| rounded up: GELU 1.12890 (tanh form 1.12903), SiLU 1.09984, Mish 1.08850, SELU 1.0507·1.67326 = 1.75810;
@@ -53,7 +55,8 @@ _FIXED: list[tuple[Elementwise, tuple[Any, ...], tuple[type[torch.nn.Module], ..
     (Elementwise(1.09), (F.mish,), (torch.nn.Mish,)),
     (Elementwise(1.5), (F.hardswish,), (torch.nn.Hardswish,)),
     (Elementwise(1.7581, 1.7581), (F.selu, torch.selu), (torch.nn.SELU,)),
-    (Elementwise(), (torch.sin, "sin"), ()),
+    (Elementwise(ceiling=1.0), (torch.sin, "sin"), ()),
+    (Elementwise(), (F.softshrink,), (torch.nn.Softshrink,)),
     (Elementwise(1.0, 1.0, 0.0), (torch.neg, "neg"), ()),
 ]
 
@@ -145,6 +148,68 @@ def _hardtanh_module(module: torch.nn.Hardtanh, call: Call) -> Transfer:
 def _hardtanh_function(call: Call) -> Transfer:
     low, high = call.argument(1, "min_val", -1.0), call.argument(2, "max_val", 1.0)
     return elementwise_transfer(_hardtanh(low, high, call), call.inputs[0])
+
+
+def _clamp(low: float | None, high: float | None, call: Call) -> Elementwise:
+    """|clamp(t)| ≤ |t| + the distance from 0 to the interval; slopes are 0 or 1."""
+    if any(isinstance(limit, torch.Tensor | Bound | ParameterRef) for limit in (low, high)):
+        raise call.refuse("only numbers are supported as limits")
+    if low is not None and high is not None and low > high:
+        raise call.refuse(f"clamp to the empty interval [{low}, {high}]")
+    below, above = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    return Elementwise(offset=max(below, -above, 0.0), ceiling=max(abs(below), abs(above)))
+
+
+@rule_for_function(torch.clamp, torch.clip, "clamp", "clip")
+def _clamp_function(call: Call) -> Transfer:
+    return elementwise_transfer(_clamp(call.argument(1, "min"), call.argument(2, "max"), call), call.inputs[0])
+
+
+@rule_for_function(torch.clamp_min, "clamp_min")
+def _clamp_min_function(call: Call) -> Transfer:
+    return elementwise_transfer(_clamp(call.argument(1, "min"), None, call), call.inputs[0])
+
+
+@rule_for_function(torch.clamp_max, "clamp_max")
+def _clamp_max_function(call: Call) -> Transfer:
+    return elementwise_transfer(_clamp(None, call.argument(1, "max"), call), call.inputs[0])
+
+
+def _prelu(x: Bound, name: str, weight: torch.Tensor | ParameterRef) -> Transfer:
+    """∂/∂a = Σ_t δ_t·min(x_t, 0), at most G·X; with a frozen, slopes are 1 and a. A trained a is unbounded: ℓ = ∞."""
+    if isinstance(weight, ParameterRef) or weight.requires_grad:
+        norm = Bound(math.inf, x.shape)
+        return Transfer(norm, (math.inf,), {name: x.norm}, why_infinite="its slope is trained freely; use lipdp.nn.BoundedPReLU")
+    steepest = max(1.0, float(weight.detach().abs().max()))
+    return elementwise_transfer(Elementwise(steepest, steepest), x)
+
+
+@rule(torch.nn.PReLU)
+def _prelu_module(module: torch.nn.PReLU, call: Call) -> Transfer:
+    return _prelu(call.inputs[0], "weight", module.weight)
+
+
+@rule_for_function(F.prelu, torch.prelu, "prelu")
+def _prelu_function(call: Call) -> Transfer:
+    weight = call.argument(1, "weight")
+    return _prelu(call.inputs[0], weight.name if isinstance(weight, ParameterRef) else "", weight)
+
+
+def _glu(call: Call, dim: int) -> Transfer:
+    """y = a⊙σ(b): ‖y‖ ≤ X; output i reads a_i and b_i alone, with slopes σ ≤ 1 and a_i·σ' ≤ a∞/4: √(1 + a∞²/16)."""
+    call.dims(dim)
+    x = call.inputs[0]
+    return Transfer(Bound(x.norm, call.output_shape, max_abs=x.max_abs), (math.hypot(1.0, x.peak / 4),), exact=False)
+
+
+@rule(torch.nn.GLU)
+def _glu_module(module: torch.nn.GLU, call: Call) -> Transfer:
+    return _glu(call, module.dim)
+
+
+@rule_for_function(F.glu)
+def _glu_function(call: Call) -> Transfer:
+    return _glu(call, call.argument(1, "dim", -1))
 
 
 def _dropout(p: float, training: bool, call: Call) -> Transfer:

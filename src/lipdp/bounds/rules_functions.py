@@ -1,4 +1,4 @@
-"""Rules of the torch functions and tensor methods that people write in ``forward``."""
+"""Rules of the arithmetic that people write in ``forward``: sums, products, quotients, reductions, choices by a mask."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import operator
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from lipdp.bounds.bound import Bound, Shape, Transfer, times
 from lipdp.bounds.registry import Call, ParameterRef, rule_for_function
 
-__all__: list[str] = []
+__all__ = ["per_example_shape", "repeats"]
 
 
 def _norm(tensor: torch.Tensor, repeat: float = 1.0) -> float:
     return float(torch.linalg.vector_norm(tensor.detach().double())) * math.sqrt(repeat)
 
 
-def _repeats(small: Shape, large: Shape) -> int:
+def repeats(small: Shape, large: Shape) -> int:
     """How often broadcasting uses each element of ``small`` within one example of shape ``large``."""
     return math.prod(large) // max(1, math.prod(small))
 
@@ -31,7 +30,7 @@ def _same_rank(call: Call) -> None:
         raise call.refuse(f"it combines activations of shapes {shapes}, whose batch dimensions do not meet. Unsqueeze first.")
 
 
-def _per_example_shape(tensor: torch.Tensor, call: Call) -> Shape:
+def per_example_shape(tensor: torch.Tensor, call: Call) -> Shape:
     """Shape of a constant as seen by one example; refuses one with a batch dimension of its own."""
     shape = tuple(tensor.shape)
     if len(shape) > len(call.output_shape):
@@ -39,6 +38,15 @@ def _per_example_shape(tensor: torch.Tensor, call: Call) -> Shape:
             raise call.refuse(f"a tensor of shape {shape} has a batch dimension of its own")
         shape = shape[1:]
     return shape
+
+
+def _last(shape: Shape) -> int:
+    return shape[-1] if shape else 1
+
+
+def _copies(small: Shape, large: Shape) -> float:
+    """√ of how often broadcasting repeats an element within one row."""
+    return math.sqrt(_last(large) / max(1, _last(small)))
 
 
 def _operands(call: Call) -> tuple[Any, Any]:
@@ -60,23 +68,36 @@ def _add(call: Call) -> Transfer:
     _same_rank(call)
     alpha = abs(float(call.kwargs.get("alpha", 1.0)))
     out = call.output_shape
-    norm, gains = 0.0, []
+    norm, row, peak, gains = 0.0, 0.0, 0.0, []
     parameters: dict[str, float] = {}
     for position, value in enumerate(_operands(call)):
         scale = alpha if position == 1 else 1.0
         if isinstance(value, Bound):
-            repeat = math.sqrt(_repeats(value.shape, out)) * scale
+            repeat = math.sqrt(repeats(value.shape, out)) * scale
             norm += times(repeat, value.norm)
+            row += times(_copies(value.shape, out) * scale, value.row)
+            peak += times(scale, value.peak)
             gains.append(repeat)
         elif isinstance(value, ParameterRef):
             # A parameter added to the activations: nothing keeps its norm, so what follows is unbounded.
-            repeat = math.sqrt(_repeats(_per_example_shape(value.tensor, call), out)) * scale
-            norm, parameters[value.name] = math.inf, parameters.get(value.name, 0.0) + repeat
+            repeat = math.sqrt(repeats(per_example_shape(value.tensor, call), out)) * scale
+            norm = row = peak = math.inf
+            parameters[value.name] = parameters.get(value.name, 0.0) + repeat
         elif isinstance(value, torch.Tensor):
-            norm += _norm(value, _repeats(_per_example_shape(value, call), out)) * scale
+            shape, wide = per_example_shape(value, call), value.detach().double()
+            norm += _norm(value, repeats(shape, out)) * scale
+            rows = torch.linalg.vector_norm(wide, dim=-1) if wide.ndim else wide.abs()
+            row += float(rows.max()) * _copies(shape, out) * scale
+            peak += float(wide.abs().max()) * scale
         else:
             norm += abs(float(value)) * math.sqrt(math.prod(out)) * scale
-    return Transfer(Bound(norm, out), gains, parameters, why_infinite="it adds a trainable parameter without a bound")
+            row += abs(float(value)) * math.sqrt(_last(out)) * scale
+            peak += abs(float(value)) * scale
+    if all(math.isinf(x.row_norm) for x in call.inputs):
+        row = math.inf
+    if all(math.isinf(x.max_abs) for x in call.inputs):
+        peak = math.inf
+    return Transfer(Bound(norm, out, row, peak), gains, parameters, why_infinite="it adds a trainable parameter without a bound")
 
 
 @rule_for_function(torch.mul, operator.mul, operator.imul, "mul")
@@ -84,12 +105,17 @@ def _multiply(call: Call) -> Transfer:
     _same_rank(call)
     first, second = _operands(call)
     if isinstance(first, Bound) and isinstance(second, Bound):
-        # ‖a⊙b‖ ≤ ‖a‖‖b‖∞ ≤ X_a·X_b, and so for the cotangents a⊙g, b⊙g; broadcasting r times costs √r.
-        ra, rb = (math.sqrt(_repeats(value.shape, call.output_shape)) for value in (first, second))
-        norm = min(times(ra, first.norm, second.norm), times(rb, first.norm, second.norm))
-        return Transfer(Bound(norm, call.output_shape), (times(ra, second.norm), times(rb, first.norm)), exact=False)
+        return _gate(call, first, second)
     x, factor = (first, second) if isinstance(first, Bound) else (second, first)
     return _scale(call, x, factor, invert=False)
+
+
+def _gate(call: Call, a: Bound, b: Bound) -> Transfer:
+    """‖a⊙b‖ ≤ min(X_a·b∞, a∞·X_b), and so for the cotangents a⊙g, b⊙g; broadcasting r times costs √r."""
+    ra, rb = (math.sqrt(repeats(value.shape, call.output_shape)) for value in (a, b))
+    norm = min(times(ra, a.norm, b.peak), times(rb, a.peak, b.norm))
+    peak = times(a.peak, b.peak) if math.isfinite(a.max_abs) and math.isfinite(b.max_abs) else math.inf
+    return Transfer(Bound(norm, call.output_shape, max_abs=peak), (times(ra, b.peak), times(rb, a.peak)), exact=False)
 
 
 @rule_for_function(torch.div, operator.truediv, operator.itruediv, "div")
@@ -97,27 +123,40 @@ def _divide(call: Call) -> Transfer:
     x, divisor = _operands(call)
     if not isinstance(x, Bound) or isinstance(divisor, Bound) or call.kwargs.get("rounding_mode"):
         raise call.refuse("division by an activation has no bound. Use lipdp.nn.BoundedInput or a normalisation layer.")
+    if isinstance(divisor, ParameterRef):
+        raise call.refuse("a trainable parameter divides the activations: near 0 nothing bounds it. Multiply by one instead.")
     return _scale(call, x, divisor, invert=True)
 
 
 def _scale(call: Call, x: Bound, factor: Any, invert: bool) -> Transfer:
-    """Multiplication by a constant c (number or tensor): a diagonal map of norm max|c|."""
+    """Multiplication by a constant c (number or tensor): a diagonal map of norm max|c|.
+
+    By a trainable one: for each of its entries |Σ_t g_t·x_t| ≤ ‖g‖‖x‖ over the places it multiplies (where x is broadcast
+    the parameter is not, so each x_t is met once), so Δ = G·X; ℓ = ∞.
+    """
+    repeat, parameters = 1, {}
+    if isinstance(factor, torch.Tensor | ParameterRef):
+        tensor = factor.tensor if isinstance(factor, ParameterRef) else factor
+        repeat = repeats(x.shape, call.output_shape)
+        per_example_shape(tensor, call)
     if isinstance(factor, ParameterRef):
-        raise call.refuse(
-            "a trainable parameter multiplies the activations, and nothing keeps it bounded. Put it into a layer with a rule."
-        )
-    repeat = 1
-    if isinstance(factor, torch.Tensor):
-        repeat = _repeats(x.shape, call.output_shape)
-        _per_example_shape(factor, call)
+        gain = math.inf
+        parameters[factor.name] = x.norm
+    elif isinstance(factor, torch.Tensor):
         values = factor.detach().double()
         gain = float((1 / values if invert else values).abs().max())
     elif invert and float(factor) == 0:
         gain = math.inf
     else:
         gain = abs(1 / float(factor) if invert else float(factor))
-    gain *= math.sqrt(repeat)
-    return Transfer(Bound(times(gain, x.norm), call.output_shape), (gain,))
+    total = times(gain, math.sqrt(repeat))
+    row = times(gain, _copies(x.shape, call.output_shape), x.row_norm)
+    return Transfer(
+        Bound(times(total, x.norm), call.output_shape, row, times(gain, x.max_abs)),
+        (total,),
+        parameters,
+        why_infinite="a trainable parameter multiplies the activations, and nothing keeps it bounded; use lipdp.nn.LayerScale",
+    )
 
 
 @rule_for_function(operator.neg)
@@ -125,78 +164,59 @@ def _negate(call: Call) -> Transfer:
     return Transfer(call.inputs[0])
 
 
-@rule_for_function(
-    torch.flatten, torch.reshape, torch.unsqueeze, torch.unflatten,
-    "flatten", "reshape", "view", "unsqueeze", "contiguous", "clone", "unflatten",
-    F.pixel_shuffle, F.pixel_unshuffle,
-)  # fmt: skip
-def _rearrange(call: Call) -> Transfer:
-    """Entries of each example rearranged: a reshape whose first dimension is the batch keeps examples apart."""
-    if any(isinstance(value, torch.dtype) for value in (*call.args, *call.kwargs.values())):
-        raise call.refuse("a view as another dtype reads the same bits as other numbers")
-    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+@rule_for_function(torch.maximum, torch.minimum, "maximum", "minimum")
+def _extremum(call: Call) -> Transfer:
+    """|max(a, b)| ≤ √(a²+b²) entry by entry; the cotangent goes to one of the two, or half to each."""
+    if len(call.inputs) != 2 or any(x.shape != call.output_shape for x in call.inputs):
+        raise call.refuse("only two activations of the same shape are supported")
+    a, b = call.inputs
+    peak = max(a.max_abs, b.max_abs)
+    return Transfer(Bound(math.hypot(a.norm, b.norm), call.output_shape, max_abs=peak), (1.0, 1.0), exact=False)
 
 
-@rule_for_function(torch.squeeze, "squeeze")
-def _squeeze(call: Call) -> Transfer:
-    """Dimensions of size 1 dropped. The batch may have size 1 too, so the dimensions must be named."""
-    call.dims(call.argument(1, "dim"))
-    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+@rule_for_function(torch.where)
+def _where(call: Call) -> Transfer:
+    """A constant mask takes disjoint entries of a and of b: ‖y‖² ≤ ‖a‖² + ‖b‖²; each cotangent is masked."""
+    mask, *values = call.args
+    if not isinstance(mask, torch.Tensor) or len(values) != 2 or call.kwargs:
+        raise call.refuse("only torch.where(mask, a, b) with a constant mask is supported: a choice made by activations jumps")
+    per_example_shape(mask, call)
+    mask = mask.expand(1, *call.output_shape)
+    squares, gains, peak = 0.0, [], 0.0
+    for value, chosen in zip(values, (mask, ~mask), strict=True):
+        if isinstance(value, Bound):
+            if value.shape != call.output_shape:
+                raise call.refuse("broadcasting an activation is not supported here: expand it explicitly")
+            squares += value.norm**2
+            gains.append(1.0)
+            peak = max(peak, value.max_abs)
+        elif isinstance(value, ParameterRef):
+            raise call.refuse("it mixes in a trainable parameter; add it instead, or use a layer with a rule")
+        else:
+            constant = torch.as_tensor(value, dtype=torch.float64)
+            per_example_shape(constant, call)
+            kept = torch.where(chosen, constant, torch.zeros((), dtype=torch.float64))
+            if not bool(torch.isfinite(kept).all()):
+                raise call.refuse("it fills in values that are not finite. Give F.scaled_dot_product_attention the mask instead.")
+            kept = kept.expand(1, *call.output_shape)
+            squares += float(kept.square().sum())
+            peak = max(peak, float(kept.abs().max()))
+    return Transfer(Bound(math.sqrt(squares), call.output_shape, max_abs=peak), gains)
 
 
-@rule_for_function(torch.permute, "permute")
-def _permute(call: Call) -> Transfer:
-    dims = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple | list) else call.args[1:]
-    dims = dims or call.kwargs.get("dims", ())
-    if int(dims[0]) % call.rank != 0:
-        raise call.refuse("it moves the batch dimension away from dimension 0")
-    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
-
-
-@rule_for_function(torch.transpose, torch.swapaxes, "transpose")
-def _transpose(call: Call) -> Transfer:
-    call.dims((call.argument(1, "dim0", call.kwargs.get("axis0")), call.argument(2, "dim1", call.kwargs.get("axis1"))))
-    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
-
-
-@rule_for_function(torch.cat, torch.concat, torch.stack)
-def _concatenate(call: Call) -> Transfer:
-    """‖[a, b]‖² = ‖a‖² + ‖b‖²; each part receives its part of the cotangent."""
-    call.dims(call.argument(1, "dim", 0), rank=len(call.output_shape) + 1)
-    parts = call.argument(0, "tensors")
-    if not all(isinstance(part, Bound) for part in parts):
-        raise call.refuse("it joins activations with constants or parameters; only activations are supported")
-    norm = math.sqrt(sum(part.norm**2 for part in parts))
-    return Transfer(Bound(norm, call.output_shape), (1.0,) * len(call.inputs))
-
-
-@rule_for_function(torch.chunk, torch.split, "chunk", "split")
-def _split(call: Call) -> Transfer:
-    """Disjoint parts: each at most X, and their cotangents combine to √(ΣG_i²)."""
-    call.dims(call.argument(2, "dim", 0))
-    return Transfer(tuple(Bound(call.inputs[0].norm, shape) for shape in call.output_shapes))
-
-
-@rule_for_function(torch.unbind, "unbind")
-def _unbind(call: Call) -> Transfer:
-    """A split into slices of size 1."""
-    call.dims(call.argument(1, "dim", 0))
-    return Transfer(tuple(Bound(call.inputs[0].norm, shape) for shape in call.output_shapes))
-
-
-@rule_for_function(operator.getitem)
-def _slice(call: Call) -> Transfer:
-    """Basic indexing of each example: a selection of distinct entries."""
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    everything = slice(None)
-    basic = all(part is None or part is Ellipsis or type(part) in (int, slice) for part in index)
-    if basic and (not index or (index[0] is not Ellipsis and index[0] != everything)):
-        raise call.refuse("it selects among the examples of the batch. Index from dimension 1 on: x[:, …].")
-    if basic and index[0] is Ellipsis and sum(type(part) in (int, slice) for part in index) > call.rank - 1:
-        raise call.refuse("its index may reach the batch dimension. Write x[:, …].")
-    if not basic:
-        raise call.refuse("indexing by a tensor or list is not supported: the same entry could be taken twice")
-    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+@rule_for_function(torch.masked_fill, "masked_fill")
+def _masked_fill(call: Call) -> Transfer:
+    """A constant mask: kept entries are x's, the others a constant; ‖y‖² ≤ ‖x‖² + count·value²."""
+    mask, value = call.argument(1, "mask"), call.argument(2, "value")
+    if not isinstance(mask, torch.Tensor) or not isinstance(value, int | float) or call.inputs[0].shape != call.output_shape:
+        raise call.refuse("only a constant mask and a number are supported")
+    if not math.isfinite(value):
+        raise call.refuse("it fills in values that are not finite. Give F.scaled_dot_product_attention the mask instead.")
+    per_example_shape(mask, call)
+    count = int(mask.expand(1, *call.output_shape).sum())
+    x = call.inputs[0]
+    peak = max(x.max_abs, abs(float(value)))
+    return Transfer(Bound(math.sqrt(x.norm**2 + count * value**2), call.output_shape, max_abs=peak))
 
 
 @rule_for_function(torch.mean, "mean")
@@ -212,20 +232,21 @@ def _sum(call: Call) -> Transfer:
 
 
 def _reduce(call: Call, power: float) -> Transfer:
+    """Along whole rows' places (not the last dimension) the mean of rows of norm ≤ r has norm ≤ r, their sum ≤ T·r."""
+    x = call.inputs[0]
     dims = call.dims(call.argument(1, "dim"))
-    factor = math.prod(call.inputs[0].shape[d - 1] for d in dims) ** power
-    return Transfer(Bound(times(factor, call.inputs[0].norm), call.output_shape), (factor,))
+    count = math.prod(x.shape[d - 1] for d in dims)
+    factor, each = count**power, count ** (power + 0.5)
+    row = times(each, x.row_norm) if call.rank - 1 not in dims else math.inf
+    return Transfer(Bound(times(factor, x.norm), call.output_shape, row, times(each, x.max_abs)), (factor,))
 
 
-@rule_for_function(F.pad)
-def _pad(call: Call) -> Transfer:
-    mode, value = call.argument(2, "mode", "constant"), call.argument(3, "value", None)
-    if mode != "constant" or value not in (None, 0, 0.0):
-        raise call.refuse(f"padding with mode={mode!r}, value={value!r} copies entries or adds some; pad with zeros")
-    pads = call.argument(1, "pad")
-    if len(pads) >= 2 * call.rank and (pads[2 * call.rank - 2] or pads[2 * call.rank - 1]):
-        raise call.refuse("it pads the batch dimension")
-    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+@rule_for_function(torch.amax, torch.amin, "amax", "amin")
+def _largest(call: Call) -> Transfer:
+    """One entry of each of disjoint groups: at most X, and the cotangent goes back to it (spread evenly over ties)."""
+    call.dims(call.argument(1, "dim"))
+    x = call.inputs[0]
+    return Transfer(Bound(x.norm, call.output_shape, max_abs=x.max_abs))
 
 
 @rule_for_function(torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm")
@@ -237,11 +258,3 @@ def _matmul(call: Call) -> Transfer:
     if a.shape[:-2] != b.shape[:-2]:
         raise call.refuse(f"broadcasting {a.shape} against {b.shape} is not supported: expand explicitly")
     return Transfer(Bound(times(a.norm, b.norm), call.output_shape), (b.norm, a.norm), exact=False)
-
-
-@rule_for_function(torch.softmax, F.softmax, "softmax")
-def _softmax(call: Call) -> Transfer:
-    """Each row is a distribution, of norm ≤ 1; the Jacobian diag(p) − ppᵀ has the norm ½ at most (two classes)."""
-    (dim,) = call.dims(call.argument(1, "dim"))
-    x = call.inputs[0]
-    return Transfer(Bound(math.sqrt(x.size // max(1, x.shape[dim - 1])), x.shape), (0.5,), exact=False)

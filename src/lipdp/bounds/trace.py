@@ -16,7 +16,7 @@ from lipdp.bounds.bound import Shape
 from lipdp.bounds.registry import has_rule
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 
-__all__ = ["Traced", "describe", "find_input_shape", "trace"]
+__all__ = ["Traced", "describe", "find_input_dtype", "find_input_shape", "trace"]
 
 # Two batch sizes, so that a size written into `forward` as a number can't pass for the batch dimension by chance.
 _BATCHES = (3, 5)
@@ -47,6 +47,7 @@ class Traced:
     shapes: dict[fx.Node, tuple[Shape, ...]]
     constants: dict[fx.Node, Any]
     varying: frozenset[fx.Node]  # constants that change with the batch's size, as x.shape[0] does
+    input_dtype: torch.dtype  # of the examples: an integer type for token ids
 
 
 def find_input_shape(model: torch.nn.Module) -> Shape | None:
@@ -55,6 +56,23 @@ def find_input_shape(model: torch.nn.Module) -> Shape | None:
         shape = getattr(module, "input_shape", None)
         if isinstance(shape, tuple):
             return shape
+    return None
+
+
+def find_input_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """The integer dtype that the model's first layer that cares wants of its input (token ids), ``None`` for floats.
+
+    A module says so by an attribute ``input_dtype`` (:class:`lipdp.nn.BoundedEmbedding` does); a torch.nn.Embedding implies it.
+    A layer that declares the shape of a float input (:class:`lipdp.nn.BoundedInput`) and comes first settles it too.
+    """
+    for module in model.modules():
+        dtype = getattr(module, "input_dtype", None)
+        if isinstance(dtype, torch.dtype):
+            return dtype if not dtype.is_floating_point else None
+        if isinstance(module, torch.nn.Embedding):
+            return torch.long
+        if isinstance(getattr(module, "input_shape", None), tuple):
+            return None
     return None
 
 
@@ -68,6 +86,8 @@ def describe(node: fx.Node, modules: dict[str, torch.nn.Module]) -> str:
     place = f" in the forward of '{owner}'" if owner else " in the model's forward"
     if node.op == "call_function":
         name = getattr(node.target, "__name__", str(node.target))
+        if name == "fn":  # torch's pools that may return indices are all called so
+            name = next((key for key, value in vars(torch.nn.functional).items() if value is node.target), name)
         return f"function '{name}'{place}"
     if node.op == "call_method":
         return f"tensor method '.{node.target}()'{place}"
@@ -107,10 +127,27 @@ def trace(model: torch.nn.Module, input_shape: Shape | None = None) -> Traced:
             f"{type(model).__name__}.forward takes {len(required)} inputs; the calculus handles models of one input tensor."
         )
     in_place = _refuse_hidden_changes(graph, modules)
-    shapes, constants, varying = _evaluate(model, modules, graph, required[0], shape, in_place)
+    dtype = _input_dtype(model, modules, graph)
+    shapes, constants, varying = _evaluate(model, modules, graph, required[0], shape, in_place, dtype)
     for name in set(vars(model)) - attributes:  # torch.fx leaves tensors that `forward` made on the model
         delattr(model, name)
-    return Traced(model, modules, graph, names, shapes, constants, varying)
+    return Traced(model, modules, graph, names, shapes, constants, varying, dtype)
+
+
+def _input_dtype(model: torch.nn.Module, modules: dict[str, torch.nn.Module], graph: fx.Graph) -> torch.dtype:
+    """The dtype of the examples that shapes are found with: integers if the graph looks them up in a table."""
+    reached = {next(node for node in graph.nodes if node.op == "placeholder")}
+    for node in graph.nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            module = modules[str(node.target)] if node.op == "call_module" else None
+            if isinstance(module, torch.nn.Embedding) or node.target is torch.nn.functional.embedding:
+                return getattr(module, "input_dtype", torch.long)
+            declared = getattr(module, "input_dtype", None)
+            if isinstance(declared, torch.dtype):
+                return declared
+            reached.add(node)
+    like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
+    return like.dtype
 
 
 @contextmanager
@@ -253,9 +290,10 @@ def _evaluate(
     placeholder: fx.Node,
     input_shape: Shape,
     in_place: set[fx.Node],
+    dtype: torch.dtype,
 ) -> tuple[dict[fx.Node, tuple[Shape, ...]], dict[fx.Node, Any], frozenset[fx.Node]]:
     """Shapes of the nodes that depend on the input; values of those that do not, and which of these vary with the batch."""
-    like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
+    like = next(iter((*model.parameters(), *model.buffers())), torch.zeros(()))
     depends: set[fx.Node] = {placeholder}
     for node in graph.nodes:
         if any(source in depends for source in node.all_input_nodes):
@@ -266,7 +304,7 @@ def _evaluate(
     with _undisturbed(model):
         for batch in _BATCHES:
             interpreter = _Recorder(model, graph, modules, in_place)
-            interpreter.run(torch.zeros(batch, *input_shape, dtype=like.dtype, device=like.device))
+            interpreter.run(torch.zeros(batch, *input_shape, dtype=dtype, device=like.device))
             for node, value in interpreter.values.items():
                 if node.op == "output":  # whatever it is, it is made of nodes that are looked at
                     continue

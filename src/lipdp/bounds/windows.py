@@ -6,7 +6,37 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-__all__ = ["average_gain", "has_empty_window", "multiplicity", "output_length", "same_padding"]
+__all__ = [
+    "adaptive_windows",
+    "as_tuple",
+    "average_gain",
+    "has_empty_window",
+    "multiplicity",
+    "output_length",
+    "same_padding",
+    "windows_gain",
+]
+
+
+def as_tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:
+    """One number per axis."""
+    if isinstance(value, int):
+        return (value,) * length
+    return tuple(value) * length if len(value) == 1 else tuple(value)
+
+
+def adaptive_windows(size: int, outputs: int) -> list[tuple[int, int]]:
+    """torch's windows of an adaptive pool along one axis: [⌊i·n/o⌋, ⌈(i+1)·n/o⌉), which may overlap."""
+    return [(i * size // outputs, -(-(i + 1) * size // outputs)) for i in range(outputs)]
+
+
+def windows_gain(windows: Sequence[tuple[int, int]], size: int, average: bool) -> float:
+    """max_i Σ_{p∋i} w_p, w_p = 1/|p| for averages (their squared norm, by Cauchy–Schwarz) and 1 for maxima, on one axis."""
+    sums = [0.0] * size
+    for start, end in windows:
+        for i in range(start, end):
+            sums[i] += 1 / (end - start) if average else 1.0
+    return max(sums, default=0.0)
 
 
 def output_length(size: int, kernel: int, stride: int, dilation: int, left: int, right: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from lipdp.bounds import Call, Transfer, rule
+from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["FullSort", "GroupSort", "MaxMin"]
@@ -70,5 +72,6 @@ class FullSort(GroupSort):
 @rule(GroupSort)
 def _group_sort(layer: GroupSort, call: Call) -> Transfer:
     """A permutation P(x), constant around almost every x: ‖P(x)x‖ = ‖x‖ and ‖P(x)ᵀδ‖ = ‖δ‖."""
-    call.dims(layer.dim)
-    return Transfer(call.inputs[0])
+    (dim,) = call.dims(layer.dim)
+    x = call.inputs[0]
+    return Transfer(Bound(x.norm, x.shape, x.row_norm if dim == call.rank - 1 else math.inf, x.max_abs))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp.bounds import Bound, Call, Transfer, rule
+from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["Boundary", "BoundedInput", "ClipGradient"]
@@ -60,18 +60,30 @@ class BoundedInput(torch.nn.Module):
         norm: radius of the ball or sphere.
         mode: "ball" scales longer inputs down to ``norm`` (1-Lipschitz, so certificates pass through it); "sphere" scales
             every input to exactly ``norm`` (0 stays 0), which makes the bounds of the first layers tight. The sphere is not
-            Lipschitz near 0; :func:`lipdp.certify` accounts for that.
+            Lipschitz near 0; :func:`lipdp.certify` accounts for that. "floor" scales to ``norm`` the inputs whose norm is at
+            least ``floor``, and shorter ones by the same factor as those: norm/floor-Lipschitz.
+        floor: for mode "floor".
     """
 
-    def __init__(self, shape: Sequence[int], norm: float = 1.0, mode: Literal["ball", "sphere"] = "ball") -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        norm: float = 1.0,
+        mode: Literal["ball", "sphere", "floor"] = "ball",
+        *,
+        floor: float | None = None,
+    ) -> None:
         super().__init__()
         self.input_shape = tuple(int(s) for s in ((shape,) if isinstance(shape, int) else shape))
         if not self.input_shape or any(s <= 0 for s in self.input_shape):
             raise ConfigurationError(f"BoundedInput needs the shape of one example, of positive sizes, not {shape!r}")
         self.norm = _positive("BoundedInput norm", norm)
-        if mode not in ("ball", "sphere"):
-            raise ConfigurationError(f"BoundedInput mode must be 'ball' or 'sphere', not {mode!r}")
+        if mode not in ("ball", "sphere", "floor"):
+            raise ConfigurationError(f"BoundedInput mode must be 'ball', 'sphere' or 'floor', not {mode!r}")
+        if (floor is None) != (mode != "floor"):
+            raise ConfigurationError("BoundedInput takes floor= with mode='floor', and only with it")
         self.mode = mode
+        self.floor = None if floor is None else _positive("BoundedInput floor", floor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scale each example into the ball, or onto the sphere."""
@@ -82,6 +94,8 @@ class BoundedInput(torch.nn.Module):
             )
         if self.mode == "ball":
             return to_ball(x, self.norm)
+        if self.floor is not None:
+            return (x * (self.norm / example_norms(x).clamp_min(self.floor))).to(x.dtype)
         # Squares of very small entries underflow, and a norm that is too small gives an output that is too long: scale first.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         largest = wide.detach().abs().amax(dim=tuple(range(1, x.ndim)), keepdim=True)
@@ -90,15 +104,22 @@ class BoundedInput(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        return f"{self.input_shape}, norm={self.norm:g}, mode={self.mode!r}"
+        floor = "" if self.floor is None else f", floor={self.floor:g}"
+        return f"{self.input_shape}, norm={self.norm:g}, mode={self.mode!r}{floor}"
 
 
 @rule(BoundedInput)
 def _bounded_input(layer: BoundedInput, call: Call) -> Transfer:
-    """‖y‖ ≤ norm by construction. The ball's projection is 1-Lipschitz; the sphere's is not Lipschitz at 0 (gain ∞)."""
+    """‖y‖ ≤ norm by construction. The ball's projection is 1-Lipschitz; the sphere's is not Lipschitz at 0 (gain ∞).
+
+    x·r/max(‖x‖, c) is r/c times the ball's projection of radius c, so r/c-Lipschitz.
+    """
     x = call.inputs[0]
     if layer.mode == "ball":
-        return Transfer(Bound(min(x.norm, layer.norm), x.shape))
+        return Transfer(Bound(min(x.norm, layer.norm), x.shape, x.row_norm, x.max_abs))
+    if layer.floor is not None:
+        gain = layer.norm / layer.floor
+        return Transfer(Bound(min(times(gain, x.norm), layer.norm), x.shape), (gain,))
     return Transfer(
         Bound(layer.norm, x.shape),
         (math.inf,),
@@ -162,4 +183,4 @@ class Boundary(torch.nn.Module):
 def _boundary(layer: Boundary, call: Call) -> Transfer:
     x = call.inputs[0]
     norm = x.norm if layer.norm is None else min(x.norm, layer.norm)
-    return Transfer(Bound(norm, x.shape), clip=math.inf if layer.cotangent is None else layer.cotangent)
+    return Transfer(Bound(norm, x.shape, x.row_norm, x.max_abs), clip=math.inf if layer.cotangent is None else layer.cotangent)

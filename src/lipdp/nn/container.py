@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from lipdp.errors import DataError
+from lipdp.bounds import Bound, Call, Transfer, rule, times
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.parametrize import Constrained
+from lipdp.parametrize.constraint import project_box
 
-__all__ = ["Flatten", "Residual", "Sequential"]
+__all__ = ["ConcatResidual", "ConvexMix", "ConvexResidual", "Flatten", "Residual", "Sequential"]
 
 
 class Sequential(torch.nn.Sequential):
@@ -41,3 +45,85 @@ class Residual(torch.nn.Module):
         if isinstance(y, torch.Tensor) and y.shape != x.shape:
             raise DataError(f"Residual needs f(x) of x's shape {tuple(x.shape)}, got {tuple(y.shape)}")
         return (x + y) * 0.5
+
+
+class ConvexMix(Constrained, torch.nn.Module):
+    """``(1 − a)·x + a·y`` of two tensors of one shape, ``a`` fixed or learned in [low, high] ⊂ [0, 1]: ``Δ_a = G·(X + Y)``."""
+
+    def __init__(self, weight: float = 0.5, learned: bool = False, low: float = 0.0, high: float = 1.0) -> None:
+        super().__init__()
+        if not 0 <= low <= weight <= high <= 1:
+            raise ConfigurationError(f"a convex mix needs 0 ≤ low ≤ weight ≤ high ≤ 1, not {low}, {weight}, {high}")
+        self.low, self.high, self.learned = (low, high, True) if learned else (weight, weight, False)
+        value = torch.tensor(float(weight))
+        if learned:
+            self.weight = torch.nn.Parameter(value)
+            self.project_()
+        else:
+            self.register_buffer("weight", value)
+
+    def project_(self) -> None:
+        """Back to [low, high], where it is learned."""
+        if self.learned:
+            with torch.no_grad():
+                self.weight.copy_(project_box(self.weight, self.low, self.high))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mix."""
+        if isinstance(x, torch.Tensor) and x.shape != y.shape:
+            raise DataError(f"a mix needs two tensors of one shape, not {tuple(x.shape)} and {tuple(y.shape)}")
+        return x * (1 - self.weight) + y * self.weight
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"low={self.low:g}, high={self.high:g}, learned={self.learned}"
+
+
+@rule(ConvexMix)
+def _convex_mix(layer: ConvexMix, call: Call) -> Transfer:
+    """‖(1−a)x + ay‖ ≤ (1−a)X + aY, largest at an end of [low, high]; ∂/∂a = ⟨δ, y − x⟩ ≤ G(X + Y)."""
+    x, y = call.inputs
+    low, high = (layer.low, layer.high) if layer.learned else (float(layer.weight),) * 2
+
+    def at(first: float, second: float) -> float:
+        return max(times(1 - a, first) + times(a, second) for a in (low, high))
+
+    output = Bound(at(x.norm, y.norm), x.shape, at(x.row_norm, y.row_norm), at(x.max_abs, y.max_abs))
+    return Transfer(output, (1 - low, high), {"weight": x.norm + y.norm} if layer.learned else {}, exact=not layer.learned)
+
+
+class ConvexResidual(torch.nn.Module):
+    """``(1 − a)·x + a·f(x)`` with ``a`` fixed or learned in [low, high] ⊂ [0, 1]."""
+
+    def __init__(
+        self, module: torch.nn.Module, weight: float = 0.5, learned: bool = False, low: float = 0.0, high: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.mix = ConvexMix(weight, learned, low, high)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix x and f(x)."""
+        y: torch.Tensor = self.mix(x, self.module(x))
+        return y
+
+
+class ConcatResidual(torch.nn.Module):
+    """``[x, f(x)]/√2`` side by side along ``dim``: 1-Lipschitz where f is (the calculus says √2, as it adds both paths)."""
+
+    def __init__(self, module: torch.nn.Module, dim: int = 1) -> None:
+        super().__init__()
+        if dim == 0:
+            raise ConfigurationError("ConcatResidual dim=0 would join the examples of the batch; use dim 1 or later")
+        self.module = module
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Join x and f(x)."""
+        y: torch.Tensor = self.module(x)
+        joined: torch.Tensor = torch.cat((x, y), dim=self.dim)
+        return joined * math.sqrt(0.5)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"dim={self.dim}"

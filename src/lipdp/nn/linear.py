@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from lipdp.bounds import Call, Transfer, rule
-from lipdp.bounds.rules_modules import weighted_transfer
+from lipdp.bounds.rules_weighted import weighted_transfer
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Bjorck, Constrained, Constraint
-from lipdp.parametrize.constraint import project_ball
+from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
 
-__all__ = ["SpectralLinear"]
+__all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
 
 
 def checked_bias_norm(value: float) -> float:
@@ -91,4 +91,74 @@ def _spectral_linear(layer: SpectralLinear, call: Call) -> Transfer:
         weight_factor=x.norm,
         bias=None if layer.bias is None else layer.bias_norm,
         positions=x.positions(),
+        rows=True,
+    )
+
+
+class FrobeniusLinear(SpectralLinear):
+    """:class:`SpectralLinear` with ‖W‖_F ≤ 1: the cheapest certificate of ‖W‖₂ ≤ 1, tight for weights of rank one."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bias_norm: float = 0.1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, bias_norm=bias_norm, constraint=Frobenius(), device=device, dtype=dtype)
+
+
+class L1Linear(Constrained, torch.nn.Linear):
+    """``y = Wx + b`` with ‖W‖₁→₁ ≤ 1 (absolute sums of columns): 1-Lipschitz in the L1 norm, what learned mechanisms need.
+
+    What it means in L2, where cotangents are bounded: columns have ‖·‖₂ ≤ ‖·‖₁ ≤ 1, so ‖W‖₂ ≤ ‖W‖_F ≤ √in_features, which
+    equal columns reach. With ``rows=True`` absolute sums of rows are kept at 1 too, and then ‖W‖₂ ≤ √(‖W‖₁‖W‖∞) ≤ 1.
+
+    Bounds: ``X_out = ℓX + √T·bias_norm``, ``G_in = ℓG`` with ℓ = √in_features (1 with ``rows``), ``Δ_W = G·X``, ``Δ_b = √T·G``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        rows: bool = False,
+        bias_norm: float = 0.1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.bias_norm = checked_bias_norm(bias_norm)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.rows = rows
+        self.project_()
+
+    def project_(self) -> None:
+        """Back to absolute sums ≤ 1 and ‖b‖₂ ≤ bias_norm."""
+        with torch.no_grad():
+            self.weight.copy_(AbsoluteSums().project(self.weight) if self.rows else project_columns(self.weight))
+            if self.bias is not None:
+                self.bias.copy_(project_ball(self.bias, self.bias_norm))
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
+        return f"{super().extra_repr()}, rows={self.rows}{bias}"
+
+
+@rule(L1Linear)
+def _l1_linear(layer: L1Linear, call: Call) -> Transfer:
+    """‖W‖₂² ≤ ‖W‖_F² = Σ_columns‖·‖₂² ≤ Σ‖·‖₁² ≤ in_features; with rows, ‖W‖₂ ≤ √(‖W‖₁‖W‖∞) ≤ 1. Δ_W = G·X as ever."""
+    x = call.inputs[0]
+    return weighted_transfer(
+        x,
+        call.output_shape,
+        gain=1.0 if layer.rows else layer.in_features**0.5,
+        weight_factor=x.norm,
+        bias=None if layer.bias is None else layer.bias_norm,
+        positions=x.positions(),
+        rows=True,
     )

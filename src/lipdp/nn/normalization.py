@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from lipdp.bounds import Call, Transfer, rule
+from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["LayerCentering"]
@@ -42,6 +43,6 @@ class LayerCentering(torch.nn.Module):
 @rule(LayerCentering)
 def _layer_centering(layer: LayerCentering, call: Call) -> Transfer:
     """I − 11ᵀ/n is an orthogonal projection: symmetric, of norm 1."""
-    if layer.dim is not None:
-        call.dims(layer.dim)
-    return Transfer(call.inputs[0])
+    x = call.inputs[0]
+    dims = tuple(range(1, call.rank)) if layer.dim is None else call.dims(layer.dim)
+    return Transfer(Bound(x.norm, x.shape, x.row_norm if dims == (call.rank - 1,) else math.inf))

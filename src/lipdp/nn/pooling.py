@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
-from lipdp.bounds.rules_modules import as_tuple, channels_and_spatial
-from lipdp.bounds.windows import multiplicity
-from lipdp.errors import ConfigurationError
+from lipdp.bounds.rules_weighted import channels_and_spatial
+from lipdp.bounds.windows import as_tuple, multiplicity
+from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["L2NormPool2d", "ScaledAvgPool2d"]
+__all__ = [
+    "GlobalL2NormPool",
+    "InvertibleDownsampling",
+    "InvertibleUpsampling",
+    "L2NormPool1d",
+    "L2NormPool2d",
+    "ScaledAdaptiveAvgPool2d",
+    "ScaledAvgPool1d",
+    "ScaledAvgPool2d",
+]
 
-Size = int | tuple[int, int]
+Size = int | Sequence[int]
 
 
-class _Pool2d(torch.nn.Module):
+class _Pool(torch.nn.Module):
     """Window arguments as in torch.nn: the stride is the window's size unless given."""
+
+    axes: int
 
     def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> None:
         super().__init__()
-        self.kernel_size = as_tuple(kernel_size, 2)
-        self.stride = self.kernel_size if stride is None else as_tuple(stride, 2)
-        self.padding = as_tuple(padding, 2)
+        self.kernel_size = as_tuple(kernel_size, self.axes)
+        self.stride = self.kernel_size if stride is None else as_tuple(stride, self.axes)
+        self.padding = as_tuple(padding, self.axes)
         if min(self.kernel_size) < 1 or min(self.stride) < 1:
             raise ConfigurationError(f"window and stride must be at least 1, not {kernel_size} and {stride}")
 
@@ -33,18 +45,24 @@ class _Pool2d(torch.nn.Module):
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
 
-class L2NormPool2d(_Pool2d):
+def _checked_eps(name: str, eps: float) -> float:
+    if not eps > 0:
+        raise ConfigurationError(f"{name} eps must be positive (the gradient at 0 needs it), not {eps}")
+    return float(eps)
+
+
+class L2NormPool2d(_Pool):
     """``y = √(Σ_window x² + ε)``: the norm of each window.
 
     Where x ≠ 0 the cotangent is spread along x/‖x‖, of norm 1, so non-overlapping windows preserve its norm. ε > 0 keeps
     the gradient defined at 0.
     """
 
+    axes = 2
+
     def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0, eps: float = 1e-12) -> None:
         super().__init__(kernel_size, stride, padding)
-        if not eps > 0:
-            raise ConfigurationError(f"L2NormPool2d eps must be positive (the gradient at 0 needs it), not {eps}")
-        self.eps = eps
+        self.eps = _checked_eps("L2NormPool2d", eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Norm of each window."""
@@ -52,33 +70,131 @@ class L2NormPool2d(_Pool2d):
         return (squares + self.eps).sqrt()
 
 
-@rule(L2NormPool2d)
-def _l2_norm_pool(layer: L2NormPool2d, call: Call) -> Transfer:
+class L2NormPool1d(_Pool):
+    """:class:`L2NormPool2d` along one axis."""
+
+    axes = 1
+
+    def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0, eps: float = 1e-12) -> None:
+        super().__init__(kernel_size, stride, padding)
+        self.eps = _checked_eps("L2NormPool1d", eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm of each window: a pool of windows (1, k) over images of one row."""
+        window, stride, padding = (1, *self.kernel_size), (1, *self.stride), (0, *self.padding)
+        squares = F.avg_pool2d(x.square().unsqueeze(-2), window, stride, padding, divisor_override=1)
+        return (squares + self.eps).sqrt().squeeze(-2)
+
+
+@rule(L2NormPool1d, L2NormPool2d)
+def _l2_norm_pool(layer: L2NormPool1d | L2NormPool2d, call: Call) -> Transfer:
     """‖y‖² = Σ_p(‖x^p‖² + ε) ≤ mX² + n_out·ε; the Jacobian's row p has norm ≤ 1 and each input is in ≤ m rows: √m."""
-    x = call.inputs[0]
-    pads = [(p, p) for p in layer.padding]
-    m = multiplicity(channels_and_spatial(call, 2), layer.kernel_size, layer.stride, (1, 1), pads, "zeros", call.output_shape[1:])
+    x, ones = call.inputs[0], (1,) * layer.axes
+    spatial, pads = channels_and_spatial(call, layer.axes), [(p, p) for p in layer.padding]
+    m = multiplicity(spatial, layer.kernel_size, layer.stride, ones, pads, "zeros", call.output_shape[1:])
     norm = math.sqrt(m * x.norm**2 + math.prod(call.output_shape) * layer.eps)
     return Transfer(Bound(norm, call.output_shape), (math.sqrt(m),), exact=m == 1)
 
 
-class ScaledAvgPool2d(_Pool2d):
+class GlobalL2NormPool(torch.nn.Module):
+    """``√(Σx² + ε)`` over all places of each channel: (channels, …) to (channels,)."""
+
+    def __init__(self, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.eps = _checked_eps("GlobalL2NormPool", eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm of each channel."""
+        if isinstance(x, torch.Tensor) and x.ndim < 3:
+            raise DataError(f"GlobalL2NormPool needs channels and places behind the batch, got a tensor of shape {tuple(x.shape)}")
+        return (x.square().flatten(2).sum(dim=2) + self.eps).sqrt()
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"eps={self.eps:g}"
+
+
+@rule(GlobalL2NormPool)
+def _global_l2_norm_pool(layer: GlobalL2NormPool, call: Call) -> Transfer:
+    """One window for each channel, disjoint: √(X² + channels·ε), gain 1."""
+    x = call.inputs[0]
+    return Transfer(Bound(math.sqrt(x.norm**2 + x.shape[0] * layer.eps), call.output_shape))
+
+
+class _ScaledPool(_Pool):
     """Average pooling times √window: an orthogonal projection scaled to operator norm 1. Windows must not overlap."""
 
     def __init__(self, kernel_size: Size, stride: Size | None = None) -> None:
         super().__init__(kernel_size, stride)
         if any(s < k for s, k in zip(self.stride, self.kernel_size, strict=True)):
             raise ConfigurationError(
-                f"ScaledAvgPool2d windows overlap (stride {self.stride} below the window {self.kernel_size}), so its norm "
-                "would exceed 1. Use a stride of at least the window, or torch.nn.AvgPool2d."
+                f"{type(self).__name__} windows overlap (stride {self.stride} below the window {self.kernel_size}), so its norm "
+                f"would exceed 1. Use a stride of at least the window, or torch.nn.AvgPool{self.axes}d."
             )
+
+
+class ScaledAvgPool1d(_ScaledPool):
+    """Average pooling times √window along one axis: operator norm 1. Windows must not overlap."""
+
+    axes = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of each window over the root of its size."""
+        return F.avg_pool1d(x, self.kernel_size, self.stride) * math.sqrt(math.prod(self.kernel_size))
+
+
+class ScaledAvgPool2d(_ScaledPool):
+    """Average pooling times √window: an orthogonal projection scaled to operator norm 1. Windows must not overlap."""
+
+    axes = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of each window over the root of its size."""
         return F.avg_pool2d(x, self.kernel_size, self.stride) * math.sqrt(math.prod(self.kernel_size))
 
 
-@rule(ScaledAvgPool2d)
-def _scaled_avg_pool(layer: ScaledAvgPool2d, call: Call) -> Transfer:
+@rule(ScaledAvgPool1d, ScaledAvgPool2d)
+def _scaled_avg_pool(layer: ScaledAvgPool1d | ScaledAvgPool2d, call: Call) -> Transfer:
     """Rows are disjoint and each has norm √(w·(1/√w)²) = 1."""
+    channels_and_spatial(call, layer.axes)
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+
+
+class ScaledAdaptiveAvgPool2d(torch.nn.Module):
+    """Adaptive average pooling times √window, operator norm 1: for output sizes that divide the image's."""
+
+    def __init__(self, output_size: Size = 1) -> None:
+        super().__init__()
+        self.output_size = as_tuple(output_size, 2)
+        if min(self.output_size) < 1:
+            raise ConfigurationError(f"output_size must be at least 1, not {output_size}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of each window over the root of its size."""
+        height, width = self.output_size
+        if isinstance(x, torch.Tensor) and (x.ndim != 4 or x.shape[-2] % height or x.shape[-1] % width):
+            raise DataError(
+                f"ScaledAdaptiveAvgPool2d({self.output_size}) needs images whose sides are multiples of it, got {tuple(x.shape)}"
+            )
+        window: float = x.shape[-2] * x.shape[-1] / (height * width)
+        y: torch.Tensor = F.adaptive_avg_pool2d(x, (height, width)) * window**0.5
+        return y
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"output_size={self.output_size}"
+
+
+@rule(ScaledAdaptiveAvgPool2d)
+def _scaled_adaptive(layer: ScaledAdaptiveAvgPool2d, call: Call) -> Transfer:
+    """Disjoint windows, each row of norm 1, as for the scaled average pool."""
+    channels_and_spatial(call, 2)
+    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+
+
+class InvertibleDownsampling(torch.nn.PixelUnshuffle):
+    """Blocks of factor×factor pixels become channels: half the size, nothing lost, ℓ = 1."""
+
+
+class InvertibleUpsampling(torch.nn.PixelShuffle):
+    """The inverse of :class:`InvertibleDownsampling`."""

@@ -13,7 +13,18 @@ import torch
 from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
 from lipdp.errors import ConfigurationError
 
-__all__ = ["Bjorck", "Constraint", "Spectral", "normalise_certified", "project_ball"]
+__all__ = [
+    "AbsoluteSums",
+    "Bjorck",
+    "Constraint",
+    "Frobenius",
+    "Spectral",
+    "normalise_certified",
+    "project_ball",
+    "project_box",
+    "project_columns",
+    "project_rows",
+]
 
 
 @runtime_checkable
@@ -121,3 +132,68 @@ def project_ball(vector: torch.Tensor, radius: float) -> torch.Tensor:
         margin = 1 + unit_roundoff(vector.dtype) + 2 * wide.numel() * unit_roundoff(torch.float64)
         scale = torch.where(norm * margin > radius, radius / (norm * margin), torch.ones_like(norm))
         return (wide * scale).to(vector.dtype)
+
+
+def project_box(vector: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """``vector`` clamped entry by entry into [low, high], holding after the limits are rounded to its dtype."""
+    with torch.no_grad():
+        _require_finite(vector)
+        edges = torch.tensor([low, high], dtype=torch.float64, device=vector.device)
+        inside = edges.to(vector.dtype)
+        towards = torch.tensor([high, low], dtype=vector.dtype, device=vector.device)
+        wide = inside.to(torch.float64)
+        outside = torch.stack((wide[0] < edges[0], wide[1] > edges[1]))
+        inside = torch.where(outside, torch.nextafter(inside.float(), towards.float()).to(vector.dtype), inside)
+        return vector.detach().clamp(inside[0], inside[1])
+
+
+def _scaled_vectors(matrix: torch.Tensor, norms: torch.Tensor, radius: float, dim: int) -> torch.Tensor:
+    """Vectors along ``dim`` scaled to at most ``radius``; margins as in :func:`project_ball`."""
+    _require_finite(norms)
+    margin = 1 + unit_roundoff(matrix.dtype) + 2 * matrix.shape[dim] * unit_roundoff(torch.float64)
+    scale = torch.where(norms * margin > radius, radius / (norms * margin), torch.ones_like(norms))
+    return (matrix.to(torch.float64) * scale).to(matrix.dtype)
+
+
+def project_rows(matrix: torch.Tensor, radius: float) -> torch.Tensor:
+    """Every row scaled into the ball ‖row‖₂ ≤ radius."""
+    with torch.no_grad():
+        norms = torch.linalg.vector_norm(matrix.detach().to(torch.float64), dim=-1, keepdim=True)
+        return _scaled_vectors(matrix.detach(), norms, radius, -1)
+
+
+def project_columns(matrix: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
+    """Every column scaled to ‖column‖₁ ≤ radius, so that ‖W‖₁→₁ ≤ radius."""
+    with torch.no_grad():
+        norms = matrix.detach().to(torch.float64).abs().sum(dim=-2, keepdim=True)
+        return _scaled_vectors(matrix.detach(), norms, radius, -2)
+
+
+@dataclass(frozen=True)
+class Frobenius:
+    """W ← W / max(1, ‖W‖_F): ‖W‖₂ ≤ ‖W‖_F ≤ 1. Cheap, and loose for matrices of high rank."""
+
+    def project(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Scale each matrix into the Frobenius ball."""
+        with torch.no_grad():
+            flat = matrix.detach().reshape(*matrix.shape[:-2], 1, -1)
+            return project_rows(flat, 1.0).reshape(matrix.shape)
+
+
+@dataclass(frozen=True)
+class AbsoluteSums:
+    """W ← W / max(1, ‖W‖₁, ‖W‖∞): the largest absolute sums of columns and rows are at most 1.
+
+    Then W is 1-Lipschitz in L1 and in L∞, and in L2 too: ‖W‖₂ ≤ √(‖W‖₁‖W‖∞) ≤ 1.
+    """
+
+    def project(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Scale each matrix by its largest absolute sum."""
+        with torch.no_grad():
+            wide = matrix.detach().to(torch.float64).abs()
+            sums = torch.maximum(wide.sum(dim=-2).amax(dim=-1), wide.sum(dim=-1).amax(dim=-1))[..., None, None]
+            _require_finite(sums)
+            size = max(matrix.shape[-2:])
+            margin = 1 + unit_roundoff(matrix.dtype) + 2 * size * unit_roundoff(torch.float64)
+            scale = torch.where(sums * margin > 1, 1 / (sums * margin), torch.ones_like(sums))
+            return (matrix.detach().to(torch.float64) * scale).to(matrix.dtype)

@@ -1,0 +1,213 @@
+"""The two passes over the graph: X forward, by the rule of each operation, and G backward, by their gains."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lipdp.bounds.bound import Bound, Transfer, times
+from lipdp.bounds.registry import Call, ParameterRef, find_function_rule, find_module_rule
+from lipdp.bounds.trace import Traced, describe
+from lipdp.errors import LipdpError, UnsupportedError
+
+__all__ = ["Forward", "as_bound", "backward_pass", "forward_pass"]
+
+# Operations that only rearrange, so that the batch's size may be among their arguments, as in x.view(x.shape[0], -1).
+_TAKES_SIZES = {"view", "reshape", "unflatten", "expand", torch.reshape, torch.unflatten}
+
+
+@dataclass
+class Forward:
+    """What the forward pass finds at every node."""
+
+    bounds: dict[fx.Node, Bound | tuple[Bound, ...]]
+    transfers: dict[fx.Node, Transfer]
+    sources: dict[fx.Node, list[fx.Node]]  # the activations a node reads, in order of appearance
+
+
+def forward_pass(traced: Traced, input_norm: float) -> Forward:
+    """X at every node, by the rule of its operation."""
+    state = Forward({}, {}, {})
+    names = traced.names
+    derived: set[fx.Node] = set()  # constants computed from a trainable parameter
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        if node in traced.constants:
+            own = traced.modules[str(node.target)].parameters() if node.op == "call_module" else ()
+            trained = any(p.requires_grad for p in own)
+            if trained or (node.op != "get_attr" and any(_is_trainable(traced, s, names, derived) for s in node.all_input_nodes)):
+                derived.add(node)
+            continue
+        shapes = traced.shapes[node]
+        if node.op == "placeholder":
+            state.bounds[node] = Bound(input_norm, shapes[0])
+            continue
+        if _is_tuple_item(node, state):
+            _take_item(node, state)
+            continue
+        sources: list[fx.Node] = []
+        resolve = _resolver(traced, state, names, derived, sources, node)
+        args = tuple(fx.map_arg(argument, resolve) for argument in node.args)
+        kwargs = {key: fx.map_arg(argument, resolve) for key, argument in node.kwargs.items()}
+        inputs = tuple(as_bound(state.bounds[source]) for source in sources)
+        call = Call(describe(node, traced.modules), args, kwargs, inputs, shapes)
+        state.transfers[node] = _apply_rule(traced, node, call)
+        state.sources[node] = sources
+        state.bounds[node] = state.transfers[node].output
+    return state
+
+
+def _is_trainable(traced: Traced, node: fx.Node, names: Mapping[int, str], derived: set[fx.Node]) -> bool:
+    return node in derived or (node.op == "get_attr" and id(traced.constants.get(node)) in names)
+
+
+def _resolver(
+    traced: Traced,
+    state: Forward,
+    names: Mapping[int, str],
+    derived: set[fx.Node],
+    sources: list[fx.Node],
+    user: fx.Node,
+) -> Callable[[fx.Node], Any]:
+    def resolve(node: fx.Node) -> Any:
+        if node in state.bounds:
+            sources.append(node)
+            return state.bounds[node]
+        if node in derived:
+            raise UnsupportedError(
+                f"{describe(user, traced.modules)} uses something computed from a trainable parameter "
+                f"({describe(node, traced.modules)}); how steep that computation is, nothing says. Use the parameter as it "
+                "is, or put the computation into a module with a rule."
+            )
+        value = traced.constants[node]
+        if node in traced.varying and user.target not in _TAKES_SIZES:
+            raise UnsupportedError(
+                f"{describe(user, traced.modules)} uses a number that depends on how many examples the batch has "
+                f"({describe(node, traced.modules)}): one example's influence would depend on the others. Use fixed numbers."
+            )
+        if isinstance(value, torch.Tensor) and id(value) in names:
+            return ParameterRef(names[id(value)], value)
+        return value
+
+    return resolve
+
+
+def as_bound(value: Bound | tuple[Bound, ...]) -> Bound:
+    """One bound for all the parts of a split."""
+    if isinstance(value, tuple):
+        return Bound(math.sqrt(sum(part.norm**2 for part in value)), (sum(part.size for part in value),))
+    return value
+
+
+def _is_tuple_item(node: fx.Node, state: Forward) -> bool:
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(state.bounds.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None, tuple)
+    )
+
+
+def _take_item(node: fx.Node, state: Forward) -> None:
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    parts = state.bounds[source]
+    assert isinstance(parts, tuple)
+    if not isinstance(index, int):
+        raise UnsupportedError(f"slicing the tuple that '{source.name}' returns is not supported: take one item at a time")
+    state.bounds[node] = parts[index]
+    state.transfers[node] = Transfer(parts[index])
+    state.sources[node] = [source]
+
+
+def _apply_rule(traced: Traced, node: fx.Node, call: Call) -> Transfer:
+    try:
+        transfer = _find_and_apply(traced, node, call)
+    except LipdpError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{call.where}: its rule can't read these arguments ({type(error).__name__}: {error}). Write the call as in torch's "
+            "documentation, activations first, or put it into a module with a rule (lipdp.bounds.rule)."
+        ) from error
+    if len(transfer.gains) != len(call.inputs):
+        raise UnsupportedError(
+            f"{call.where} reads {len(call.inputs)} activations and its rule bounds {len(transfer.gains)} of them. Pass "
+            "activations as its first arguments, by position."
+        )
+    leaves = torch.utils._pytree.tree_leaves((call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, ParameterRef))
+    for leaf in leaves:
+        if isinstance(leaf, ParameterRef) and leaf.name not in transfer.parameters:
+            raise UnsupportedError(
+                f"the rule of {call.where} says nothing of the trainable parameter '{leaf.name}' that it is given. Put the "
+                "computation into a module with a rule (lipdp.bounds.rule), or freeze the parameter."
+            )
+    return transfer
+
+
+def _find_and_apply(traced: Traced, node: fx.Node, call: Call) -> Transfer:
+    if node.op != "call_module":
+        function_rule = find_function_rule(node.target)
+        if function_rule is None:
+            raise UnsupportedError(
+                f"{call.where} has no rule, so nothing bounds it. Put it into a module with a rule (lipdp.bounds.rule), give "
+                "the function one (lipdp.bounds.rule_for_function), or use a clipping method for this model."
+            )
+        return function_rule(call)
+    module = traced.modules[str(node.target)]
+    module_rule = find_module_rule(module)
+    if module_rule is None:
+        raise UnsupportedError(
+            f"{call.where} has no rule, so nothing bounds it. Replace it by a layer of lipdp.nn, register a rule for its class "
+            "(lipdp.bounds.rule), or use a clipping method for this model."
+        )
+    transfer = module_rule(module, call)
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    missing = trainable - set(transfer.parameters)
+    if missing:
+        raise UnsupportedError(
+            f"the rule of {call.where} says nothing of the parameter(s) {', '.join(sorted(missing))}: a rule must bound every "
+            "trainable parameter of its layer."
+        )
+    return transfer
+
+
+@dataclass
+class _Cotangent:
+    """G at one node: what its consumers send back, summed.
+
+    Parts of a split (chunk, unbind) are disjoint pieces of one tensor, so their bounds combine as squares.
+    """
+
+    whole: float = 0.0
+    parts: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return self.whole + math.sqrt(sum(part**2 for part in self.parts.values()))
+
+
+def backward_pass(traced: Traced, forward: Forward, final: fx.Node, constant: float, clip: bool) -> dict[fx.Node, float]:
+    """G at every node: a node consumed several times gets the sum of its consumers' contributions."""
+    cotangents: defaultdict[fx.Node, _Cotangent] = defaultdict(_Cotangent)
+    cotangents[final].whole = constant
+    for node in reversed(list(traced.graph.nodes)):
+        if node not in forward.transfers or node not in cotangents:
+            continue
+        transfer, reaching = forward.transfers[node], cotangents[node].total
+        if _is_tuple_item(node, forward):
+            source, parts = forward.sources[node][0], forward.bounds[forward.sources[node][0]]
+            assert isinstance(parts, tuple)
+            index = int(node.args[1]) % len(parts)
+            cotangents[source].parts[index] = cotangents[source].parts.get(index, 0.0) + reaching
+            continue
+        limit = transfer.clip if clip else math.inf
+        for source, gain in zip(forward.sources[node], transfer.gains, strict=True):
+            cotangents[source].whole += min(times(gain, reaching), limit)
+    return {node: cotangent.total for node, cotangent in cotangents.items()}

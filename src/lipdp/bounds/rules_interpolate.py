@@ -1,0 +1,75 @@
+"""Rules of interpolation: a linear map that is a product of one matrix for each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from lipdp.bounds.bound import Bound, Transfer, times
+from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
+from lipdp.bounds.registry import Call, rule, rule_for_function
+
+__all__: list[str] = []
+
+_LINEAR = {"linear", "bilinear", "trilinear"}
+
+
+@lru_cache(maxsize=1024)
+def _axis_norm(size: int, out: int, scale: float | None, mode: str, align: bool | None) -> float:
+    """‖U‖₂ ≤ √(‖U‖₁‖U‖∞) of the matrix that interpolates one axis, from the images of its basis vectors.
+
+    torch computes places in float32 or float64, by the model's dtype, which decides ties of "nearest": the larger norm counts.
+    """
+    one = "linear" if mode in _LINEAR else mode
+    arguments: dict[str, Any] = {"size": out} if scale is None else {"scale_factor": scale}
+    worst = 0.0
+    for dtype in (torch.float32, torch.float64):
+        matrix = F.interpolate(torch.eye(size, dtype=dtype)[:, None], mode=one, align_corners=align, **arguments)[:, 0].T.double()
+        if matrix.shape[0] != out:  # never seen; a matrix of another size would bound another map
+            return math.inf
+        rows, columns = matrix.abs().sum(1).max(), matrix.abs().sum(0).max()
+        worst = max(worst, min(float(certified_norm(matrix)), math.sqrt(float(rows) * float(columns))))
+    # Weights of a linear interpolation are differences of places, computed in the model's own dtype: off by u·size.
+    margin = 1 + 8 * max(size, out) * unit_roundoff(torch.float32) if mode in _LINEAR else 1.0
+    return worst * margin
+
+
+def _interpolate(call: Call, scale: Any, mode: str, align: bool | None, recompute: Any, antialias: bool) -> Transfer:
+    """The Kronecker product of the axes' matrices has the product of their norms; nearest ×s: √s for each axis."""
+    x = call.inputs[0]
+    axes = len(x.shape) - 1
+    if axes not in (1, 2, 3) or antialias or mode not in {"nearest", "nearest-exact", "area", *_LINEAR}:
+        raise call.refuse(
+            "only (channels, …) examples and the modes nearest, nearest-exact, area and (bi-, tri-)linear without antialias are "
+            "supported"
+        )
+    scales: Sequence[float | None] = [None] * axes
+    if scale is not None and not recompute:
+        scales = list(scale) if isinstance(scale, tuple | list) else [float(scale)] * axes
+    align = align if mode in _LINEAR else None
+    sizes = zip(x.shape[1:], call.output_shape[1:], scales, strict=True)
+    gain = math.prod(_axis_norm(n, out, None if s is None else float(s), mode, align) for n, out, s in sizes)
+    return Transfer(Bound(times(gain, x.norm), call.output_shape, max_abs=x.max_abs), (gain,), exact=mode == "nearest")
+
+
+@rule(torch.nn.Upsample, torch.nn.UpsamplingNearest2d, torch.nn.UpsamplingBilinear2d)
+def _upsample(module: torch.nn.Upsample, call: Call) -> Transfer:
+    recompute = getattr(module, "recompute_scale_factor", None)
+    return _interpolate(call, module.scale_factor, module.mode, module.align_corners, recompute, antialias=False)
+
+
+@rule_for_function(F.interpolate)
+def _interpolate_function(call: Call) -> Transfer:
+    return _interpolate(
+        call,
+        call.argument(2, "scale_factor"),
+        call.argument(3, "mode", "nearest"),
+        call.argument(4, "align_corners"),
+        call.argument(5, "recompute_scale_factor"),
+        bool(call.argument(6, "antialias", False)),
+    )

@@ -1,0 +1,208 @@
+"""Rules of normalisations that stay within one example: layer, group, instance, RMS, and frozen batch normalisation.
+
+With ε > 0 they are Lipschitz: x̂ = Px/√(v+ε), where P centres and v is the mean square of Px, has ‖x̂‖ ≤ min(√d, ‖x‖/√ε) and a
+Jacobian of norm ≤ 1/√ε (P less a rank-one part, both of norm ≤ 1, over √(v+ε)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from lipdp.bounds.bound import Bound, Transfer, times
+from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
+from lipdp.errors import UnsupportedError
+
+__all__ = ["Affine", "centred_rows", "channel_groups", "normalised_transfer", "plain_rows"]
+
+_FREE = "its scale and shift are trained freely; use lipdp.nn.LayerNorm, RMSNorm or GroupNorm, which keep them bounded"
+
+
+@dataclass(frozen=True)
+class Affine:
+    """γ and β of a normalisation: bounds on ‖γ‖∞ and ‖β‖₂ (∞: trained freely), and their names if they are parameters."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+    weight: str | None = None
+    bias: str | None = None
+
+    @classmethod
+    def of(cls, weight: Any, bias: Any, names: tuple[str, str] = ("weight", "bias")) -> Affine:
+        """From a module's parameters or a function's arguments."""
+
+        def look(value: Any, name: str, order: float) -> tuple[float | None, str | None]:
+            if value is None:
+                return None, None
+            if isinstance(value, ParameterRef):
+                return math.inf, value.name
+            if value.requires_grad:
+                return math.inf, name
+            return float(torch.linalg.vector_norm(value.detach().double(), ord=order)), None
+
+        (scale, weight_name), (shift, bias_name) = look(weight, names[0], math.inf), look(bias, names[1], 2)
+        return cls(1.0 if scale is None else scale, 0.0 if shift is None else shift, weight_name, bias_name)
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """What is known of x̂: its norm, each of its rows, and the factor of G in the gradient of γ."""
+
+    norm: float
+    gain: float
+    row: float
+    gradient: float
+    positions: int
+
+
+def _checked(call: Call, eps: float | None) -> float:
+    if eps is None or not eps > 0:
+        raise call.refuse(f"with eps={eps} it is not Lipschitz where the input is constant; give eps a positive value")
+    return float(eps)
+
+
+def centred_rows(call: Call, dims: int, eps: float | None) -> Normalised:
+    """LayerNorm over the last ``dims`` dimensions, d features at T positions; one entry of x̂ is at most √(d−1)."""
+    return _rows(call, dims, _checked(call, eps), centred=True)
+
+
+def plain_rows(call: Call, dims: int, eps: float | None) -> Normalised:
+    """RMSNorm: as LayerNorm without centring; one entry of x̂ may be √d."""
+    return _rows(call, dims, _checked(call, eps), centred=False)
+
+
+def _rows(call: Call, dims: int, eps: float, centred: bool) -> Normalised:
+    x = call.inputs[0]
+    if not 1 <= dims <= len(x.shape):
+        raise call.refuse(f"it normalises over {dims} dimensions, and examples of shape {x.shape} have {len(x.shape)}: the batch?")
+    d = math.prod(x.shape[len(x.shape) - dims :])
+    positions = x.size // max(1, d)
+    norm = min(math.sqrt(x.size), times(1 / math.sqrt(eps), x.norm))
+    gradient = min(norm, math.sqrt(positions * max(0, d - 1)) if centred else math.inf)
+    row = min(math.sqrt(d), times(1 / math.sqrt(eps), x.row_norm)) if dims == 1 else math.inf
+    return Normalised(norm, 1 / math.sqrt(eps), row, gradient, positions)
+
+
+def channel_groups(call: Call, groups: int, eps: float | None) -> Normalised:
+    """GroupNorm: for one channel |Σδx̂| ≤ ‖δ_c‖‖x̂_c‖, and ‖x̂_c‖ is at most that of its group of d_g entries, √d_g."""
+    x, eps = call.inputs[0], _checked(call, eps)
+    norm = min(math.sqrt(x.size), times(1 / math.sqrt(eps), x.norm))
+    positions = math.prod(x.shape[1:])
+    return Normalised(norm, 1 / math.sqrt(eps), math.inf, min(norm, math.sqrt(x.size // groups)), positions)
+
+
+def normalised_transfer(call: Call, hat: Normalised, affine: Affine) -> Transfer:
+    """y = γ⊙x̂ + β at T positions: ‖γ‖∞X̂ + √T‖β‖; G_in = ‖γ‖∞·G·gain; Δ_γ as ``hat`` says, Δ_β = √T·G."""
+    root = math.sqrt(hat.positions)
+    norm = times(affine.scale, hat.norm) + (root * affine.shift if affine.shift else 0.0)
+    row = times(affine.scale, hat.row) + affine.shift
+    parameters: dict[str, float] = {}
+    if affine.weight is not None:
+        parameters[affine.weight] = hat.gradient
+    if affine.bias is not None:
+        parameters[affine.bias] = parameters.get(affine.bias, 0.0) + root
+    return Transfer(
+        Bound(norm, call.output_shape, row), (times(affine.scale, hat.gain),), parameters, exact=False, why_infinite=_FREE
+    )
+
+
+@rule(torch.nn.LayerNorm)
+def _layer_norm(module: torch.nn.LayerNorm, call: Call) -> Transfer:
+    hat = centred_rows(call, len(module.normalized_shape), module.eps)
+    return normalised_transfer(call, hat, Affine.of(module.weight, module.bias))
+
+
+@rule_for_function(F.layer_norm)
+def _layer_norm_function(call: Call) -> Transfer:
+    hat = centred_rows(call, len(call.argument(1, "normalized_shape")), call.argument(4, "eps", 1e-5))
+    return normalised_transfer(call, hat, Affine.of(call.argument(2, "weight"), call.argument(3, "bias")))
+
+
+@rule(torch.nn.RMSNorm)
+def _rms_norm(module: torch.nn.RMSNorm, call: Call) -> Transfer:
+    hat = plain_rows(call, len(module.normalized_shape), module.eps)
+    return normalised_transfer(call, hat, Affine.of(module.weight, None))
+
+
+@rule_for_function(F.rms_norm)
+def _rms_norm_function(call: Call) -> Transfer:
+    hat = plain_rows(call, len(call.argument(1, "normalized_shape")), call.argument(3, "eps"))
+    return normalised_transfer(call, hat, Affine.of(call.argument(2, "weight"), None))
+
+
+@rule(torch.nn.GroupNorm)
+def _group_norm(module: torch.nn.GroupNorm, call: Call) -> Transfer:
+    return normalised_transfer(call, channel_groups(call, module.num_groups, module.eps), Affine.of(module.weight, module.bias))
+
+
+@rule_for_function(F.group_norm)
+def _group_norm_function(call: Call) -> Transfer:
+    hat = channel_groups(call, int(call.argument(1, "num_groups")), call.argument(4, "eps", 1e-5))
+    return normalised_transfer(call, hat, Affine.of(call.argument(2, "weight"), call.argument(3, "bias")))
+
+
+def _instance(call: Call, eps: float, affine: Affine, axes: int | None) -> Transfer:
+    x = call.inputs[0]
+    if len(x.shape) < 2 or (axes is not None and len(x.shape) != axes + 1):
+        raise call.refuse(f"examples of shape {x.shape} have no channel dimension, so torch takes the batch for channels")
+    return normalised_transfer(call, channel_groups(call, x.shape[0], eps), affine)
+
+
+@rule(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
+def _instance_norm(module: torch.nn.InstanceNorm2d, call: Call) -> Transfer:
+    """GroupNorm with one group for each channel."""
+    if module.track_running_stats:
+        raise call.refuse("track_running_stats=True keeps statistics of the data in buffers; leave it off")
+    names = {torch.nn.InstanceNorm1d: 1, torch.nn.InstanceNorm2d: 2, torch.nn.InstanceNorm3d: 3}
+    axes = next(count for cls, count in names.items() if isinstance(module, cls))
+    return _instance(call, module.eps, Affine.of(module.weight, module.bias), axes)
+
+
+@rule_for_function(F.instance_norm)
+def _instance_norm_function(call: Call) -> Transfer:
+    if call.argument(1, "running_mean") is not None or not call.argument(5, "use_input_stats", True):
+        raise call.refuse("running statistics are kept from the data; leave them out")
+    affine = Affine.of(call.argument(3, "weight"), call.argument(4, "bias"))
+    return _instance(call, call.argument(7, "eps", 1e-5), affine, None)
+
+
+@rule_for_function(F.normalize)
+def _normalize(call: Call) -> Transfer:
+    """x/max(‖x‖, c) per row: of norm ≤ min(1, ‖x‖/c); its Jacobian is I/c, or a projection over ‖x‖ ≥ c: gain 1/c."""
+    power, floor = call.argument(1, "p", 2.0), float(call.argument(3, "eps", 1e-12))
+    (dim,) = call.dims(call.argument(2, "dim", 1))
+    if power != 2 or not floor > 0:
+        raise call.refuse("only p=2 and a positive eps are supported")
+    x = call.inputs[0]
+    rows = x.size // max(1, x.shape[dim - 1])
+    norm = min(math.sqrt(rows), times(1 / floor, x.norm))
+    row = min(1.0, times(1 / floor, x.row_norm)) if dim == call.rank - 1 else math.inf
+    return Transfer(Bound(norm, x.shape, row, 1.0), (1 / floor,))
+
+
+@rule(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+def _batch_norm(module: torch.nn.BatchNorm2d, call: Call) -> Transfer:
+    """Evaluation mode with public statistics: y_c = γ_c(x_c − μ_c)/√(v_c+ε) + β_c, a diagonal affine map."""
+    if module.training or module.running_mean is None or module.running_var is None:
+        raise UnsupportedError(
+            f"{call.where} normalises by the statistics of the batch: it mixes examples, so one example's influence can't be "
+            "bounded. Use lipdp.nn.LayerCentering or a GroupNorm, or freeze it: .eval() with public statistics."
+        )
+    x = call.inputs[0]
+    positions = max(1, math.prod(x.shape[1:]))
+    mean, std = module.running_mean.double(), (module.running_var.double() + module.eps).sqrt()
+    gamma, beta = module.weight, module.bias
+    if (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad):
+        gain, norm = math.inf, math.inf
+    else:
+        scale = (torch.ones_like(mean) if gamma is None else gamma.detach().double()) / std
+        shift = (torch.zeros_like(mean) if beta is None else beta.detach().double()) - scale * mean
+        gain = float(scale.abs().max())
+        norm = times(gain, x.norm) + math.sqrt(positions) * float(shift.norm())
+    worst = float(((x.norm + math.sqrt(positions) * mean.abs()) / std).max())
+    parameters = {} if gamma is None else {"weight": worst, "bias": math.sqrt(positions)}
+    return Transfer(Bound(norm, call.output_shape), (gain,), parameters, exact=False, why_infinite="its scale is trained freely")
