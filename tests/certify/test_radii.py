@@ -40,8 +40,40 @@ def residual(mode):
     )
 
 
+def mixed():
+    return nn.Sequential(
+        nn.BoundedInput((1, 8, 8), norm=2.0, mode="floor", floor=0.5),
+        nn.SpectralConvTranspose2d(1, 2, 2, stride=2),
+        nn.FourierConv2d(2, 4, 3, stride=2, padding=1),
+        nn.Flatten(2),
+        nn.SpectralConv1d(4, 4, 3, padding=1),
+        nn.Flatten(),
+        nn.L1Linear(256, 16),
+        nn.LayerNorm(16),
+        nn.SpectralLinear(16, 5),
+    )
+
+
+def reparametrised():
+    return nn.Sequential(
+        nn.BoundedInput((1, 8, 8), norm=2.0),
+        nn.SpectralConv2d(1, 4, 3, stride=2, padding=1, constraint=parametrize.MatrixExp()),
+        nn.GroupSort(2),
+        nn.Flatten(),
+        nn.SpectralLinear(64, 5, constraint=parametrize.Cayley()),
+    )
+
+
 def create(name, mode, **options):
     return models.create(name, input_shape=(1, 8, 8), classes=5, input_mode=mode, input_norm=2.0, **options)
+
+
+def floored(name):
+    model = residual("ball") if name == "residual" else create("mlp", "ball", hidden=(32, 16), centre=False)
+    for position, layer in enumerate(model):
+        if isinstance(layer, nn.BoundedInput):
+            model[position] = nn.BoundedInput((1, 8, 8), norm=2.0, mode="floor", floor=4.0)
+    return model
 
 
 NETWORKS = {
@@ -52,6 +84,10 @@ NETWORKS = {
     "lenet sphere": lambda: create("lenet", "sphere", channels=(4, 8), hidden=16),
     "residual ball": lambda: residual("ball"),
     "residual sphere": lambda: residual("sphere"),
+    "residual floor": lambda: floored("residual"),
+    "mlp floor": lambda: floored("mlp"),
+    "mixed": mixed,
+    "reparametrised": reparametrised,
     "unconstrained": Net,
     "unconstrained, bounded": lambda: torch.nn.Sequential(nn.BoundedInput((1, 8, 8), mode="sphere"), Net()),
 }
@@ -72,7 +108,11 @@ def test_no_attack_within_the_radius_succeeds(name):
     attacked = attack(model, x, None, 0.999 * radii, steps=25)
     assert (attacked - x).flatten(1).norm(dim=1).le(radii).all()
     assert torch.equal(predict(model(attacked)), before)
-    if "mlp" in name:  # where the bounds are nearly tight, an attack that is worth its name succeeds not far outside
+    if name in (
+        "mlp ball",
+        "mlp sphere",
+        "mlp sphere, not centred",
+    ):  # where the bounds are nearly tight, an attack that is worth its name succeeds not far outside
         assert (predict(model(attack(model, x, None, 4 * radii, steps=25))) != before).all()
 
 
@@ -296,3 +336,38 @@ def test_attack_stays_in_its_ball_and_takes_targets():
     for options in ({"steps": 0}, {"restarts": 0}, {"radius": -1.0}, {"radius": math.inf}):
         with pytest.raises(ConfigurationError):
             attack(model, x, y, **options)
+
+
+def test_the_floor_counts_with_its_constant():
+    """Below the floor r/c times the identity, so the certificate is that of the orthonormal layer over r/c."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.BoundedInput((6,), norm=2.0, mode="floor", floor=10.0), nn.SpectralLinear(6, 6, bias=False)).double()
+    parametrize.project_(model)
+    x = torch.randn(50, 6, dtype=torch.float64)
+    radii, logits = certify(model, x), model(x)
+    top = logits.topk(2, dim=1).values
+    assert torch.allclose(radii, (top[:, 0] - top[:, 1]) / math.sqrt(2) / 0.2, rtol=1e-4)
+    assert torch.equal(predict(model(attack(model, x, None, 0.999 * radii))), predict(logits))
+
+
+def test_reparametrised_weights_are_measured_as_they_are_used():
+    layer = nn.SpectralLinear(6, 6, bias=False, constraint=parametrize.Cayley())
+    with torch.no_grad():
+        layer.weight.mul_(50.0)  # any θ is legal
+    model, x = nn.Sequential(nn.BoundedInput((6,), norm=10.0), layer).double(), torch.randn(20, 6, dtype=torch.float64)
+    top = model(x).topk(2, dim=1).values
+    assert torch.allclose(certify(model, x), (top[:, 0] - top[:, 1]) / math.sqrt(2), rtol=1e-2)
+
+
+def test_columns_of_an_l1_layer_are_measured():
+    """√in_features is what its set allows; what it has is the norm of its weights."""
+    model = nn.Sequential(nn.BoundedInput((6,), norm=10.0), nn.L1Linear(6, 6, bias=False)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(6))
+    x = torch.randn(20, 6, dtype=torch.float64)
+    top = x.topk(2, dim=1).values
+    assert torch.allclose(certify(model, x), (top[:, 0] - top[:, 1]) / math.sqrt(2), rtol=1e-2)
+    with torch.no_grad():
+        model[1].weight.mul_(1.1)
+    with pytest.raises(ConfigurationError, match="outside its constraint set"):
+        certify(model, x)

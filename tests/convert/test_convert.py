@@ -195,7 +195,7 @@ class Odd(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.lstm_like = torch.nn.Bilinear(4, 4, 4)
-        self.conv = torch.nn.Conv1d(4, 4, 1)
+        self.conv = torch.nn.ConvTranspose1d(4, 4, 1)
         self.position = torch.nn.Parameter(torch.zeros(4))
         self.last = torch.nn.Linear(4, 2)
 
@@ -231,6 +231,9 @@ def test_what_can_not_be_converted_is_named():
         (torch.nn.Dropout(0.0), (6,), "removed", ""),
         (torch.nn.Sigmoid(), (1,), "removed", ""),
         (torch.nn.Conv2d(4, 2, 3, padding="same", groups=2), (4, 4, 4), "replaced", "SpectralConv2d(4, 2, kernel_size=(3, 3), …)"),
+        (torch.nn.Conv1d(4, 2, 3, padding=1), (4, 7), "replaced", "SpectralConv1d(4, 2, kernel_size=(3,), st…)"),
+        (torch.nn.Conv3d(1, 2, 2, stride=2), (1, 4, 4, 4), "replaced", "SpectralConv3d(1, 2, kernel_size=(2, 2, 2…)"),
+        (torch.nn.ConvTranspose2d(4, 2, 3, 2, groups=2), (4, 3, 3), "replaced", "SpectralConvTranspose2d(4, 2, kernel_size…)"),
         (torch.nn.Linear(6, 4), (3, 6), "replaced", "SpectralLinear(in_features=6, out_feature…)"),
     ],
 )
@@ -296,3 +299,40 @@ def test_it_unpacks():
     conversion = convert(mlp(), SHAPE)
     assert isinstance(conversion, Conversion)
     assert tuple(conversion) == (conversion.model, conversion.report)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (torch.nn.Conv1d(2, 4, 3, stride=2, bias=False), (2, 9)),
+        (torch.nn.Conv3d(2, 4, 2, padding=1), (2, 3, 4, 3)),
+        (torch.nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2, dilation=2), (4, 3, 4)),
+    ],
+)
+def test_other_convolutions_keep_shapes_and_take_the_weights_along(layer, shape):
+    fresh = convert(layer, shape).model.network.get_submodule("0")
+    with torch.no_grad():
+        layer.weight.copy_(fresh.weight)  # inside the set: projection does not move it
+    conversion = convert(layer, shape, copy_weights=True)
+    assert conversion.report.bounded
+    twin = conversion.model.network.get_submodule("0")
+    assert conversion.model(torch.ones(3, *shape)).shape == layer(torch.ones(3, *shape)).shape
+    assert torch.allclose(twin.weight, layer.weight, atol=1e-4)
+    assert sorted(dict(twin.named_parameters())) == sorted(dict(layer.named_parameters()))
+    if layer.bias is not None:
+        positions = layer(torch.ones(1, *shape)).numel() // layer.out_channels
+        assert f"at {positions} places" in conversion.report.rows[0].note
+
+
+def test_a_transposed_convolution_called_with_an_output_size_is_left():
+    class Up(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.ConvTranspose2d(2, 2, 3, stride=2)
+
+        def forward(self, x):
+            return self.up(x, output_size=[8, 8])
+
+    conversion = convert(Up(), (2, 3, 3))
+    assert [row.where for row in conversion.report.unconverted] == ["up"]
+    assert conversion.model(torch.ones(1, 2, 3, 3)).shape == (1, 2, 8, 8)

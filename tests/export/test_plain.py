@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lipdp import models, nn, parametrize
+from lipdp.bounds.trace import find_input_dtype
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.export import Site, export, lowering
 
@@ -38,10 +39,76 @@ LAYERS = {
     "Boundary, cotangent": (nn.Boundary(cotangent=0.1), IMAGE),
     "Residual": (nn.Residual(nn.Sequential(nn.SpectralConv2d(4, 4, 3, padding=1), nn.GroupSort())), IMAGE),
     "Flatten": (nn.Flatten(), IMAGE),
+    "floor": (nn.BoundedInput(IMAGE, norm=3.0, mode="floor", floor=0.5), IMAGE),
+    "FrobeniusLinear": (nn.FrobeniusLinear(5, 3), (5,)),
+    "L1Linear": (nn.L1Linear(5, 3), (5,)),
+    "L1Linear, rows, tokens": (nn.L1Linear(5, 3, bias=False, rows=True), (2, 5)),
+    "Conv1d": (nn.SpectralConv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9)),
+    "Conv1d, circular, no bias": (nn.SpectralConv1d(4, 3, 3, padding=1, bias=False, padding_mode="circular"), (4, 9)),
+    "Conv3d": (nn.SpectralConv3d(2, 4, (2, 3, 2), padding=(1, 0, 1), dilation=(1, 2, 1)), (2, 3, 6, 4)),
+    "ConvTranspose2d": (nn.SpectralConvTranspose2d(4, 3, 2, stride=2), IMAGE),
+    "ConvTranspose2d, all": (
+        nn.SpectralConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2, bias=False, dilation=2),
+        IMAGE,
+    ),
+    "FourierConv2d": (nn.FourierConv2d(4, 6, 3, padding=1), IMAGE),
+    "FourierConv2d, circular": (nn.FourierConv2d(4, 6, 3, padding=1, groups=2, bias=False, padding_mode="circular"), IMAGE),
+    "Cayley": (nn.SpectralLinear(5, 3, constraint=parametrize.Cayley()), (5,)),
+    "conv, MatrixExp": (nn.SpectralConv2d(4, 6, 3, groups=2, constraint=parametrize.MatrixExp()), IMAGE),
+    "ConvTranspose2d, Polar": (nn.SpectralConvTranspose2d(4, 6, 3, constraint=parametrize.Polar()), IMAGE),
+    "LayerNorm": (nn.LayerNorm(5), (3, 5)),
+    "LayerNorm, no bias": (nn.LayerNorm((6, 7), bias=False), IMAGE),
+    "LayerNorm, no affine": (nn.LayerNorm(7, elementwise_affine=False), IMAGE),
+    "RMSNorm": (nn.RMSNorm(5, scale=2.0), (3, 5)),
+    "GroupNorm": (nn.GroupNorm(2, 4, eps=0.5), IMAGE),
+    "GroupNorm, no affine": (nn.GroupNorm(2, 4, affine=False), IMAGE),
+    "Normalize": (nn.Normalize((0.1, 0.2, 0.3, 0.4), 0.5), IMAGE),
+    "Abs": (nn.Abs(), IMAGE),
+    "BoundedPReLU": (nn.BoundedPReLU(4), IMAGE),
+    "Householder": (nn.Householder(4), IMAGE),
+    "Householder, last": (nn.Householder(6, dim=-1), (3, 6)),
+    "LayerScale": (nn.LayerScale((4, 1, 1), bound=2.0), IMAGE),
+    "LayerScale, scalar": (nn.LayerScale(init=0.3), IMAGE),
+    "ConvexResidual": (nn.ConvexResidual(nn.GroupSort(2), weight=0.25), IMAGE),
+    "ConvexResidual, learned": (nn.ConvexResidual(nn.SpectralLinear(7, 7), weight=0.25, learned=True), IMAGE),
+    "ConcatResidual": (nn.ConcatResidual(nn.SpectralConv2d(4, 2, 3, padding=1)), IMAGE),
+    "L2NormPool1d": (nn.L2NormPool1d(3, stride=2, padding=1), (4, 9)),
+    "GlobalL2NormPool": (nn.GlobalL2NormPool(), IMAGE),
+    "ScaledAvgPool1d": (nn.ScaledAvgPool1d(2, stride=3), (4, 9)),
+    "ScaledAdaptiveAvgPool2d": (nn.ScaledAdaptiveAvgPool2d((3, 1)), IMAGE),
+    "InvertibleDownsampling": (nn.InvertibleDownsampling(2), (3, 4, 6)),
+    "InvertibleUpsampling": (nn.InvertibleUpsampling(2), IMAGE),
+    "BoundedEmbedding": (nn.BoundedEmbedding(11, 6), (4,)),
+    "BoundedEmbedding, padding": (nn.BoundedEmbedding(11, 6, padding_idx=2, norm=2.0, length=4), (4,)),
+    "LearnedPositions": (nn.LearnedPositions(4, 6), (4, 6)),
+    "SinusoidalPositions": (nn.SinusoidalPositions(4, 6, scale=0.5), (4, 6)),
+    "TokenMean": (nn.TokenMean(), (4, 6)),
+    "TokenMean, scaled": (nn.TokenMean(4), (4, 6)),
+    "TokenBall": (nn.TokenBall(2.0), (4, 6)),
+    "LipschitzAttention": (nn.LipschitzAttention(6, 2, tokens=4), (4, 6)),
+    "LipschitzAttention, causal": (nn.LipschitzAttention(6, 3, causal=True, bias=True, token_norm=2.0), (4, 6)),
+    "TransformerBlock": (nn.TransformerBlock(6, 2, tokens=4), (4, 6)),
+    "token model": (
+        nn.Sequential(
+            nn.BoundedEmbedding(11, 6, length=4),
+            nn.LearnedPositions(4, 6),
+            nn.TransformerBlock(6, 2, tokens=4, bias=True),
+            nn.TokenMean(),
+            nn.SpectralLinear(6, 3),
+        ),
+        (4,),
+    ),
 }
+for _layer, _ in LAYERS.values():  # away from where it starts: zero biases, scales of one
+    with torch.no_grad():
+        for _parameter in _layer.parameters():
+            _parameter.add_(torch.randn(_parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    parametrize.project_(_layer)
 
 
 def inputs(shape, dtype=torch.float32):
+    if not dtype.is_floating_point:
+        return torch.randint(11, (5, *shape), generator=torch.Generator().manual_seed(0), dtype=dtype)
     x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] = 0
     x[1] *= 1e-3
@@ -70,7 +137,7 @@ def test_every_layer_exports(name, dtype):
     model = torch.nn.Sequential(layer)
     model.register_buffer("like", torch.zeros(()))  # layers without weights do not tell the model's type
     model.to(dtype)
-    x = inputs(shape, dtype)
+    x = inputs(shape, find_input_dtype(model) or dtype)
     plain = export(model, input_shape=shape)
     expected = model(x)
     assert plain(x).dtype == expected.dtype == dtype
@@ -153,6 +220,67 @@ def test_a_shared_layer_is_exported_once():
     layer = nn.SpectralConv2d(2, 2, 3, padding=1)
     plain = export(torch.nn.Sequential(layer, nn.GroupSort(2), layer), input_shape=(2, 5, 5))
     assert sum(isinstance(module, torch.nn.Conv2d) for module in plain.modules()) == 1
+
+
+@pytest.mark.parametrize("norm", [0.01, 0.49, 0.51, 100.0])
+def test_the_floor_scales_short_inputs_by_one_factor(norm):
+    layer = nn.BoundedInput((6,), norm=3.0, mode="floor", floor=0.5)
+    x = torch.nn.functional.normalize(inputs((6,))[3:], dim=1) * norm
+    y = export(layer)(x)
+    assert torch.allclose(y, layer(x), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(y.norm(dim=1), torch.tensor(3.0 * min(1.0, norm / 0.5)), rtol=1e-5)
+
+
+def test_reparametrised_weights_are_exported_as_they_are_used():
+    layer = nn.SpectralLinear(6, 4, constraint=parametrize.Cayley())
+    plain = export(layer).get_submodule("0")
+    assert torch.equal(plain.weight, layer.effective("weight"))
+    assert not torch.equal(plain.weight, layer.weight)
+    assert plain.weight.is_leaf
+    assert plain.weight.requires_grad
+    assert not export(layer.requires_grad_(False)).get_submodule("0").weight.requires_grad
+
+
+class Placed(torch.nn.Module):
+    """A table of positions: not what the input is looked up in."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.head = torch.nn.Embedding(4, 6), nn.SpectralLinear(6, 3)
+
+    def forward(self, x):
+        return self.head(x + self.positions(torch.arange(x.shape[1])))
+
+
+def test_a_table_of_positions_does_not_make_a_token_model():
+    model, x = Placed(), inputs((4, 6))
+    assert torch.allclose(export(model, input_shape=(4, 6))(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_tensors_in_a_lowering_become_the_models():
+    layer = nn.Normalize((0.1, 0.2), (0.3, 0.4))
+    plain = export(torch.nn.Sequential(layer, layer), input_shape=(2, 3))
+    assert set(plain.state_dict()) == {"0.mean", "0.std"}
+    x = inputs((2, 3))
+    assert torch.allclose(plain(x), layer(layer(x)), rtol=1e-6, atol=1e-6)
+    plain.double()
+    assert plain(x.double()).dtype == torch.float64
+
+
+def test_torch_layers_take_the_place_of_their_twins():
+    plain = {
+        nn.BoundedEmbedding(11, 6): torch.nn.Embedding,
+        nn.LayerNorm(6): torch.nn.LayerNorm,
+        nn.RMSNorm(6): torch.nn.RMSNorm,
+        nn.GroupNorm(2, 6): torch.nn.GroupNorm,
+        nn.BoundedPReLU(): torch.nn.PReLU,
+        nn.L1Linear(6, 2): torch.nn.Linear,
+        nn.FourierConv2d(2, 2, 3): torch.nn.Conv2d,
+    }
+    for layer, cls in plain.items():
+        found = export(layer).get_submodule("0")
+        assert type(found) is cls
+        assert set(found.state_dict()) == set(layer.state_dict())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -263,3 +391,13 @@ def test_after_training_and_projection():
     parametrize.project_(model)
     x = inputs((1, 8, 8))
     assert torch.allclose(model.export()(x), model.eval()(x), rtol=1e-6, atol=1e-6)
+
+
+def test_token_models_can_be_saved_and_take_any_batch():
+    model, shape = LAYERS["token model"]
+    x = inputs(shape, torch.long)
+    plain = export(model)
+    program = torch.export.export(plain, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert torch.allclose(program.module()(x[:3]), model(x[:3]), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(plain(x[:1]), model(x[:1]), rtol=1e-6, atol=1e-6)
+    assert set(plain.state_dict()) == set(model.state_dict())

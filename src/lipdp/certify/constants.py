@@ -18,15 +18,17 @@ from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
 from lipdp.export.graph import Builder, Seen
 from lipdp.export.plain import check_same, lower
 from lipdp.export.registry import Lowering, find_lowering
+from lipdp.export.rules import used_weight
 from lipdp.parametrize import Constrained
 
 __all__ = ["Network", "Scaling", "freeze"]
 
 # Layers whose norm is measured: their lowering is a torch layer, whose rule certifies the norm of the weights that it has.
-_MEASURED = (nn.SpectralLinear, nn.SpectralConv2d)
+_SPECTRAL = (nn.SpectralLinear, nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d, nn.SpectralConvTranspose2d)
+_MEASURED = (*_SPECTRAL, nn.L1Linear)
 # The Gram certificate of a matrix of norm 1 may come out this much larger; beyond it the weights are outside their set.
 _LOOSE = 5e-3
-# Constrained layers without a measured norm have to be where their projection puts them.
+# Other constrained layers have to be where their projection puts them.
 _UNMOVED = 1e-5
 
 
@@ -79,7 +81,7 @@ def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Ne
     dtypes = {dtype} | {p.dtype for p in own.parameters() if p.is_floating_point()}
     factor = 1 + max(map(unit_roundoff, dtypes))
     node, layer = _bounded_input(plain)
-    if node is not None and layer is not None and (layer.mode == "sphere" or _reads_before(plain, node) is None):
+    if node is not None and layer is not None and _has_geometry(plain, node, layer):
         front, rest = _split(plain, node)
         before = analyse(front, 1.0, input_shape=input_shape)
         behind = analyse(rest, 1.0, input_shape=layer.input_shape, input_norm=layer.norm)
@@ -93,9 +95,9 @@ def _check_weights(model: torch.nn.Module) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, Constrained):
             continue
-        if isinstance(layer, _MEASURED):
-            groups = getattr(layer, "groups", 1)
-            norm = float(certified_norm(layer.weight.reshape(groups, layer.weight.shape[0] // groups, -1)).max())
+        if isinstance(layer, _SPECTRAL):
+            groups, weight = getattr(layer, "groups", 1), used_weight(layer).detach()
+            norm = float(certified_norm(weight.reshape(groups, weight.shape[0] // groups, -1)).max())
             outside = "" if norm <= 1 + _LOOSE else f"its weights have a certified norm of {norm:.4g}, above 1"
         else:
             outside = _moved(layer)
@@ -152,6 +154,11 @@ def _bounded_input(model: fx.GraphModule) -> tuple[fx.Node | None, nn.BoundedInp
         if isinstance(module, nn.BoundedInput):
             return node, module
     return None, None
+
+
+def _has_geometry(model: fx.GraphModule, node: fx.Node, layer: nn.BoundedInput) -> bool:
+    """The sphere has no other certificate, the ball a better one; mode "floor" counts with its constant norm/floor."""
+    return layer.mode == "sphere" or (layer.mode == "ball" and _reads_before(model, node) is None)
 
 
 def _reads_before(model: fx.GraphModule, scaling: fx.Node) -> fx.Node | None:

@@ -14,7 +14,7 @@ from lipdp.clipping.contribution import Contribution, Form, PositionSum, zeroed
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.registry import Contributions, norm_rule
 from lipdp.errors import UnsupportedError
-from lipdp.nn import SpectralConv2d
+from lipdp.nn import SpectralConv1d, SpectralConv2d, SpectralConv3d
 
 __all__ = ["ConvSum", "patches"]
 
@@ -167,10 +167,10 @@ def _conv(layer: ConvNd, inputs: tuple[Any, ...], output: torch.Tensor) -> Contr
     return _convolution(layer, inputs)
 
 
-@norm_rule(SpectralConv2d)
-def _spectral_conv(layer: SpectralConv2d, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
+@norm_rule(SpectralConv1d, SpectralConv2d, SpectralConv3d)
+def _spectral_conv(layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     """The stored parameter is Θ = √m·K, so its gradient is the kernel's over √m."""
-    return _convolution(layer, inputs, layer.scale(inputs[0].shape[-2], inputs[0].shape[-1]))
+    return _convolution(layer, inputs, layer.scale(*inputs[0].shape[2:]))
 
 
 @norm_rule(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)

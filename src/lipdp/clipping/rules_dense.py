@@ -10,7 +10,8 @@ import torch
 
 from lipdp.clipping.contribution import Contribution, PositionSum, summed
 from lipdp.clipping.outer import OuterSum
-from lipdp.clipping.registry import Contributions, norm_rule
+from lipdp.clipping.registry import Contributions, norm_rule, refuse
+from lipdp.nn import SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d, SpectralLinear
 
 __all__ = ["affine", "positions"]
 
@@ -37,7 +38,17 @@ def affine(
     return result
 
 
-@norm_rule(torch.nn.Linear)
+@refuse(SpectralLinear, SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d)
+def _reparametrised_refusal(layer: SpectralLinear) -> str | None:
+    if layer.maps():
+        return (
+            "its weight is reparametrised, and per-example gradients through the map are not supported. Train it with "
+            "method='clipless', or use a projection (constraint=lipdp.parametrize.Bjorck())."
+        )
+    return None
+
+
+@norm_rule(torch.nn.Linear, SpectralLinear)
 def _linear(layer: torch.nn.Linear, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     x = inputs[0].detach() if layer.weight.requires_grad else None
     return lambda cotangent: affine(cotangent, x, layer.weight, layer.bias)

@@ -77,7 +77,8 @@ FUNCTIONS: dict[Any, Callable[..., torch.nn.Module]] = {
     F.dropout2d: lambda p=0.5, **_: torch.nn.Dropout2d(p),
 }
 
-Rule = Callable[[Any, Where], Decision]
+Weighted = torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.ConvTranspose2d
+Twin = nn.SpectralLinear | nn.SpectralConv1d | nn.SpectralConv2d | nn.SpectralConv3d | nn.SpectralConvTranspose2d
 
 
 def decide(module: torch.nn.Module, where: Where) -> Decision | None:
@@ -99,8 +100,8 @@ def _linear(module: torch.nn.Linear, where: Where) -> Decision:
     return _weighted(nn.SpectralLinear(module.in_features, module.out_features, bias, **like), module, where)
 
 
-def _conv2d(module: torch.nn.Conv2d, where: Where) -> Decision:
-    twin = nn.SpectralConv2d(
+def _conv(module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, where: Where) -> Decision:
+    twin = (nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d)[len(module.kernel_size) - 1](
         module.in_channels,
         module.out_channels,
         module.kernel_size,  # type: ignore[arg-type]
@@ -116,9 +117,31 @@ def _conv2d(module: torch.nn.Conv2d, where: Where) -> Decision:
     return _weighted(twin, module, where)
 
 
-def _weighted(twin: nn.SpectralLinear | nn.SpectralConv2d, module: torch.nn.Linear | torch.nn.Conv2d, where: Where) -> Decision:
+def _conv_transpose(module: torch.nn.ConvTranspose2d, where: Where) -> Decision:
+    twin = nn.SpectralConvTranspose2d(
+        module.in_channels,
+        module.out_channels,
+        module.kernel_size,  # type: ignore[arg-type]
+        module.stride,  # type: ignore[arg-type]
+        module.padding,  # type: ignore[arg-type]
+        module.output_padding,  # type: ignore[arg-type]
+        module.groups,
+        module.bias is not None,
+        module.dilation,  # type: ignore[arg-type]
+        device=module.weight.device,
+        dtype=module.weight.dtype,
+    )
+    with torch.no_grad():
+        made = twin(module.weight.new_zeros(1, *where.shape)).shape[1:]
+    if tuple(made) != where.output:
+        return Decision("not converted", module, "it is called with output_size=: use output_padding instead")
+    return _weighted(twin, module, where)
+
+
+def _weighted(twin: Twin, module: Weighted, where: Where) -> Decision:
     notes = []
-    positions = math.prod(where.output) // module.weight.shape[0]
+    outputs = module.out_features if isinstance(module, torch.nn.Linear) else module.out_channels
+    positions = math.prod(where.output) // outputs
     if module.bias is not None and positions > 1:
         notes.append(f"its bias is added at {positions} places and costs √{positions}: bias=False is cheaper")
     if where.copy_weights:
@@ -154,7 +177,7 @@ def _max_pool(module: torch.nn.MaxPool2d, where: Where) -> Decision:
     kernel, stride, padding = (as_tuple(v, 2) for v in (module.kernel_size, module.stride, module.padding))
     overlap = math.prod(math.ceil(k / s) for k, s in zip(kernel, stride, strict=True))
     note = f"windows overlap: bounds grow by up to {math.sqrt(overlap):.3g} here; a stride of the window's size costs nothing"
-    pool = nn.L2NormPool2d(kernel, stride, padding)  # type: ignore[arg-type]
+    pool = nn.L2NormPool2d(kernel, stride, padding)
     return Decision("replaced", pool, note if overlap > 1 else "")
 
 
@@ -162,7 +185,7 @@ def _avg_pool(module: torch.nn.AvgPool2d, where: Where) -> Decision:
     kernel, stride, padding = (as_tuple(v, 2) for v in (module.kernel_size, module.stride, module.padding))
     if module.ceil_mode or any(padding) or any(s < k for k, s in zip(kernel, stride, strict=True)):
         return Decision("kept", module, "ScaledAvgPool2d needs windows that do not overlap, without padding")
-    return Decision("replaced", nn.ScaledAvgPool2d(kernel, stride), "times √window")  # type: ignore[arg-type]
+    return Decision("replaced", nn.ScaledAvgPool2d(kernel, stride), "times √window")
 
 
 def _adaptive_pool(module: torch.nn.AdaptiveAvgPool2d | torch.nn.AdaptiveMaxPool2d, where: Where) -> Decision:
@@ -210,7 +233,8 @@ def _softmax(module: torch.nn.Module, where: Where) -> Decision | None:
 
 _RULES: dict[tuple[type[torch.nn.Module], ...], Callable[[Any, Where], Decision | None]] = {
     (torch.nn.Linear,): _linear,
-    (torch.nn.Conv2d,): _conv2d,
+    (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d): _conv,
+    (torch.nn.ConvTranspose2d,): _conv_transpose,
     ACTIVATIONS: _activation,
     (torch.nn.MaxPool2d,): _max_pool,
     (torch.nn.AvgPool2d,): _avg_pool,

@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from lipdp.bounds.bound import Shape
-from lipdp.bounds.trace import describe
+from lipdp.bounds.trace import describe, find_input_dtype
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 
-__all__ = ["Builder", "Seen", "record", "trace_graph"]
+__all__ = ["Builder", "Seen", "record", "token_dtype", "trace_graph"]
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_METADATA = (getattr, "size", "dim", "numel")  # what may be asked of an input of any type
 
 
 class _Tracer(fx.Tracer):
@@ -39,6 +40,20 @@ def trace_graph(model: torch.nn.Module, leaf: Callable[[torch.nn.Module], bool],
         raise UnsupportedError(f"{type(model).__name__} can't be traced by torch.fx: {error}. {advice}") from error
 
 
+def token_dtype(model: torch.nn.Module, graph: fx.Graph) -> torch.dtype | None:
+    """The integer type of the model's input, if it is looked up in a table; a table that something else indexes says nothing."""
+    dtype, modules = find_input_dtype(model), dict(model.named_modules())
+    reached: set[fx.Node] = set()
+    for node in graph.nodes if dtype is not None else ():
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if node.op == "placeholder" or (not reached.isdisjoint(node.all_input_nodes) and node.target not in _METADATA):
+            reached.add(node)
+            looks_up = isinstance(module, torch.nn.Embedding) or node.target is torch.nn.functional.embedding
+            if looks_up or isinstance(getattr(module, "input_dtype", None), torch.dtype):
+                return dtype
+    return None
+
+
 @dataclass(frozen=True)
 class Seen:
     """What a node of the graph evaluates to: one example's shape, and the type."""
@@ -47,12 +62,15 @@ class Seen:
     dtype: torch.dtype
 
 
-def record(model: torch.nn.Module, graph: fx.Graph, input_shape: Shape) -> dict[fx.Node, Seen]:
-    """Run ``graph`` on two examples of zeros and note what every node gives. Nodes that are not tensors are left out."""
+def record(model: torch.nn.Module, graph: fx.Graph, input_shape: Shape, dtype: torch.dtype | None = None) -> dict[fx.Node, Seen]:
+    """Run ``graph`` on two examples of zeros and note what every node gives. Nodes that are not tensors are left out.
+
+    ``dtype`` is the type of the zeros, the model's own by default.
+    """
     like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
     recorder = _Recorder(model, graph)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        recorder.run(torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device))
+        recorder.run(torch.zeros(2, *input_shape, dtype=dtype or like.dtype, device=like.device))
     return recorder.seen
 
 
@@ -77,6 +95,19 @@ class _Recorder(fx.Interpreter):
         return value
 
 
+class _Appender(fx.proxy.GraphAppendingTracer):
+    """Writes the operations on stand-ins into the builder's graph; tensors among their arguments become the new model's."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__(builder.graph)
+        self.builder = builder
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self.builder.graph.get_attr(self.builder.place(self.builder.name_of(a), a))
+        return super().create_arg(a)
+
+
 @dataclass
 class Builder:
     """A new graph that is written node by node while an old one is read.
@@ -88,13 +119,21 @@ class Builder:
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     targets: dict[str, Any] = field(default_factory=dict)
+    site: str = ""  # the old module that is being replaced
 
     def __post_init__(self) -> None:
-        self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        self._tracer = _Appender(self)
 
     def proxy(self, old: fx.Node) -> torch.Tensor:
         """A stand-in for what ``old`` computes: torch functions applied to it are written into the new graph."""
         return fx.Proxy(self.env[old], self._tracer)  # type: ignore[return-value]
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor that a replacement uses: its own, if it is one of the old module's."""
+        owner = self.modules.get(self.site)
+        named = () if owner is None else (*owner.named_parameters(), *owner.named_buffers())
+        local = next((name for name, value in named if value is tensor), "constant")
+        return f"{self.site}.{local}" if self.site else local
 
     def place(self, name: str, value: Any) -> str:
         """Put a module or tensor into the new model, under ``name`` or, if that is taken by another one, next to it."""

@@ -12,7 +12,7 @@ from torch import fx
 from lipdp.bounds.bound import Shape
 from lipdp.bounds.trace import describe, find_input_shape
 from lipdp.errors import ConfigurationError, UnsupportedError
-from lipdp.export.graph import Builder, Seen, record, trace_graph
+from lipdp.export.graph import Builder, Seen, record, token_dtype, trace_graph
 from lipdp.export.registry import Lowering, Site, find_lowering
 
 __all__ = ["check_same", "export", "lower"]
@@ -58,12 +58,13 @@ def export(model: torch.nn.Module, *, input_shape: Sequence[int] | None = None) 
         own = torch.nn.Sequential(own)
     shape = find_input_shape(model) if input_shape is None else tuple(int(size) for size in input_shape)
     graph = trace_graph(own, lambda module: find_lowering(module) is not None, _ADVICE)
-    seen = {} if shape is None else record(own, graph, shape)
+    tokens = token_dtype(own, graph)
+    seen = {} if shape is None else record(own, graph, shape, tokens)
     plain = lower(own, graph, seen, find_lowering, name)
     _refuse_lipdp(plain)
     plain.eval()
     if shape is not None:
-        check_same(own, plain, shape)
+        check_same(own, plain, shape, tokens)
     return plain
 
 
@@ -94,6 +95,7 @@ def lower(
             builder.env[node] = builder.call(key[0], made[key], *(builder.env[source] for source in node.args))
             continue
         dtype = like if known[0] is None else known[0].dtype
+        builder.site = key[0]
         result: Any = rule(layer, Site(where, tuple(builder.proxy(source) for source in node.args), shapes, dtype))
         if isinstance(result, fx.Proxy):
             builder.env[node] = result.node
@@ -118,10 +120,18 @@ def _refuse_lipdp(plain: fx.GraphModule) -> None:
             raise UnsupportedError(f"the model calls lipdp's function '{node.target.__name__}', which can't be exported")
 
 
-def check_same(model: torch.nn.Module, plain: fx.GraphModule, shape: Shape) -> None:
-    """Refuse a lowered module whose outputs on random inputs differ from the model's by more than rounding explains."""
+def check_same(model: torch.nn.Module, plain: fx.GraphModule, shape: Shape, tokens: torch.dtype | None = None) -> None:
+    """Refuse a lowered module whose outputs on random inputs differ from the model's by more than rounding explains.
+
+    ``tokens`` is the integer type of the inputs, if they are integers.
+    """
     like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
-    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(like)
+    generator = torch.Generator().manual_seed(0)
+    if tokens is None:
+        x = torch.randn(3, *shape, generator=generator).to(like)
+    else:
+        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        x = torch.randint(min(sizes, default=1), (3, *shape), generator=generator, dtype=tokens).to(like.device)
     with torch.no_grad():
         expected, got = model(x), plain(x)
     if not isinstance(expected, torch.Tensor):

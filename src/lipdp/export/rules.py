@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -10,20 +12,48 @@ from torch.nn import functional as F
 from lipdp import nn
 from lipdp.export.registry import Site, lowering
 
-__all__: list[str] = []
+__all__ = ["used_weight"]
+
+P = TypeVar("P", bound=torch.nn.Module)
 
 
-@lowering(nn.SpectralLinear)
-def _linear(layer: nn.SpectralLinear, site: Site) -> torch.nn.Module:
-    plain = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    plain.weight, plain.bias = layer.weight, layer.bias  # the same objects, so that tied weights stay tied
+def used_weight(layer: torch.nn.Module, name: str = "weight") -> torch.Tensor:
+    """The weight that ``layer`` computes with: W = π(θ) where it is reparametrised, the parameter itself elsewhere."""
+    effective: Callable[[str], torch.Tensor] | None = getattr(layer, "effective", None)
+    value: torch.Tensor = getattr(layer, name) if effective is None else effective(name)
+    return value
+
+
+def _place(plain: P, layer: torch.nn.Module, scale: float | None = None) -> P:
+    """``plain`` with the layer's weight, times ``scale``, and bias. What is not changed is the same object: ties stay tied."""
+    stored: torch.nn.Parameter | None = getattr(layer, "weight", None)
+    if stored is not None:
+        weight = used_weight(layer)
+        if scale is not None:
+            weight = weight.detach() * scale
+        if weight is not stored:
+            weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=stored.requires_grad)
+        plain.register_parameter("weight", weight)
+    if hasattr(layer, "bias"):
+        plain.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
     return plain
 
 
-@lowering(nn.SpectralConv2d)
-def _conv(layer: nn.SpectralConv2d, site: Site) -> torch.nn.Module:
-    """K = Θ/√m with the m of this input size: the exported kernel is the one that convolves."""
-    plain = torch.nn.Conv2d(
+@lowering(nn.SpectralLinear, nn.L1Linear)
+def _linear(layer: nn.SpectralLinear | nn.L1Linear, site: Site) -> torch.nn.Module:
+    plain = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    return _place(plain, layer)
+
+
+_CONVOLUTIONS: dict[int, type[torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d]] = {
+    1: torch.nn.Conv1d,
+    2: torch.nn.Conv2d,
+    3: torch.nn.Conv3d,
+}
+
+
+def _plain_conv(layer: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d) -> torch.nn.Module:
+    return _CONVOLUTIONS[len(layer.kernel_size)](
         layer.in_channels,
         layer.out_channels,
         layer.kernel_size,  # type: ignore[arg-type]
@@ -35,10 +65,74 @@ def _conv(layer: nn.SpectralConv2d, site: Site) -> torch.nn.Module:
         layer.padding_mode,
         device="meta",
     )
-    kernel = layer.weight.detach() * layer.scale(site.shape[-2], site.shape[-1])
-    plain.weight = torch.nn.Parameter(kernel, requires_grad=layer.weight.requires_grad)
-    plain.bias = layer.bias
-    return plain
+
+
+@lowering(nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d)
+def _conv(layer: nn.SpectralConv1d | nn.SpectralConv2d | nn.SpectralConv3d, site: Site) -> torch.nn.Module:
+    """K = Θ/√m with the m of this input size: the exported kernel is the one that convolves."""
+    return _place(_plain_conv(layer), layer, layer.scale(*site.shape[-len(layer.kernel_size) :]))
+
+
+@lowering(nn.FourierConv2d)
+def _fourier_conv(layer: nn.FourierConv2d, site: Site) -> torch.nn.Module:
+    """The stored kernel convolves as it is."""
+    return _place(_plain_conv(layer), layer)
+
+
+@lowering(nn.SpectralConvTranspose2d)
+def _conv_transpose(layer: nn.SpectralConvTranspose2d, site: Site) -> torch.nn.Module:
+    plain = torch.nn.ConvTranspose2d(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,  # type: ignore[arg-type]
+        layer.stride,  # type: ignore[arg-type]
+        layer.padding,  # type: ignore[arg-type]
+        layer.output_padding,  # type: ignore[arg-type]
+        layer.groups,
+        layer.bias is not None,
+        layer.dilation,  # type: ignore[arg-type]
+        device="meta",
+    )
+    return _place(plain, layer, layer.scale(site.shape[-2], site.shape[-1]))
+
+
+@lowering(nn.LayerNorm)
+def _layer_norm(layer: nn.LayerNorm, site: Site) -> torch.nn.Module:
+    shape, affine = list(layer.normalized_shape), layer.elementwise_affine
+    return _place(torch.nn.LayerNorm(shape, layer.eps, affine, layer.bias is not None, device="meta"), layer)
+
+
+@lowering(nn.RMSNorm)
+def _rms_norm(layer: nn.RMSNorm, site: Site) -> torch.nn.Module:
+    return _place(torch.nn.RMSNorm(list(layer.normalized_shape), layer.eps, layer.elementwise_affine, device="meta"), layer)
+
+
+@lowering(nn.GroupNorm)
+def _group_norm(layer: nn.GroupNorm, site: Site) -> torch.nn.Module:
+    return _place(torch.nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, layer.affine, device="meta"), layer)
+
+
+@lowering(nn.BoundedPReLU)
+def _prelu(layer: nn.BoundedPReLU, site: Site) -> torch.nn.Module:
+    return _place(torch.nn.PReLU(layer.num_parameters, device="meta"), layer)
+
+
+@lowering(nn.BoundedEmbedding)
+def _embedding(layer: nn.BoundedEmbedding, site: Site) -> torch.nn.Module:
+    return _place(torch.nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta"), layer)
+
+
+@lowering(nn.TokenBall)
+def _token_ball(layer: nn.TokenBall, site: Site) -> torch.Tensor:
+    wide = _wide(site)
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return _narrow(wide * (layer.norm / torch.clamp_min(norms, layer.norm)), site)
+
+
+@lowering(nn.Normalize)
+def _normalize(layer: nn.Normalize, site: Site) -> torch.Tensor:
+    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
+    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
 
 
 @lowering(nn.Flatten)
@@ -77,15 +171,16 @@ def _norms(x: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.reshape(norms, (-1, *([1] * (rank - 1))))
 
 
-def _ball(site: Site, radius: float) -> torch.Tensor:
-    factor = radius / torch.clamp_min(_norms(_wide(site), len(site.shape) + 1), radius)
+def _ball(site: Site, radius: float, floor: float | None = None) -> torch.Tensor:
+    """x·radius/max(‖x‖, floor), where the ball's floor is its radius."""
+    factor = radius / torch.clamp_min(_norms(_wide(site), len(site.shape) + 1), radius if floor is None else floor)
     return _narrow(site.x * factor, site)
 
 
 @lowering(nn.BoundedInput)
 def _bounded_input(layer: nn.BoundedInput, site: Site) -> torch.Tensor:
-    if layer.mode == "ball":
-        return _ball(site, layer.norm)
+    if layer.mode != "sphere":
+        return _ball(site, layer.norm, layer.floor)
     rank = len(site.shape) + 1
     wide = _wide(site)
     largest = torch.amax(torch.abs(wide), dim=tuple(range(1, rank)), keepdim=True)

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity, transposed_multiplicity, weighted_transfer
 from lipdp.errors import ConfigurationError
-from lipdp.nn.linear import checked_bias_norm, orthogonal_
-from lipdp.parametrize import Bjorck, Constrained, Constraint
+from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_
+from lipdp.parametrize import Constrained, Constraint, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import project_ball
+from lipdp.parametrize.effective import Map
 
 __all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]
 
@@ -21,19 +22,36 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 _NOTE = "RKO: K = Θ/√{m}, so ‖K∗‖ ≤ ‖Θ‖₂ ≤ 1; the true norm may be smaller (lipdp.nn.FourierConv2d keeps that one)"
 
 
-class _Spectral(Constrained):
+class _Spectral(Reparametrised, Constrained):
     """What the convolutions share: Θ as one matrix for each group, kept at ‖Θ_g‖₂ ≤ 1, and the bias's ball."""
 
     weight: Any
     bias: Any
     groups: int
     bias_norm: float
-    constraint: Constraint
+    constraint: Constraint | Parametrisation
+
+    def _start(self, constraint: Constraint | Parametrisation | None) -> None:
+        self.constraint = checked_constraint(constraint)
+        if isinstance(self.constraint, Parametrisation):
+            with torch.no_grad():
+                self.weight.copy_(self.constraint.initial(self._matrices()).reshape(self.weight.shape))
 
     def _matrices(self) -> torch.Tensor:
         """Θ as one matrix per group: (out/groups × in/groups·window), in × out/groups·window where transposed."""
         matrices: torch.Tensor = self.weight.reshape(self.groups, self.weight.shape[0] // self.groups, -1)
         return matrices
+
+    def maps(self) -> dict[str, Map]:
+        """π on each group's matrix, where the constraint is a parametrisation; Θ = π(θ) is what Δ speaks of."""
+        pi = self.constraint
+        if not isinstance(pi, Parametrisation):
+            return {}
+
+        def effective(theta: torch.Tensor) -> torch.Tensor:
+            return pi.weight(theta.reshape(self.groups, theta.shape[0] // self.groups, -1)).reshape(theta.shape)
+
+        return {"weight": effective}
 
     def reset_parameters(self) -> None:
         """Random (semi-)orthogonal matrices and a zero bias."""
@@ -46,7 +64,8 @@ class _Spectral(Constrained):
     def project_(self) -> None:
         """Back to ‖Θ_g‖₂ ≤ 1 and ‖b‖₂ ≤ bias_norm."""
         with torch.no_grad():
-            self.weight.copy_(self.constraint.project(self._matrices()).reshape(self.weight.shape))
+            if not isinstance(self.constraint, Parametrisation):
+                self.weight.copy_(self.constraint.project(self._matrices()).reshape(self.weight.shape))
             if self.bias is not None:
                 self.bias.copy_(project_ball(self.bias, self.bias_norm))
 
@@ -71,7 +90,7 @@ class SpectralConv1d(_Spectral, torch.nn.Conv1d):
         padding_mode: PaddingMode = "zeros",
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -79,7 +98,7 @@ class SpectralConv1d(_Spectral, torch.nn.Conv1d):
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self.constraint = Bjorck() if constraint is None else constraint
+        self._start(constraint)
         self.project_()
 
     def scale(self, length: int) -> float:
@@ -88,7 +107,7 @@ class SpectralConv1d(_Spectral, torch.nn.Conv1d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve with K = Θ/√m."""
-        y: torch.Tensor = self._conv_forward(input, self.weight * self.scale(input.shape[-1]), self.bias)
+        y: torch.Tensor = self._conv_forward(input, self.effective("weight") * self.scale(input.shape[-1]), self.bias)
         return y
 
     def extra_repr(self) -> str:
@@ -123,7 +142,7 @@ class SpectralConv2d(_Spectral, torch.nn.Conv2d):
         padding_mode: PaddingMode = "zeros",
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -131,7 +150,7 @@ class SpectralConv2d(_Spectral, torch.nn.Conv2d):
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self.constraint = Bjorck() if constraint is None else constraint
+        self._start(constraint)
         self.project_()
 
     def scale(self, height: int, width: int) -> float:
@@ -140,7 +159,9 @@ class SpectralConv2d(_Spectral, torch.nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve with K = Θ/√m."""
-        y: torch.Tensor = self._conv_forward(input, self.weight * self.scale(input.shape[-2], input.shape[-1]), self.bias)
+        y: torch.Tensor = self._conv_forward(
+            input, self.effective("weight") * self.scale(input.shape[-2], input.shape[-1]), self.bias
+        )
         return y
 
     def extra_repr(self) -> str:
@@ -164,7 +185,7 @@ class SpectralConv3d(_Spectral, torch.nn.Conv3d):
         padding_mode: PaddingMode = "zeros",
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -172,7 +193,7 @@ class SpectralConv3d(_Spectral, torch.nn.Conv3d):
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self.constraint = Bjorck() if constraint is None else constraint
+        self._start(constraint)
         self.project_()
 
     def scale(self, depth: int, height: int, width: int) -> float:
@@ -182,7 +203,7 @@ class SpectralConv3d(_Spectral, torch.nn.Conv3d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve with K = Θ/√m."""
         depth, height, width = input.shape[-3:]
-        y: torch.Tensor = self._conv_forward(input, self.weight * self.scale(depth, height, width), self.bias)
+        y: torch.Tensor = self._conv_forward(input, self.effective("weight") * self.scale(depth, height, width), self.bias)
         return y
 
     def extra_repr(self) -> str:
@@ -227,7 +248,7 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
         dilation: int | tuple[int, int] = 1,
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -245,7 +266,7 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
             device=device,
             dtype=dtype,
         )
-        self.constraint = Bjorck() if constraint is None else constraint
+        self._start(constraint)
         self.project_()
 
     def multiplicity(self, height: int, width: int) -> int:
@@ -265,7 +286,7 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
         """Convolve with K = Θ/√m."""
         if output_size is not None:
             raise ConfigurationError("SpectralConvTranspose2d takes no output_size; use output_padding")
-        kernel = self.weight * self.scale(input.shape[-2], input.shape[-1])
+        kernel = self.effective("weight") * self.scale(input.shape[-2], input.shape[-1])
         padding, extra = self.padding, self.output_padding
         return F.conv_transpose2d(input, kernel, self.bias, self.stride, padding, extra, self.groups, self.dilation)  # type: ignore[arg-type]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.rules_weighted import weighted_transfer
 from lipdp.errors import ConfigurationError
-from lipdp.parametrize import Bjorck, Constrained, Constraint
+from lipdp.parametrize import Bjorck, Constrained, Constraint, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
+from lipdp.parametrize.effective import Map
 
 __all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
 
@@ -29,8 +31,20 @@ def orthogonal_(matrix: torch.Tensor) -> None:
         matrix.copy_(torch.nn.init.orthogonal_(wide))
 
 
-class SpectralLinear(Constrained, torch.nn.Linear):
-    """``y = Wx + b`` with ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ ``bias_norm``, both kept by projection after every step.
+def checked_constraint(value: Constraint | Parametrisation | None) -> Constraint | Parametrisation:
+    """The constraint given, or the default; refuses what is neither a projection nor a parametrisation."""
+    if value is None:
+        return Bjorck()
+    if not isinstance(value, Parametrisation | Constraint):
+        raise ConfigurationError(
+            f"constraint must be a projection (lipdp.parametrize.Bjorck(), Spectral()) or a parametrisation (Cayley(), Polar() …), "
+            f"not {value!r}"
+        )
+    return value
+
+
+class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
+    """``y = Wx + b`` with ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ ``bias_norm``.
 
     Bounds, at T positions (tokens): ``X_out = X + √T·bias_norm``, ``G_in = G``, ``Δ_W = G·X``, ``Δ_b = √T·G``.
 
@@ -39,8 +53,10 @@ class SpectralLinear(Constrained, torch.nn.Linear):
         out_features: size of each output.
         bias: whether to add a bias.
         bias_norm: radius of the ball that the bias is kept in. It enters the activations' bound, so small is cheap.
-        constraint: how W is brought back (:class:`~lipdp.parametrize.Bjorck`, the default, makes it orthogonal;
-            :class:`~lipdp.parametrize.Spectral` only scales it).
+        constraint: how ‖W‖₂ ≤ 1 is kept. A projection after every step: :class:`~lipdp.parametrize.Bjorck`, the default, makes W
+            orthogonal, :class:`~lipdp.parametrize.Spectral` only scales it. Or a parametrisation W = π(θ) of the stored parameter θ
+            (:class:`~lipdp.parametrize.Cayley`, ``MatrixExp``, ``Householder``, ``Polar``, ``DifferentiableBjorck``): Δ is then the
+            bound on ∂L/∂W, which the engine noises and pulls back to θ.
         device: as in torch.nn.
         dtype: as in torch.nn.
     """
@@ -52,13 +68,16 @@ class SpectralLinear(Constrained, torch.nn.Linear):
         bias: bool = True,
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.bias_norm = checked_bias_norm(bias_norm)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.constraint: Constraint = Bjorck() if constraint is None else constraint
+        self.constraint = checked_constraint(constraint)
+        if isinstance(self.constraint, Parametrisation):
+            with torch.no_grad():
+                self.weight.copy_(self.constraint.initial(self.weight))
         self.project_()
 
     def reset_parameters(self) -> None:
@@ -68,11 +87,20 @@ class SpectralLinear(Constrained, torch.nn.Linear):
             torch.nn.init.zeros_(self.bias)
 
     def project_(self) -> None:
-        """Back to ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ bias_norm."""
+        """Back to ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ bias_norm; a reparametrised weight needs no projection."""
         with torch.no_grad():
-            self.weight.copy_(self.constraint.project(self.weight))
+            if not isinstance(self.constraint, Parametrisation):
+                self.weight.copy_(self.constraint.project(self.weight))
             if self.bias is not None:
                 self.bias.copy_(project_ball(self.bias, self.bias_norm))
+
+    def maps(self) -> dict[str, Map]:
+        """π, where the constraint is a parametrisation."""
+        return {"weight": self.constraint.weight} if isinstance(self.constraint, Parametrisation) else {}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Wx + b."""
+        return F.linear(input, self.effective("weight"), self.bias)
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
