@@ -1,6 +1,6 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
-from lipdp import bounds, clipping, data, errors, losses, models, nn, parametrize, privacy, recipes, training
+from lipdp import bounds, clipping, data, errors, losses, mechanisms, models, nn, parametrize, privacy, recipes, training
 from lipdp.bounds import sensitivities
 from lipdp.certify import attack, certified_accuracy, certify
 from lipdp.convert import convert
@@ -26,6 +26,7 @@ __all__ = [
     "fit",
     "load",
     "losses",
+    "mechanisms",
     "models",
     "nn",
     "parametrize",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, catalog, show, train
+from lipdp.cli import account, catalog, mechanism, show, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -28,6 +28,7 @@ app.command("plan", epilog=show.PLAN_EXAMPLE)(show.plan)
 app.command("bounds", epilog=show.BOUNDS_EXAMPLE)(show.bounds)
 app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
 app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
+app.add_typer(mechanism.app, name="mechanism")
 app.command("data", epilog=catalog.DATA_EXAMPLE)(catalog.data)
 app.command("recipes", epilog=catalog.RECIPES_EXAMPLE)(catalog.recipes)
 

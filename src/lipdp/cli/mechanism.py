@@ -1,0 +1,153 @@
+"""``lipdp mechanism learn|release|compare``: private statistics of a CSV column."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipdp.cli import options
+from lipdp.cli.output import console, print_fields, print_json
+from lipdp.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from lipdp.mechanisms import Comparison
+
+__all__ = ["app"]
+
+app = typer.Typer(name="mechanism", no_args_is_help=True, help="Private mechanisms for statistics: learned, or the experts'.")
+
+LEARN_EXAMPLE = "Example: lipdp mechanism learn median --epsilon 1 --size 100 --low 0 --high 10 --output median.mechanism"
+RELEASE_EXAMPLE = (
+    "Example: lipdp mechanism release median.mechanism survey.csv --column age --ledger survey.ledger --budget 2 --dataset survey"
+)
+
+Query = Annotated[str, typer.Argument(help="mean, variance, median, p10 (any percentile) or quantile:0.25.", show_default=False)]
+Epsilon = Annotated[float, typer.Option(help="ε of one release.", show_default=False)]
+Size = Annotated[int, typer.Option("--size", help="n, the public number of records.", show_default=False)]
+Low = Annotated[float, typer.Option(help="Lower bound that holds for every possible record.", show_default=False)]
+High = Annotated[float, typer.Option(help="Upper bound.", show_default=False)]
+Loss = Annotated[str, typer.Option(help="squared, or quantile (points between truth and answer).")]
+Quick = Annotated[bool, typer.Option(help="A few seconds of training: a worse mechanism, the same guarantee.")]
+Seed = Annotated[int, typer.Option(help="Of training; release noise never comes from a seed.")]
+
+
+@app.command(epilog=LEARN_EXAMPLE)
+def learn(
+    query: Query,
+    epsilon: Epsilon,
+    size: Size,
+    low: Low,
+    high: High,
+    output: Annotated[Path, typer.Option(help="Where the mechanism is written.", show_default=False)],
+    loss: Loss = "squared",
+    quick: Quick = False,
+    seed: Seed = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Learn a mechanism from the default prior and save it. No data are read."""
+    if not output.parent.is_dir():  # found out now, not after the training
+        raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
+    found = _compare(query, epsilon, size, (low, high), loss, quick, seed).chosen
+    found.save(output)
+    described = found.describe()
+    if as_json:
+        print_json({**described, "path": str(output)})
+        return
+    print_fields(console(), [(name, _text(value)) for name, value in described.items()] + [("written to", str(output))])
+
+
+@app.command(epilog=RELEASE_EXAMPLE)
+def release(
+    mechanism: Annotated[Path, typer.Argument(help="A file that `lipdp mechanism learn` wrote.", show_default=False)],
+    data: Annotated[Path, typer.Argument(help="A CSV file with a header line.", show_default=False)],
+    column: Annotated[str, typer.Option(help="Which column.", show_default=False)],
+    ledger: Annotated[
+        Path | None, typer.Option(help="The dataset's budget ledger; begun where it is missing, with --budget and --dataset.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Total ε of a new ledger.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="The dataset's name in a new ledger.")] = None,
+    no_ledger: Annotated[bool, typer.Option("--no-ledger", help="Keep no account: you add up the ε yourself.")] = False,
+    clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """One private answer about a CSV column. Each call spends the mechanism's ε."""
+    from lipdp.mechanisms import BudgetLedger, load
+
+    if (ledger is None) != no_ledger:
+        raise ConfigurationError("give --ledger FILE, so that the budget is kept, or --no-ledger to keep no account (not both)")
+    if ledger is None and (budget is not None or dataset is not None):
+        raise ConfigurationError("--budget and --dataset begin a ledger: they need --ledger FILE")
+    made = load(mechanism)
+    values = read_column(data, column)
+    made.problem.dataset(values, clamp)  # refuse bad data before a ledger is begun
+    book = None if ledger is None else BudgetLedger(ledger, budget, dataset)
+    answer = made.release(values, ledger=book, clamp=clamp)
+    left = None if book is None else book.remaining
+    query = made.problem.query.name
+    if as_json:
+        print_json({"query": query, "answer": answer, "epsilon": made.epsilon, "remaining": left, "mechanism": made.title})
+        return
+    fields = [(query, f"{answer:.6g}"), ("epsilon", f"{made.epsilon:g}, for replacing one record")]
+    print_fields(console(), fields if left is None else [*fields, ("budget left", f"{left:g}")])
+
+
+@app.command(epilog="Example: lipdp mechanism compare p10 --epsilon 0.5 --size 100 --low 0 --high 10")
+def compare(
+    query: Query,
+    epsilon: Epsilon,
+    size: Size,
+    low: Low,
+    high: High,
+    loss: Loss = "squared",
+    quick: Quick = False,
+    seed: Seed = 0,
+    as_json: options.Json = False,
+) -> None:
+    """The learned mechanism beside the best expert, on held-out datasets of the default prior. No data are read."""
+    found = _compare(query, epsilon, size, (low, high), loss, quick, seed)
+    report = found.chosen.report
+    if as_json:
+        print_json({"query": found.chosen.problem.query.name, "epsilon": epsilon, **report})
+        return
+    rows = (
+        ("expert", f"{report['expert_loss']:.5g}  {report['expert']}"),
+        ("learned", f"{report['learned_loss']:.5g}  {report['learned']}"),
+        ("learned ÷ expert", f"{report['learned_to_expert']:.3f}"),
+        ("learn() returns", str(report["returned"])),
+        ("time", f"{report['seconds']:.1f} s"),
+    )
+    print_fields(console(), rows)
+
+
+def read_column(path: Path, column: str) -> list[float]:
+    """The numbers of a CSV column; empty and non-numeric cells are refused with their line."""
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        names = list(reader.fieldnames or [])
+        if column not in names:
+            raise DataError(f"{path} has no column {column!r}: it has {', '.join(map(repr, names)) or 'no header'}")
+        values = []
+        for row in reader:
+            try:
+                values.append(float(row[column]))
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
+                ) from None
+    return values
+
+
+def _compare(query: str, epsilon: float, size: int, bounds: tuple[float, float], loss: str, quick: bool, seed: int) -> Comparison:
+    from lipdp import mechanisms
+
+    settings = mechanisms.Settings.quick() if quick else None
+    return mechanisms.compare(query, epsilon, size, bounds, loss=loss, settings=settings, seed=seed)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,32 @@
+"""Private mechanisms for statistics, found by gradient descent, and the experts' to compare with.
+
+mechanism = lipdp.mechanisms.learn(query="median", epsilon=1.0, n=100, bounds=(0, 10))
+answer = mechanism.release(x, ledger=BudgetLedger("survey.ledger", budget=2.0, dataset="survey"))
+"""
+
+from lipdp.mechanisms.distributions import Distribution, Mixture
+from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
+from lipdp.mechanisms.ledger import BudgetLedger
+from lipdp.mechanisms.mechanism import Mechanism, load
+from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.queries import Query
+from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_vector
+
+__all__ = [
+    "BudgetLedger",
+    "ColumnMechanism",
+    "Comparison",
+    "Distribution",
+    "Mechanism",
+    "Mixture",
+    "Problem",
+    "Query",
+    "Settings",
+    "VectorMechanism",
+    "compare",
+    "learn",
+    "learn_columns",
+    "learn_vector",
+    "load",
+    "load_vector",
+]

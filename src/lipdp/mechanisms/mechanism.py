@@ -1,0 +1,340 @@
+"""What a mechanism is: a statistic or a utility with a proved sensitivity, its noise, and a free decoder of what comes out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lipdp.errors import CheckpointError, ConfigurationError
+from lipdp.mechanisms.ledger import BudgetLedger
+from lipdp.mechanisms.losses import response_loss
+from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
+from lipdp.mechanisms.postprocess import Decoder, decoder_from_state
+from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
+from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, statistic_from_state
+from lipdp.mechanisms.utilities import Utility, utility_from_state
+
+__all__ = ["AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMechanism", "from_content", "load"]
+
+_FORMAT = "lipdp mechanism 1"
+_DRAWS = 16  # noise draws for each dataset, where the expectation over noise is not exact
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """An ε-DP answer (replace-one, pure) to one query.
+
+    Attributes:
+        problem: what is asked.
+        title: which mechanism it is, in words.
+        report: how it was found and compared, as plain values (public: made from draws of the distribution only).
+    """
+
+    problem: Problem
+    title: str
+    report: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    kind: ClassVar[str] = ""
+
+    @property
+    def epsilon(self) -> float:
+        """ε of one release."""
+        return self.problem.epsilon
+
+    @property
+    def sensitivity(self) -> float:
+        """The proved sensitivity of what is noised (see :meth:`describe` for what that is), rounding included."""
+        raise NotImplementedError
+
+    def release(self, x: Any, *, ledger: BudgetLedger | None = None, clamp: bool = False, sampler: Sampler = "auto") -> float:
+        """One private answer about the dataset ``x``, (n,) in the user's units. Each call spends ε again.
+
+        The data are checked first; then the ledger is charged; then noise is drawn. A refusal before the charge costs nothing.
+
+        Args:
+            x: the private data.
+            ledger: where the release is paid for.
+            clamp: move values outside of the bounds to the nearest bound, instead of refusing them.
+            sampler: ``"opendp"``, ``"exact"``, or ``"auto"``: opendp where it is installed.
+        """
+        t = self.problem.dataset(x, clamp)
+        self.check_sampler(sampler)
+        if ledger is not None:
+            ledger.charge(self.epsilon, f"{self.problem.query.name}: {self.title}")
+        return float(self.problem.answer(self._respond(t, sampler)))
+
+    def probabilities(self, x: Any, *, clamp: bool = False) -> Tensor:
+        """P(response | x) over :attr:`responses`, exactly; private data in, private data out: do not publish it."""
+        raise ConfigurationError(
+            f"{self.title} has a continuous response: there are no probabilities, only a density. Mechanisms that choose from a "
+            "list have them (e.g. experts with 'permute-and-flip' in their name)."
+        )
+
+    def expected_loss(self, datasets: Tensor | None = None, seed: int = 0) -> float:
+        """The expected response loss, in the user's units.
+
+        Without arguments: as estimated on held-out draws of the public distribution when the mechanism was made. With
+        ``datasets`` (count, n): their average, over the mechanism's randomness too (exact for selection; ``seed`` fixes the
+        noise draws of the others). That number depends on the datasets without noise: do not publish it for private ones.
+        """
+        if datasets is None:
+            if "expected_loss" not in self.report:
+                raise ConfigurationError(
+                    f"{self.title} was not evaluated when it was made: call expected_loss(datasets) with draws of a distribution."
+                )
+            return float(self.report["expected_loss"])
+        return float(self.losses(self.problem.unit(datasets), seed).mean()) * self.problem.loss_scale
+
+    def losses(self, t: Tensor, seed: int = 0) -> Tensor:
+        """Each unit dataset's expected loss, (batch,), in unit scale; the same seed gives paired noise."""
+        raise NotImplementedError
+
+    def for_size(self, n: int) -> Mechanism:
+        """The same mechanism for datasets of another (public) size; see docs/mechanisms.md for the rule."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, what it guarantees, what it is expected to cost; all public."""
+        p = self.problem
+        what = {"query": p.query.name, "loss": p.loss, "n": p.n, "bounds": [p.low, p.high], "mechanism": self.title}
+        guarantee = {"epsilon": p.epsilon, "delta": 0.0, "adjacency": "replace_one", "sensitivity": self.sensitivity}
+        return {**what, **guarantee, "noised": self._noised(), **self.report}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file that :func:`load` reads. It holds nothing private."""
+        torch.save({"format": _FORMAT, **self.content()}, path)
+
+    def content(self) -> dict[str, Any]:
+        """All of it as plain values and tensors."""
+        own = {"kind": self.kind, "problem": self.problem.state(), "title": self.title}
+        return {**own, "report": self.report, "state": self._state()}
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Refuse a sampler that can't make this mechanism's draws, before anything is paid."""
+        raise NotImplementedError
+
+    def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
+        raise NotImplementedError
+
+    def _noised(self) -> str:
+        raise NotImplementedError
+
+    def _state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _resized_report(self, n: int) -> dict[str, Any]:
+        kept = {key: value for key, value in self.report.items() if key in ("returned", "expert", "learned", "seed", "made_for_n")}
+        return {"made_for_n": self.problem.n, **kept}
+
+
+@dataclass(frozen=True)
+class ConstantMechanism(Mechanism):
+    """The data-blind answer: the best constant under the distribution. 0-DP."""
+
+    value: float
+    kind: ClassVar[str] = "constant"
+
+    @property
+    def sensitivity(self) -> float:
+        """0: the data play no part."""
+        return 0.0
+
+    def losses(self, t: Tensor, seed: int = 0) -> Tensor:
+        """See :meth:`Mechanism.losses`."""
+        answer = t.new_full((t.shape[0], 1), self.value)
+        return response_loss(self.problem.loss, t, self.problem.query(t), answer)[:, 0]
+
+    def for_size(self, n: int) -> ConstantMechanism:
+        """The same constant."""
+        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Nothing is drawn."""
+
+    def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
+        return torch.tensor(self.value, dtype=torch.float64)
+
+    def _noised(self) -> str:
+        return "nothing: the answer does not depend on the data"
+
+    def _state(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+@dataclass(frozen=True)
+class AdditiveMechanism(Mechanism):
+    """statistic(x) + noise, decoded: ε-DP, since the noise is set for the statistic's L1 sensitivity.
+
+    ``factor`` multiplies what was released before it is decoded (n_trained ÷ n for a resized mechanism; free).
+    """
+
+    statistic: Statistic
+    noise: NoiseKind
+    decoder: Decoder
+    factor: float = 1.0
+    kind: ClassVar[str] = "additive"
+
+    @property
+    def sensitivity(self) -> float:
+        """L1, in the units of the statistic: the query's where the query itself is noised."""
+        own = self.statistic.sensitivity * self.statistic.unit
+        return own * self.problem.scale if isinstance(self.statistic, QueryStatistic) else own
+
+    def noisy(self, t: Tensor, seed: int, draws: int) -> Tensor:
+        """What would be released, (draws, batch, m), with floating-point noise: for evaluation, not for release.
+
+        One-dimensional noise is stratified over the draws, so few of them are enough.
+        """
+        values = self.statistic.integers(t).to(torch.float64) * self.statistic.unit
+        generator = torch.Generator().manual_seed(seed)
+        shape = (draws, t.shape[0], self.statistic.dimension)
+        uniform = torch.rand(shape, dtype=torch.float64, generator=generator)
+        if self.statistic.dimension == 1:
+            uniform = (torch.arange(draws, dtype=torch.float64)[:, None, None] + uniform) / draws
+        size = self.statistic.sensitivity * self.statistic.unit
+        return (values + draw_noise(self.noise, uniform, size, self.epsilon)) * self.factor
+
+    def simulate(self, t: Tensor, seed: int, draws: int) -> Tensor:
+        """Answers (batch, draws) for evaluation."""
+        return torch.stack([self.decoder(part) for part in self.noisy(t, seed, draws)], 1)
+
+    def released(self, t: Tensor, sampler: Sampler = "auto") -> Tensor:
+        """The noised statistic (1, m) of one unit dataset, with real noise: each call spends ε."""
+        values = [int(value) for value in self.statistic.integers(t)[0]]
+        noisy = release_noise(self.noise, values, self.statistic.sensitivity, self.problem.exact_epsilon, sampler)
+        return torch.tensor([[value * self.statistic.unit * self.factor for value in noisy]], dtype=torch.float64)
+
+    def losses(self, t: Tensor, seed: int = 0) -> Tensor:
+        """See :meth:`Mechanism.losses`."""
+        answers = self.simulate(t, seed, _DRAWS * (4 if self.statistic.dimension == 1 else 1))
+        return response_loss(self.problem.loss, t, self.problem.query(t), answers).mean(1)
+
+    def for_size(self, n: int) -> AdditiveMechanism:
+        """A query's sensitivity is set anew; a sum is scaled by n_old/n after the noise (its sensitivity has no n in it)."""
+        problem, report = self.problem.resized(n), self._resized_report(n)
+        if isinstance(self.statistic, QueryStatistic):
+            return replace(self, problem=problem, report=report, statistic=replace(self.statistic, n=n))
+        if not isinstance(self.statistic, PiecewiseSum):
+            raise ConfigurationError(f"{self.title} reads exactly {self.problem.n} numbers: train one for n = {n}, or use learn().")
+        return replace(self, problem=problem, report=report, factor=self.factor * self.problem.n / n)
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """See :func:`lipdp.mechanisms.noise.check_sampler`."""
+        check_sampler(sampler, self.noise)
+
+    def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
+        return self.decoder(self.released(t, sampler))[0]
+
+    def _noised(self) -> str:
+        kinds = {QueryStatistic: "the query", PiecewiseSum: f"{self.statistic.dimension} sum(s) of phi(x_i)"}
+        what = kinds.get(type(self.statistic), "a network's output")
+        return f"{what}, with {self.noise} noise for the L1 sensitivity"
+
+    def _state(self) -> dict[str, Any]:
+        parts = {"statistic": self.statistic.state(), "decoder": self.decoder.state()}
+        return {**parts, "noise": self.noise, "factor": self.factor}
+
+
+@dataclass(frozen=True)
+class SelectionMechanism(Mechanism):
+    """One response of a public list, chosen by utility: ε-DP, with the factor ½ (see :mod:`lipdp.mechanisms.selection`).
+
+    ``values`` are the answers (unit scale) that the responses stand for: decoded, so not the grid itself in general.
+    """
+
+    utility: Utility
+    method: Selection
+    values: Tensor
+    kind: ClassVar[str] = "selection"
+
+    @property
+    def sensitivity(self) -> float:
+        """Of each utility, in counts."""
+        return self.utility.sensitivity * self.utility.unit
+
+    @property
+    def responses(self) -> Tensor:
+        """The possible answers, in the user's units."""
+        return self.problem.answer(self.values)
+
+    def probabilities(self, x: Any, *, clamp: bool = False) -> Tensor:
+        """See :meth:`Mechanism.probabilities`."""
+        return self.table(self.problem.dataset(x, clamp))[0]
+
+    def table(self, t: Tensor, nodes: int | None = None) -> Tensor:
+        """P(response | x) of unit datasets, (batch, R)."""
+        utilities = self.utility.integers(t).to(torch.float64)
+        return probabilities(self.method, utilities, self.utility.sensitivity, self.epsilon, nodes)
+
+    def losses(self, t: Tensor, seed: int = 0) -> Tensor:
+        """See :meth:`Mechanism.losses`; exact."""
+        costs = response_loss(self.problem.loss, t, self.problem.query(t), self.values.expand(t.shape[0], -1))
+        return (self.table(t, ENOUGH_NODES) * costs).sum(1)
+
+    def for_size(self, n: int) -> SelectionMechanism:
+        """Ranks scale with n; a learned utility sees counts scaled to its own n, and its sensitivity scales with them."""
+        utility = self.utility.resized(n, self.problem.n)
+        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n), utility=utility)
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """See :func:`lipdp.mechanisms.noise.check_sampler`."""
+        check_sampler(sampler, self.method)
+
+    def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
+        utilities = [int(value) for value in self.utility.integers(t)[0]]
+        index = release_selection(self.method, utilities, self.utility.sensitivity, self.problem.exact_epsilon, sampler)
+        return self.values[index]
+
+    def _noised(self) -> str:
+        return f"the choice among {self.values.shape[0]} responses, by {self.method.replace('_', '-')} (factor 1/2)"
+
+    def _state(self) -> dict[str, Any]:
+        return {"utility": self.utility.state(), "method": self.method, "values": self.values}
+
+
+def load(path: str | os.PathLike[str]) -> Mechanism:
+    """A mechanism that was saved. Nothing in the file is executed."""
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"there is no mechanism at {file}: learn one and save it, or check the path.")
+    try:
+        content = torch.load(file, weights_only=True)
+        if content["format"] != _FORMAT:
+            raise CheckpointError(f"{file} is of format {content['format']!r}, this lipdp reads {_FORMAT!r}: learn it again.")
+        return _KINDS[content["kind"]](
+            Problem.from_state(content["problem"]), content["title"], content["report"], content["state"]
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch and pickle raise many kinds
+        raise CheckpointError(f"{file} can't be read as a mechanism ({type(error).__name__}): is it one, and whole?") from None
+
+
+def from_content(content: dict[str, Any]) -> Mechanism:
+    """The inverse of :meth:`Mechanism.content`."""
+    problem = Problem.from_state(content["problem"])
+    return _KINDS[content["kind"]](problem, content["title"], content["report"], content["state"])
+
+
+_Maker = Callable[[Problem, str, dict[str, Any], dict[str, Any]], Mechanism]
+_KINDS: dict[str, _Maker] = {
+    "constant": lambda problem, title, report, state: ConstantMechanism(problem, title, state["value"], report=report),
+    "additive": lambda problem, title, report, state: AdditiveMechanism(
+        problem,
+        title,
+        statistic_from_state(state["statistic"]),
+        state["noise"],
+        decoder_from_state(state["decoder"]),
+        state["factor"],
+        report=report,
+    ),
+    "selection": lambda problem, title, report, state: SelectionMechanism(
+        problem, title, utility_from_state(state["utility"]), state["method"], state["values"], report=report
+    ),
+}

@@ -1,0 +1,162 @@
+"""Noise for sums: the Laplace and staircase distributions, as densities (to train and evaluate) and as real draws (to release).
+
+Releases are integers plus integer noise. Laplace draws come from opendp where it is installed (extra ``mechanisms``), and
+from :mod:`lipdp.mechanisms.exact` where it is not: the same distribution, from secure randomness, without rounding in either
+case, so the guarantee does not depend on which. Staircase noise is not in opendp and is always ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lipdp.errors import ConfigurationError
+from lipdp.mechanisms import exact
+
+__all__ = [
+    "NoiseKind",
+    "Sampler",
+    "check_sampler",
+    "density",
+    "draw_noise",
+    "opendp_installed",
+    "release_noise",
+    "release_selection",
+    "staircase_step",
+]
+
+NoiseKind = Literal["laplace", "staircase"]
+Sampler = Literal["auto", "opendp", "exact"]
+
+
+def staircase_step(epsilon: float) -> float:
+    """γ of the staircase for squared error, as a part of Δ: where the first step ends (Geng and Viswanath 2014, theorem 4).
+
+    With b = exp(−ε): γ = −b/(1−b) + (b − 2b² + 2b⁴ − b⁵)^⅓ / (2^⅓·(1−b)²). For small ε it tends to ½.
+    """
+    b = math.exp(-epsilon)
+    if 1 - b < 1e-3:
+        return 0.5
+    inside = b - 2 * b**2 + 2 * b**4 - b**5
+    value = -b / (1 - b) + math.copysign(abs(inside) ** (1 / 3), inside) / (2 ** (1 / 3) * (1 - b) ** 2)
+    return min(max(value, 1e-6), 1.0)
+
+
+def density(kind: NoiseKind, z: Tensor, sensitivity: float, epsilon: float) -> Tensor:
+    """The density of the noise at z, up to a constant."""
+    size = z.abs() / sensitivity
+    if kind == "laplace":
+        return torch.exp(-epsilon * size)
+    floor = size.floor()
+    return torch.exp(-epsilon * (floor + (size - floor >= staircase_step(epsilon)).to(z.dtype)))
+
+
+def draw_noise(kind: NoiseKind, uniform: Tensor, sensitivity: float, epsilon: float) -> Tensor:
+    """Noise from uniforms of (0, 1), by inverse CDF: for evaluation and training only."""
+    centred = 2 * uniform - 1
+    sign, u = torch.sign(centred), centred.abs().clamp(max=1 - 1e-12)
+    if kind == "laplace":
+        return -sign * torch.log1p(-u) * (sensitivity / epsilon)
+    gamma, b = staircase_step(epsilon), math.exp(-epsilon)
+    # One-sided mass of turn g is (1−b)·b^g; inside of it γ against (1−γ)·b.
+    turn = torch.floor(torch.log1p(-u) / -epsilon)
+    rest = ((u - (1 - torch.exp(-epsilon * turn))) / ((1 - b) * torch.exp(-epsilon * turn))).clamp(0, 1)
+    first = gamma / (gamma + (1 - gamma) * b)
+    place = torch.where(rest < first, rest / first * gamma, gamma + (rest - first) / max(1 - first, 1e-12) * (1 - gamma))
+    return sign * (turn + place) * sensitivity
+
+
+def opendp_installed() -> bool:
+    """Whether opendp can be imported."""
+    return importlib.util.find_spec("opendp") is not None
+
+
+def check_sampler(sampler: Sampler, draws: str) -> bool:
+    """Whether opendp makes these draws: where it offers them, is installed and is not ruled out. An order is obeyed or refused.
+
+    ``draws`` is a kind of noise or of selection. opendp has no staircase noise, and its exponential mechanism has no pure-DP map.
+    """
+    offered = draws in ("laplace", "permute_and_flip")
+    if sampler not in get_args(Sampler):
+        raise ConfigurationError(f"sampler is {sampler!r}: choose one of {', '.join(get_args(Sampler))}.")
+    if sampler == "opendp" and not opendp_installed():
+        raise ConfigurationError(
+            "sampler='opendp', but opendp is not installed. Install it with: pip install 'lipdp[mechanisms]', or use "
+            "sampler='exact', lipdp's own exact sampler of the same distribution."
+        )
+    if sampler == "opendp" and not offered:
+        raise ConfigurationError(
+            f"sampler='opendp', but opendp does not offer {draws.replace('_', '-')} draws for pure DP: use sampler='auto' or "
+            "'exact' (the same guarantee)."
+        )
+    return offered and sampler != "exact" and opendp_installed()
+
+
+@cache
+def _opendp() -> Any:
+    dp = importlib.import_module("opendp.prelude")
+    dp.enable_features("contrib")
+    return dp
+
+
+def release_noise(
+    kind: NoiseKind, values: Sequence[int], sensitivity: int, epsilon: Fraction, sampler: Sampler = "auto"
+) -> list[int]:
+    """Integers of joint L1 sensitivity Δ plus fresh noise, ε-DP: the real release.
+
+    Laplace: P(Z = z) ∝ exp(−ε|z|/Δ) on each. Staircase: one value only (on more, the shape does not compose to ε).
+    """
+    opendp = check_sampler(sampler, kind)
+    if kind == "staircase":
+        if len(values) != 1:
+            raise ConfigurationError(f"staircase noise is for one value, not {len(values)}: use Laplace noise for a vector.")
+        step = min(max(round(staircase_step(float(epsilon)) * sensitivity), 1), sensitivity)
+        return [values[0] + exact.discrete_staircase(sensitivity, step, epsilon)]
+    if not opendp:
+        return [value + exact.discrete_laplace(sensitivity / epsilon) for value in values]
+    dp = _opendp()
+    space = dp.vector_domain(dp.atom_domain(T="i64")), dp.l1_distance(T="i64")
+    measurement = _within(lambda scale: dp.m.make_laplace(*space, scale=scale), sensitivity, epsilon, sensitivity / float(epsilon))
+    return [int(value) for value in measurement(list(values))]
+
+
+def release_selection(method: str, utilities: Sequence[int], sensitivity: int, epsilon: Fraction, sampler: Sampler = "auto") -> int:
+    """The index of a response, ε-DP for utilities that each move by at most Δ: the real release.
+
+    opendp's noisy max with exponential noise is permute-and-flip (Ding et al. 2021); its exponential mechanism is not offered
+    with a pure-DP map, so that one is always ours.
+    """
+    opendp = check_sampler(sampler, method)
+    if method == "exponential":
+        return exact.exponential_mechanism(utilities, sensitivity, epsilon)
+    if not opendp:
+        return exact.permute_and_flip(utilities, sensitivity, epsilon)
+    dp = _opendp()
+    space = dp.vector_domain(dp.atom_domain(T="i64")), dp.linf_distance(T="i64")
+    measurement = _within(
+        lambda scale: dp.m.make_noisy_max(*space, dp.max_divergence(), scale=scale),
+        sensitivity,
+        epsilon,
+        2 * sensitivity / float(epsilon),
+    )
+    return int(measurement(list(utilities)))
+
+
+def _within(make: Any, sensitivity: int, epsilon: Fraction, scale: float) -> Any:
+    """The measurement whose own privacy map says at most ε: float scales are rounded up, never down."""
+    for _ in range(64):
+        measurement = make(scale)
+        if Fraction(measurement.map(sensitivity)) <= epsilon:
+            return measurement
+        scale *= 1 + 2**-50
+    raise ConfigurationError(
+        f"opendp's privacy map does not reach epsilon {float(epsilon):g} for sensitivity {sensitivity}: use sampler='exact'."
+    )

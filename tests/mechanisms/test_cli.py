@@ -1,0 +1,88 @@
+"""``lipdp mechanism``: learn, release from a CSV column, compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lipdp.cli.failures import FriendlyGroup
+from lipdp.cli.mechanism import app as mechanism
+from tests.mechanisms.common import compared
+
+app = typer.Typer(cls=FriendlyGroup)
+app.add_typer(mechanism, name="mechanism")
+run = CliRunner()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    compared("mean").chosen.save(tmp_path / "mean.mechanism")
+    (tmp_path / "data.csv").write_text("name,age\n" + "".join(f"p{i},{i % 10}\n" for i in range(20)))
+    return tmp_path
+
+
+def invoke(*words: object) -> tuple[int, str]:
+    result = run.invoke(app, ["mechanism", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_learn_writes_a_mechanism(tmp_path: Path) -> None:
+    target = tmp_path / "m"
+    code, text = invoke(
+        "learn", "mean", "--epsilon", 1, "--size", 20, "--low", 0, "--high", 10, "--quick", "--output", target, "--json"
+    )
+    assert code == 0, text
+    said = json.loads(text.strip().splitlines()[-1])
+    assert said["query"] == "mean"
+    assert said["epsilon"] == 1.0
+    assert said["returned"] in ("learned", "expert")
+    assert target.is_file()
+
+
+def test_release_pays_until_the_budget_is_spent(files: Path) -> None:
+    words = ("release", files / "mean.mechanism", files / "data.csv", "--column", "age", "--ledger", files / "l")
+    code, text = invoke(*words, "--budget", 2, "--dataset", "people", "--json")
+    assert code == 0, text
+    said = json.loads(text.strip().splitlines()[-1])
+    assert 0 <= said["answer"] <= 10
+    assert said["remaining"] == 1.0
+    assert invoke(*words)[0] == 0
+    code, text = invoke(*words)
+    assert code == 3
+    assert "left" in text
+
+
+def test_release_refuses_what_it_should(files: Path) -> None:
+    begin = ("release", files / "mean.mechanism")
+    ledger = ("--ledger", files / "l", "--budget", 2, "--dataset", "people")
+    outside = files / "outside.csv"
+    outside.write_text("age\n" + "50\n" * 20)
+    code, text = invoke(*begin, outside, "--column", "age", *ledger)
+    assert code == 2
+    assert "outside of the bounds" in text
+    assert not (files / "l").exists()
+    assert invoke(*begin, outside, "--column", "age", *ledger, "--clamp")[0] == 0
+    for content, words in (("age\n1\n\n,\nx\n", "no number"), ("age\n1\n", "shape"), ("years\n1\n", "no column 'age'")):
+        (files / "bad.csv").write_text(content)
+        code, text = invoke(*begin, files / "bad.csv", "--column", "age", "--no-ledger")
+        assert code == 2
+        assert words in " ".join(text.split())
+    assert invoke(*begin, files / "data.csv", "--column", "age")[0] == 2  # neither a ledger nor --no-ledger
+    assert invoke(*begin, files / "none.csv", "--column", "age", "--no-ledger")[0] == 2
+    assert invoke("release", files / "data.csv", files / "data.csv", "--column", "age", "--no-ledger")[0] == 2
+
+
+def test_compare(tmp_path: Path) -> None:
+    words = ("compare", "variance", "--epsilon", 1, "--size", 20, "--low", 0, "--high", 10, "--quick")
+    code, text = invoke(*words, "--json")
+    assert code == 0, text
+    said = json.loads(text.strip().splitlines()[-1])
+    assert said["learned_loss"] / said["expert_loss"] == pytest.approx(said["learned_to_expert"])
+    code, text = invoke(*words)
+    assert "learned ÷ expert" in text
+    assert invoke("compare", "mode", "--epsilon", 1, "--size", 20, "--low", 0, "--high", 10)[0] == 2
+    assert invoke("learn", "mean", "--epsilon", 1, "--size", 9, "--low", 0, "--high", 1, "--output", tmp_path / "no" / "m")[0] == 2
