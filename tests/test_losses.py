@@ -74,9 +74,7 @@ CASES = [
         exact=False,
     ),
     Case("ce-positions-mean", losses.CrossEntropy(), "class", (3,), lambda K: math.sqrt(2 / 4), tail=(2, 2)),
-    Case(
-        "ce-positions-sum", losses.CrossEntropy(reduction="sum"), "class", (3,), lambda K: math.sqrt(2 * 3), tail=(3,)
-    ),
+    Case("ce-positions-sum", losses.CrossEntropy(reduction="sum"), "class", (3,), lambda K: math.sqrt(2 * 3), tail=(3,)),
     Case("bce", losses.BCE(tau=4.0), "binary", ANY, lambda K: 1 / math.sqrt(K)),
     Case("bce-sum", losses.BCE(reduction="sum"), "binary", ANY, lambda K: math.sqrt(K)),
     Case("bce-pos", losses.BCE(tau=2.0, pos_weight=3.0), "binary", (1,), lambda K: 3.0),
