@@ -50,7 +50,7 @@ class Recorder(torch.optim.SGD):
 
 @named
 def test_the_gradient_of_the_effective_weight_is_within_its_sensitivity(pi) -> None:
-    """Attacked over weights and inputs: single examples, normalised cotangents, θ moved by ascent."""
+    """Random θ and long inputs, example by example. (The rule itself is attacked in tests/nn, where it is tight.)"""
     model = network(pi, torch.float64)
     bounds = lipdp.sensitivities(model, LOSS)
     x, y = data(8, torch.float64)

@@ -45,7 +45,7 @@ class GroupSort(torch.nn.Module):
         grouped = torch.unflatten(x, dim, (channels // size, size))
         if size == 2:  # two comparisons instead of a sort
             first, second = grouped.unbind(dim + 1)
-            # where() instead of maximum() and minimum(): their backward passes also look for ties, which costs half the time.
+            # where() instead of maximum() and minimum(), whose backward passes also look for ties.
             larger = first >= second
             result = torch.stack((torch.where(larger, first, second), torch.where(larger, second, first)), dim + 1)
         else:
