@@ -1,48 +1,41 @@
-"""The table of learned mechanisms against experts, and the paper's figures, from seeds, with times.
+"""The table of learned mechanisms against experts, and the numbers of the paper's figures: from seeds, in parallel, resumable.
 
-    python benchmarks/mechanisms.py table              # 6 query/loss pairs x 4 epsilons x 3 seeds -> table.csv, table.json
-    python benchmarks/mechanisms.py table --seeds 0 --cells median:squared:1
-    python benchmarks/mechanisms.py figures            # the paper's Figs 1, 4, 5 -> fig1.json, fig4.json, fig5.json and SVGs
-    python benchmarks/mechanisms.py show               # print table.csv as Markdown
+    python benchmarks/mechanisms.py run --workers 2                     # everything: 24 cells x 3 seeds, Figs 1, 4 and 5
+    python benchmarks/mechanisms.py run --only cell --cells median:squared:1 --seeds 0
+    python benchmarks/mechanisms.py run --split tuning --only cell --out DIR   # other draws, to try things out on
+    python benchmarks/mechanisms.py merge                               # jobs -> table.json, table.csv, fig*.json
+    python benchmarks/mechanisms.py show                                # table.json as Markdown
+    python benchmarks/mechanisms.py plot                                # fig*.json as SVG, also into docs/mechanisms
 
-Results go to benchmarks/results/mechanisms. n = 100 points of [0, 10], replace-one. Test datasets are drawn from seeds that nothing
-else uses (10^9 + ...): training, validation and held-out datasets come from streams of `learn`'s own seed.
+`run` writes one small file for each job into DIR/jobs and leaves out those that are there: a run that was cut short goes on.
+n = 100 points of [0, 10], replace-one. Every seed is a hash of what it is for (`stream`): tuning and test draws can't coincide.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import fcntl
+import hashlib
 import json
 import math
-import os
+import multiprocessing
 import time
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lipdp.mechanisms import Mechanism, Mixture, Problem, compare
+import mechanisms_figures as figures
+from lipdp.mechanisms import Mechanism, Mixture, Problem, Settings, compare
 from lipdp.mechanisms.distributions import draw
-from lipdp.mechanisms.experts import best_expert
-from lipdp.mechanisms.learn_utility import UtilitySettings, learn_utility
-from lipdp.mechanisms.networks import L1Linear, LaplaceNetwork
-from lipdp.mechanisms.paper import (
-    Training,
-    blind_loss,
-    laplace_erl,
-    paper_responses,
-    train_laplace,
-    train_utility,
-    utility_erl,
-    utility_mechanism,
-)
+from lipdp.mechanisms.experts import best_experts
+from lipdp.mechanisms.learning import expert_draws
 
-OUT = Path(__file__).parent / "results" / "mechanisms"
-DOCS = Path(__file__).parent.parent / "docs" / "mechanisms"
-N, BOUNDS, TEST = 100, (0.0, 10.0), 8000
+RESULTS = Path(__file__).parent / "results" / "mechanisms"
+N, BOUNDS, TEST = 100, (0.0, 10.0), 16_000
+ROUND = 5
+"""Which test draws: those of a round are looked at once; after a change to the method, the next round is used."""
 PAIRS = (
     ("mean", "squared"),
     ("variance", "squared"),
@@ -52,20 +45,16 @@ PAIRS = (
     ("p10", "quantile"),
 )
 EPSILONS = (0.1, 0.5, 1.0, 2.0)
-TEST_SEED = 10**9
+
+
+def stream(*labels: object) -> int:
+    """A seed of its own for each purpose."""
+    text = "/".join(map(str, labels))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def cells() -> list[str]:
     return [f"{query}:{loss}:{epsilon:g}" for query, loss in PAIRS for epsilon in EPSILONS]
-
-
-@cache
-def references(name: str) -> tuple[Mechanism, Mechanism]:
-    """The textbook and tuned experts of the anchors (smooth sensitivity competes too), fitted to datasets of their own."""
-    problem = asked(name)
-    fit, validation = (draw(Mixture(4, *BOUNDS), problem, count, TEST_SEED + 11 + i) for i, count in enumerate((16_000, 3000)))
-    textbook = best_expert(problem, fit, validation, "textbook", releasable=False)
-    return textbook, best_expert(problem, fit, validation, "tuned", releasable=False)
 
 
 def asked(name: str) -> Problem:
@@ -73,64 +62,130 @@ def asked(name: str) -> Problem:
     return Problem.of(query, float(epsilon), N, BOUNDS, loss)
 
 
-def cell(name: str, seed: int) -> dict[str, Any]:
-    """Learn one cell and compare on test datasets, paired, from 4- and 2-component mixtures."""
-    problem = asked(name)
+def cell(name: str, seed: int, split: str, scale: int = 1) -> dict[str, Any]:
+    """Learn one cell and compare on test datasets, paired, from 4- and 2-component mixtures.
+
+    The experts of all levels (smooth sensitivity competes) are fitted to the draws that `learn` fits its own to, so where it
+    falls back to one of them, the ratio is exactly 1. ``scale`` > 1 is for trying this file.
+    """
+    problem, work = asked(name), Settings() if scale == 1 else Settings.quick()
+    learn_seed = stream(split, ROUND, "learn", seed)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = compare(problem.query, problem.epsilon, N, BOUNDS, loss=problem.loss, seed=seed)
+    found = compare(problem.query, problem.epsilon, N, BOUNDS, loss=problem.loss, seed=learn_seed, settings=work)
     times = {"seconds_wall": time.perf_counter() - wall, "seconds_cpu": time.process_time() - cpu}
-    textbook, tuned = references(name)
-    row: dict[str, Any] = {"cell": name, "seed": seed}
+    levels = best_experts(problem, *expert_draws(problem, work, learn_seed), ("strong", "tuned", "textbook"), releasable=False)
+    every: dict[str, Mechanism] = {"returned": found.chosen, "learned": found.learned}
+    every |= {str(level): mechanism for level, mechanism in levels.items()}
+    row: dict[str, Any] = {"cell": name, "seed": seed, "split": split, "round": ROUND}
     for components in (4, 2):
-        test = draw(Mixture(components, *BOUNDS), problem, TEST, TEST_SEED + 100 * (seed + 1) + components)
-        # "strong" is the expert that learn() has to beat.
-        every = {"returned": found.chosen, "learned": found.learned, "strong": found.expert, "tuned": tuned, "textbook": textbook}
-        losses = {who: mechanism.losses(test, seed) for who, mechanism in every.items()}
+        test = draw(Mixture(components, *BOUNDS), problem, TEST // scale, stream(split, ROUND, "datasets", components, seed))
+        noise = stream(split, ROUND, "noise", seed)
+        losses = {who: mechanism.losses(test, noise) for who, mechanism in every.items()}
         row |= {f"{who}_{components}c": float(value.mean()) * problem.loss_scale for who, value in losses.items()}
         for who in ("tuned", "strong"):
             gap, base = losses["returned"] - losses[who], float(losses[who].mean())
             row[f"to_{who}_{components}c"] = 1 + float(gap.mean()) / base
-            row[f"to_{who}_error_{components}c"] = float(gap.std()) / math.sqrt(TEST) / base
-    titles = {"returned": found.chosen.report["returned"], "learned": found.learned.title}
-    titles |= {"strong": found.expert.title, "tuned": tuned.title, "textbook": textbook.title}
-    return {**row, **titles, **times}
+            row[f"to_{who}_error_{components}c"] = float(gap.std()) / math.sqrt(test.shape[0]) / base
+    titles = {who: mechanism.title for who, mechanism in every.items()}
+    return {**row, "is": found.chosen.report["returned"], **titles, **times}
 
 
-def table(names: list[str], seeds: list[int]) -> None:
-    for seed in seeds:
-        for name in names:
-            row = cell(name, seed)
-            keep(row)
-            print(
-                f"{name} seed {seed}: {row['returned']} {row['returned_4c']:.4g}, to tuned {row['to_tuned_4c']:.3f}, "
-                f"to strong {row['to_strong_4c']:.3f} | 2c {row['to_tuned_2c']:.3f} {row['to_strong_2c']:.3f} | "
-                f"{row['seconds_cpu']:.0f} s cpu",
-                flush=True,
-            )
+# --- jobs: a name, what to call, and roughly how long it takes (the longest begin first) ---
+
+Job = tuple[str, dict[str, Any], float]
 
 
-def keep(row: dict[str, Any]) -> None:
-    """Add a row to table.json and table.csv; locked, so that two processes can work on different cells."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    with (OUT / "table.json").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        rows = {(old["cell"], old["seed"]): old for old in (json.loads(text) if text else [])}
-        rows[row["cell"], row["seed"]] = row
-        order = {name: place for place, name in enumerate(cells())}
-        ordered = sorted(rows.values(), key=lambda r: (order.get(r["cell"], len(order)), r["seed"]))
-        file.truncate(0)
-        file.write(json.dumps(ordered, indent=1) + "\n")
-        with (OUT / "table.csv").open("w", newline="") as sheet:
-            writer = csv.DictWriter(sheet, list(ordered[0]), lineterminator="\n")
+def jobs(given: argparse.Namespace) -> list[Job]:
+    made: list[Job] = []
+    for name in given.cells or cells():
+        for seed in given.seeds:
+            query, loss, _ = name.split(":")
+            cost = (40.0 if loss == "quantile" else 30.0) if query in ("median", "p10") else 20.0
+            arguments = {"name": name, "seed": seed, "split": given.split, "scale": given.scale}
+            made.append((f"cell-{name.replace(':', '-')}-{seed}", {"what": "cell", **arguments}, cost))
+    for query, method, k in figures.points():
+        arguments = {"query": query, "method": method, "k": k, "runs": given.runs, "scale": given.scale}
+        cost = 5.0 * given.runs if method == "utility" else 1.5 * given.runs
+        made.append((f"fig5-{query}-{method}-{k:g}", {"what": "fig5", **arguments}, cost))
+    made += [("fig4", {"what": "fig4", "scale": given.scale}, 35.0), ("fig1", {"what": "fig1", "scale": given.scale}, 40.0)]
+    chosen = [job for job in made if given.only is None or job[0].split("-")[0] in given.only]
+    return sorted(chosen, key=lambda job: -job[2])
+
+
+def work(task: tuple[str, dict[str, Any], Path]) -> str:
+    """One job in a worker; its file appears whole or not at all."""
+    name, arguments, folder = task
+    torch.set_num_threads(1)
+    torch.manual_seed(stream("job", name))
+    start = time.process_time()
+    calls: dict[str, Callable[..., dict[str, Any]]]
+    calls = {"cell": cell, "fig1": figures.figure1, "fig4": figures.figure4, "fig5": figures.figure5_point}
+    content = calls[arguments["what"]](**{key: value for key, value in arguments.items() if key != "what"})
+    content = {"job": name, "job_seconds_cpu": time.process_time() - start, **content}
+    partial = folder / f".{name}.partial"
+    partial.write_text(json.dumps(content) + "\n")
+    partial.rename(folder / f"{name}.json")
+    return told(content)
+
+
+def told(row: dict[str, Any]) -> str:
+    text = f"{row['job']}: {row['job_seconds_cpu']:.0f} s"
+    if "to_tuned_4c" in row:
+        ratios = f"÷ tuned {row['to_tuned_4c']:.4f} (2c {row['to_tuned_2c']:.4f}), ÷ strong {row['to_strong_4c']:.4f}"
+        text += (
+            f", {row['is']} {row['returned_4c']:.4g}, {ratios} (2c {row['to_strong_2c']:.4f}), learn() {row['seconds_cpu']:.0f} s"
+        )
+    return text
+
+
+def run(given: argparse.Namespace) -> None:
+    """All jobs that are not there yet, in parallel, until they are done or the time is over."""
+    start, folder = time.monotonic(), given.out / "jobs"
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [(name, arguments, folder) for name, arguments, _ in jobs(given) if not (folder / f"{name}.json").exists()]
+    print(f"{len(waiting)} jobs, {given.workers} workers", flush=True)
+    done = 0
+    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
+        results = pool.imap_unordered(work, waiting)
+        for _ in waiting:
+            try:
+                print(results.next(timeout=max(given.limit_seconds - (time.monotonic() - start), 0.0)), flush=True)
+                done += 1
+            except Exception as error:  # a job's own error is told, and the others go on
+                if not isinstance(error, multiprocessing.TimeoutError):
+                    print(f"a job failed: {error!r}", flush=True)
+                    continue
+                print("the time is over: run the same command again to go on", flush=True)
+                break
+    print(f"{done} of {len(waiting)} jobs, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def merge(given: argparse.Namespace) -> None:
+    """What was computed, as few files."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((given.out / "jobs").glob("*.json"))}
+    order = {name: place for place, name in enumerate(cells())}
+    rows = [content for name, content in found.items() if name.startswith("cell-")]
+    rows.sort(key=lambda row: (order[row["cell"]], row["seed"]))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    if rows:
+        (RESULTS / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
+        with (RESULTS / "table.csv").open("w", newline="") as sheet:
+            writer = csv.DictWriter(sheet, list(rows[0]), lineterminator="\n")
             writer.writeheader()
-            writer.writerows(ordered)
+            writer.writerows(rows)
+    for number in (1, 4):
+        if f"fig{number}" in found:
+            (RESULTS / f"fig{number}.json").write_text(json.dumps(found[f"fig{number}"]) + "\n")
+    places = {f"fig5-{query}-{method}-{k:g}": place for place, (query, method, k) in enumerate(figures.points())}
+    points = sorted((content for name, content in found.items() if name in places), key=lambda row: places[row["job"]])
+    if points:
+        (RESULTS / "fig5.json").write_text(json.dumps({"epsilon": 1.0, "rows": points}, indent=1) + "\n")
+    print(f"{len(rows)} rows of the table, {len(points)} points of Fig. 5 -> {RESULTS}")
 
 
 def show() -> None:
     """Averages over seeds, as Markdown."""
-    rows = json.loads((OUT / "table.json").read_text())
+    rows = json.loads((RESULTS / "table.json").read_text())
     heads = ["cell", "textbook", "tuned", "strong", "returned", "÷ tuned (worst seed)", "÷ strong", "2c ÷ tuned", "2c ÷ strong"]
     print(f"| {' | '.join([*heads, 'learned', 'cpu s'])} |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
@@ -139,196 +194,34 @@ def show() -> None:
         if own:
             mean = {key: sum(row[key] for row in own) / len(own) for key in own[0] if isinstance(own[0][key], float)}
             worst = {key: max(row[key] for row in own) for key in mean}
-            ratios = [
-                f"{mean[key]:.3f} ({worst[key]:.3f})" for key in ("to_tuned_4c", "to_strong_4c", "to_tuned_2c", "to_strong_2c")
-            ]
+            keys = ("to_tuned_4c", "to_strong_4c", "to_tuned_2c", "to_strong_2c")
+            ratios = [f"{mean[key]:.3f} ({worst[key]:.3f})" for key in keys]
             losses = [f"{mean[key]:.4g}" for key in ("textbook_4c", "tuned_4c", "strong_4c", "returned_4c")]
-            times = f"{sum(row['returned'] == 'learned' for row in own)} of {len(own)}"
+            times = f"{sum(row['is'] == 'learned' for row in own)} of {len(own)}"
             print(f"| {name} | {' | '.join(losses)} | {' | '.join(ratios)} | {times} | {worst['seconds_cpu']:.0f} |")
-
-
-# --- the paper's figures ---
-
-KS = (0.01, 0.03, 0.1, 0.3, 1.0, 10.0)
-FIG5 = (("mean", "squared"), ("variance", "squared"), ("median", "quantile"), ("p10", "quantile"))
-
-
-def figures(which: list[int], runs: int) -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
-    for number, make in ((1, figure1), (4, figure4), (5, lambda: figure5(runs))):
-        if number in which:
-            start = time.perf_counter()
-            content = make()
-            content["seconds"] = time.perf_counter() - start
-            (OUT / f"fig{number}.json").write_text(json.dumps(content) + "\n")
-            print(f"fig{number}: {content['seconds']:.0f} s", flush=True)
-
-
-def figure1() -> dict[str, Any]:
-    """Fits of sin x + ½cos 10x by k-Lipschitz networks of three layers, ReLU (the paper's) and GroupSort (ours)."""
-    x = torch.linspace(0, 6.28, 400)[:, None]
-    y = torch.sin(x) + 0.5 * torch.cos(10 * x)
-    made: dict[str, Any] = {"x": x[:, 0].tolist(), "target": y[:, 0].tolist(), "fits": {}, "mse": {}}
-    panels = []
-    for activation in ("relu", "groupsort"):
-        lines = [("target", made["x"], made["target"], "#bbb")]
-        for k, colour in zip((0.5, 1.0, 2.0, 5.0, 10.0), COLOURS, strict=True):
-            torch.manual_seed(0)
-            share = k ** (1 / 3)
-            layers = [L1Linear(1, 100, share), L1Linear(100, 100, share), L1Linear(100, 1, share)]
-            between = torch.nn.ReLU if activation == "relu" else Sort
-            network = torch.nn.Sequential(layers[0], between(), layers[1], between(), layers[2])
-            optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
-            for _ in range(1200):
-                optimiser.zero_grad()
-                loss = ((network(x) - y) ** 2).mean()
-                loss.backward()
-                optimiser.step()
-            with torch.no_grad():
-                fit = network(x)[:, 0].tolist()
-            made["fits"][f"{activation} k={k:g}"] = fit
-            made["mse"][f"{activation} k={k:g}"] = float(loss.detach())
-            lines.append((f"k = {k:g}", made["x"], fit, colour))
-        panels.append((f"{activation}: fit of sin x + ½cos 10x", lines, False))
-    svg("fig1", panels)
-    return made
-
-
-def figure4() -> dict[str, Any]:
-    """Response distributions for the median on fresh datasets: the paper's network (k = 10), and permute-and-flip, learned."""
-    problem = Problem.of("median", 1.0, N, BOUNDS, "quantile")
-    train = draw(Mixture(4, *BOUNDS), problem, 10_000, 5)
-    fresh = draw(Mixture(4, *BOUNDS), problem, 4, 6)
-    paper = utility_mechanism(problem, train_utility(problem, 10.0, train, 0, Training(epochs=6, rate=3e-3)))
-    ours = learn_utility(problem, train, UtilitySettings(), 0)
-    made: dict[str, Any] = {"datasets": (fresh * 10).tolist(), "median": (problem.query(fresh) * 10).tolist()}
-    panels = []
-    for name, mechanism in (("paper", paper), ("ours", ours)):
-        chances = mechanism.table(fresh)
-        made[name] = {"responses": mechanism.responses.tolist(), "probabilities": chances.tolist()}
-        made[name]["expected_loss"] = float(mechanism.losses(draw(Mixture(4, *BOUNDS), problem, 2000, 7)).mean())
-    for i in range(4):
-        bins = torch.histc(fresh[i] * 10, 25, 0, 10) / N
-        lines: list[Line] = [("data", [0.2 + 0.4 * b for b in range(25)], bins.tolist(), "#e377c2")]
-        for name, colour in (("paper", "#2ca02c"), ("ours", "#1f77b4")):
-            width = 10 / len(made[name]["responses"]) / 0.4  # as a density on the data's bins
-            lines.append((name, made[name]["responses"], [p / width for p in made[name]["probabilities"][i]], colour))
-        lines.append(("median", [made["median"][i]] * 2, [0.0, 0.3], "#000"))
-        panels.append((f"dataset {i + 1}: responses, ε = 1, quantile loss", lines, False))
-    svg("fig4", panels)
-    return made
-
-
-def figure5(runs: int) -> dict[str, Any]:
-    """ERL against k, both methods, four queries, on 4- and 2-component datasets, ε = 1, with the data-blind baseline."""
-    rows, panels = [], []
-    how = Training(epochs=3, rate=3e-3)
-    for query, loss in FIG5:
-        for method in ("laplace", "utility"):
-            problem = Problem.of(query, 1.0, N, BOUNDS, loss if method == "utility" else "squared")
-            train = draw(Mixture(4, *BOUNDS), problem, 10_000, 5)
-            tests = {c: draw(Mixture(c, *BOUNDS), problem, 2000, 8 + c) for c in (4, 2)}
-            responses = paper_responses()
-            blind = blind_loss(problem, tests[4], responses if method == "utility" else None) * problem.loss_scale
-            curves: dict[int, list[float]] = {4: [], 2: []}
-            for k in KS:
-                sums = {4: 0.0, 2: 0.0}
-                for run in range(runs):
-                    with torch.enable_grad():
-                        network = (train_laplace if method == "laplace" else train_utility)(problem, k, train, 100 + run, how)
-                    with torch.no_grad():
-                        for c, test in tests.items():
-                            erl = (
-                                laplace_erl(network, problem, test)
-                                if isinstance(network, LaplaceNetwork)
-                                else utility_erl(network, problem, test, responses)
-                            )
-                            sums[c] += float(erl) * problem.loss_scale / runs
-                rows.append(
-                    {
-                        "query": query,
-                        "loss": problem.loss,
-                        "method": method,
-                        "k": k,
-                        "runs": runs,
-                        "blind": blind,
-                        **{f"erl_{c}c": value for c, value in sums.items()},
-                    }
-                )
-                for c in (4, 2):
-                    curves[c].append(sums[c])
-            lines = [(f"{c} components", list(KS), curves[c], colour) for c, colour in ((4, "#1f77b4"), (2, "#ff7f0e"))]
-            panels.append(
-                (
-                    f"{query}, {problem.loss}, {method}: ERL against k",
-                    [*lines, ("blind", [KS[0], KS[-1]], [blind] * 2, "#000")],
-                    True,
-                )
-            )
-            print(query, method, [f"{value:.3g}" for value in curves[4]], "blind", f"{blind:.3g}", flush=True)
-    svg("fig5", panels)
-    return {"rows": rows, "epsilon": 1.0, "epochs": how.epochs}
-
-
-class Sort(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(*x.shape[:-1], -1, 2).sort(-1).values.reshape(x.shape)
-
-
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
-Line = tuple[str, list[float], list[float], str]
-
-
-def svg(name: str, panels: list[tuple[str, list[Line], bool]]) -> None:
-    """Line plots, two in a row, as an SVG beside the numbers; the last field of a panel asks for logarithmic axes."""
-    width, height, gap = 420, 240, 50
-    parts = []
-    for place, (title, lines, logarithmic) in enumerate(panels):
-        x0, y0 = gap + (place % 2) * (width + gap), gap + (place // 2) * (height + 2 * gap)
-        turn = math.log10 if logarithmic else float
-        xs = [turn(v) for _, x, _, _ in lines for v in x]
-        ys = [turn(v) for _, _, y, _ in lines for v in y]
-        low, high, left, right = min(ys), max(ys) + 1e-9, min(xs), max(xs)
-        parts.append(f'<rect x="{x0}" y="{y0}" width="{width}" height="{height}" fill="none" stroke="#888"/>')
-        parts.append(f'<text x="{x0}" y="{y0 - 8}" font-size="13">{title}</text>')
-        back = (lambda v: 10**v) if logarithmic else (lambda v: v)
-        for value, x, y, anchor in (
-            (low, x0 - 4, y0 + height, "end"),
-            (high, x0 - 4, y0 + 10, "end"),
-            (left, x0, y0 + height + 14, "start"),
-            (right, x0 + width, y0 + height + 14, "end"),
-        ):
-            parts.append(f'<text x="{x}" y="{y}" font-size="10" text-anchor="{anchor}">{back(value):.3g}</text>')
-        for row, (label, x, y, colour) in enumerate(lines):
-            points = " ".join(
-                f"{x0 + width * (turn(a) - left) / (right - left):.1f},{y0 + height * (1 - (turn(b) - low) / (high - low)):.1f}"
-                for a, b in zip(x, y, strict=True)
-            )
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-            parts.append(f'<text x="{x0 + width - 90}" y="{y0 + 14 + 12 * row}" font-size="10" fill="{colour}">{label}</text>')
-    rows = (len(panels) + 1) // 2
-    size = f'width="{2 * (width + gap) + gap}" height="{rows * (height + 2 * gap)}"'
-    text = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">' + "".join(parts) + "</svg>\n"
-    DOCS.mkdir(parents=True, exist_ok=True)
-    for folder in (OUT, DOCS):
-        (folder / f"{name}.svg").write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "figures", "show"))
-    parser.add_argument("--cells", nargs="*", default=None, help="query:loss:epsilon, as in the table")
+    parser.add_argument("command", choices=("run", "merge", "show", "plot"))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder whose jobs/ is written, or read by merge")
+    parser.add_argument("--workers", type=int, default=1, help="processes; each uses one thread")
+    parser.add_argument("--limit-seconds", type=float, default=1e6, help="stop after this time; finished jobs are kept")
+    parser.add_argument("--only", nargs="*", choices=("cell", "fig1", "fig4", "fig5"), help="kinds of jobs")
+    parser.add_argument("--cells", nargs="*", help="query:loss:epsilon, as in the table")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--figures", nargs="*", type=int, default=[1, 4, 5])
+    parser.add_argument("--split", choices=("test", "tuning"), default="test", help="tuning: to look at while changing things")
     parser.add_argument("--runs", type=int, default=5, help="training runs for each point of Fig. 5")
+    parser.add_argument("--scale", type=int, default=1, help="above 1: quick settings and fewer datasets, to try this file")
     given = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    if given.what == "table":
-        table(given.cells or cells(), given.seeds)
-    elif given.what == "show":
+    if given.command == "run":
+        run(given)
+    elif given.command == "merge":
+        merge(given)
+    elif given.command == "show":
         show()
     else:
-        figures(given.figures, given.runs)
+        figures.plot(RESULTS)
 
 
 if __name__ == "__main__":

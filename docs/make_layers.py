@@ -19,16 +19,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lipdp import models, nn
 from lipdp.bounds import analyse, registry
-from lipdp.parametrize import Constrained
+from lipdp.errors import ConfigurationError
+from lipdp.parametrize import Constrained, ConvParametrisation, Parametrisation, Reparametrised
+from lipdp.parametrize import constraint as C
 
 T = torch.nn
 HERE = Path(__file__).resolve().parent
 
 
-def _two(layer: torch.nn.Module) -> torch.nn.Module:
+def _of_one_input(layer: torch.nn.Module) -> torch.nn.Module:
+    """A layer that reads two tensors, as a model of one."""
     from tests.soundness.functions import Forward
 
-    return Forward(lambda m, x: m.layer(x, x.abs()), layer=layer)
+    if isinstance(layer, nn.ConvexMix):
+        return Forward(lambda m, x: m.layer(x, x.abs()), layer=layer)
+    if isinstance(layer, nn.MaskedTokenMean):
+        return Forward(lambda m, ids: m.layer(m.table(ids), ids), layer=layer, table=nn.BoundedEmbedding(5, 4))
+    return layer
+
+
+def _standardize() -> nn.Standardize:
+    layer = nn.Standardize(1, radius=1.0)
+    layer.set_statistics(torch.tensor([0.5]), torch.tensor([0.0625]))
+    return layer
+
+
+_CIRCULAR = {"padding": 1, "padding_mode": "circular", "bias": False}
 
 
 # Each layer at a small size. Containers and composed layers are traced into, so their row sums up several rules.
@@ -42,6 +58,18 @@ LAYERS: list[tuple[torch.nn.Module, tuple[int, ...]]] = [
     (nn.SpectralConv2d(2, 4, 2, stride=2), (2, 4, 4)),
     (nn.SpectralConv3d(1, 2, 2, stride=2), (1, 2, 4, 4)),
     (nn.SpectralConvTranspose2d(2, 1, 2, stride=2), (2, 3, 3)),
+    (nn.SpectralLinear(6, 6, bias=False, constraint=C.Cayley()), (6,)),
+    (nn.SpectralLinear(6, 6, bias=False, constraint=C.MatrixExp()), (6,)),
+    (nn.SpectralLinear(6, 6, bias=False, constraint=C.Householder()), (6,)),
+    (nn.SpectralLinear(6, 6, bias=False, constraint=C.Polar()), (6,)),
+    (nn.SpectralLinear(6, 6, bias=False, constraint=C.DifferentiableBjorck()), (6,)),
+    (nn.SpectralConv2d(2, 2, 3, **_CIRCULAR, constraint=C.Cayley()), (2, 4, 4)),
+    (nn.SpectralConv2d(2, 2, 3, **_CIRCULAR, constraint=C.AOC()), (2, 4, 4)),
+    (nn.SpectralConv2d(2, 8, 2, 2, bias=False, constraint=C.AOC()), (2, 4, 4)),
+    (nn.SpectralConv2d(2, 2, 3, **_CIRCULAR, constraint=C.BCOP()), (2, 4, 4)),
+    (nn.SpectralConv2d(2, 2, 3, padding=1, bias=False, constraint=C.SOC()), (2, 4, 4)),
+    (nn.SpectralConv2d(2, 2, 3, **_CIRCULAR, constraint=C.CircularFFT(4)), (2, 4, 4)),
+    (nn.SpectralConvTranspose2d(4, 1, 2, stride=2, bias=False, constraint=C.AOC()), (4, 3, 3)),
     (nn.FourierConv2d(2, 3, 3, padding=1), (2, 6, 6)),
     (nn.GroupSort(2), (6,)),
     (nn.MaxMin(), (6,)),
@@ -64,6 +92,7 @@ LAYERS: list[tuple[torch.nn.Module, tuple[int, ...]]] = [
     (nn.RMSNorm(4), (3, 4)),
     (nn.GroupNorm(2, 4), (4, 2, 2)),
     (nn.Normalize(0.5, 0.25), (1, 3, 3)),
+    (_standardize(), (1, 3, 3)),
     (nn.Residual(nn.SpectralLinear(4, 4, bias=False)), (4,)),
     (nn.ConvexResidual(nn.SpectralLinear(4, 4, bias=False), 0.3), (4,)),
     (nn.ConvexResidual(nn.SpectralLinear(4, 4, bias=False), 0.5, learned=True), (4,)),
@@ -74,6 +103,7 @@ LAYERS: list[tuple[torch.nn.Module, tuple[int, ...]]] = [
     (nn.SinusoidalPositions(3, 4), (3, 4)),
     (nn.TokenBall(0.5), (3, 4)),
     (nn.TokenMean(), (4, 3)),
+    (nn.MaskedTokenMean(), (3,)),
     (nn.LipschitzAttention(4, 2, tokens=3), (3, 4)),
     (nn.TransformerBlock(4, 2, tokens=3), (3, 4)),
     (nn.BoundedInput((4,), norm=1.0), (4,)),
@@ -132,22 +162,33 @@ def _delta(name: str, values: tuple[float, float, float]) -> str:
 def _name(layer: torch.nn.Module) -> str:
     children = "(…)" if next(layer.children(), None) is not None else ""
     arguments = layer.extra_repr().split(", constraint=")[0].replace("|", "\\|")
+    if isinstance(getattr(layer, "constraint", None), Parametrisation | ConvParametrisation):
+        arguments += f", constraint={_short(layer.constraint)}"
     return f"`{type(layer).__name__}{children or f'({arguments})'}`"
+
+
+def _short(chosen: object) -> str:
+    """A constraint without its inner settings."""
+    return str(chosen).split("(matrix=")[0] + "()" if "(matrix=" in str(chosen) else str(chosen)
 
 
 def _constraint(layer: torch.nn.Module) -> str:
     found = []
     for module in layer.modules():
+        if isinstance(module, Reparametrised) and module.maps():
+            found.append(f"W = π(θ), {_short(module.constraint)}; none needed")
+            continue
         if isinstance(module, Constrained) and next(module.parameters(recurse=False), None) is not None:
             text = (type(module).project_.__doc__ or "").strip().split("\n")[0].rstrip(".").removeprefix("Back to ")
             by = f" ({type(module.constraint).__name__})" if hasattr(module, "constraint") else ""
+            text = text.removesuffix("; a reparametrised weight needs no projection")
             found.append(text.replace("|", "\\|") + by)
     return "; ".join(dict.fromkeys(found)) or "–"
 
 
 def row(layer: torch.nn.Module, shape: tuple[int, ...]) -> Row:
     """The line of one layer, without the measured part."""
-    model = _two(layer) if isinstance(layer, nn.ConvexMix) else layer
+    model = _of_one_input(layer)
     one, two, four = (analyse(model, 1.0, input_shape=shape, input_norm=x) for x in (1.0, 2.0, 4.0))
     deltas = [
         _delta(name.replace("module.", ""), (bound, two.sensitivities[name], four.sensitivities[name]))
@@ -166,7 +207,7 @@ def tightness(layer: torch.nn.Module, shape: tuple[int, ...]) -> str:
     """Median over the layer's Δ, X and ℓ of the largest value that the harness finds ÷ its bound."""
     from tests.soundness.harness import attack
 
-    model = _two(layer) if isinstance(layer, nn.ConvexMix) else layer
+    model = _of_one_input(layer)
     report = attack(model, 1.0, input_shape=shape, input_norm=1.5, steps=20, draws=3)
     clipped = any(isinstance(m, nn.ClipGradient | nn.Boundary) for m in layer.modules())  # ℓ leaves clipping out, cotangents do not
     kinds = ("parameter", "activation", "cotangent" if clipped else "input")
@@ -229,11 +270,15 @@ def models_page() -> str:
     for name in models.names():
         counts, layers = [], 0
         for shape in SIZES.values():
-            model = models.create(name, input_shape=shape, classes=10)
+            try:
+                model = models.create(name, input_shape=shape, classes=10)
+            except ConfigurationError:  # it has arguments that must be given
+                counts.append("by its arguments")
+                continue
             counts.append(f"{sum(p.numel() for p in model.parameters()):,}")
             layers = sum(any(p.ndim > 1 for p in m.parameters(recurse=False)) for m in model.modules())
         text = (registry_doc(name) or "").strip().split("\n")[0]
-        lines.append(f"| `{name}` | {text} | {counts[0]} | {counts[1]} | {layers} |")
+        lines.append(f"| `{name}` | {text} | {counts[0]} | {counts[1]} | {layers or '–'} |")
     return "\n".join(lines) + "\n"
 
 

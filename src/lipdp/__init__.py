@@ -1,6 +1,6 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
-from lipdp import bounds, clipping, data, errors, losses, mechanisms, models, nn, parametrize, privacy, recipes, training
+from lipdp import bounds, clipping, data, diagnose, errors, losses, mechanisms, models, nn, parametrize, privacy, recipes, training
 from lipdp.bounds import sensitivities
 from lipdp.certify import attack, certified_accuracy, certify
 from lipdp.convert import convert
@@ -20,6 +20,7 @@ __all__ = [
     "clipping",
     "convert",
     "data",
+    "diagnose",
     "errors",
     "evaluate",
     "export",

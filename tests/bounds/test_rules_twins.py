@@ -67,6 +67,17 @@ CASES = [
     case("instance-norm", lambda m, x: F.instance_norm(x, eps=0.5), IMG, 0.3),
     case("normalize", lambda m, x: F.normalize(x, dim=-1, eps=0.5), TOK, 0.5),
     case("normalize-far", lambda m, x: F.normalize(x, dim=1, eps=9.0), TOK),
+    case(
+        "batch-norm",
+        lambda m, x: F.batch_norm(x, m.u, m.v, m.g, m.b, eps=0.1),
+        (2, 3),
+        0.3,
+        u=normal(2),
+        v=normal(2).abs(),
+        g=normal(2),
+        b=normal(2),
+    ),
+    case("channel-shuffle", lambda m, x: F.channel_shuffle(x, 2), (4, 3, 3)),
     # the rest
     case("log-softmax", lambda m, x: F.log_softmax(x, 1), (2,), 0.3),
     case("log-softmax-rows", lambda m, x: x.log_softmax(-1), TOK, 0.3),
@@ -107,6 +118,9 @@ CASES = [
     case("bilinear-corners", lambda m, x: F.interpolate(x, (7, 3), mode="bilinear", align_corners=True), IMG, 0.9),
     case("bilinear-odd-scale", lambda m, x: F.interpolate(x, scale_factor=1.7, mode="bilinear"), IMG, 0.9),
     case("bilinear-recomputed", lambda m, x: _recomputed(x), IMG, 0.9),
+    case("bicubic", lambda m, x: F.interpolate(x, scale_factor=2, mode="bicubic"), IMG, 0.9),
+    case("bicubic-corners", lambda m, x: F.interpolate(x, (7, 3), mode="bicubic", align_corners=True), IMG, 0.9),
+    case("bicubic-odd-scale", lambda m, x: F.interpolate(x, scale_factor=1.7, mode="bicubic"), IMG, 0.9),
     case("area", lambda m, x: F.interpolate(x, size=(3, 2), mode="area"), IMG, 0.7),
     case("trilinear", lambda m, x: F.interpolate(x, scale_factor=2, mode="trilinear"), (1, 2, 2, 2), 0.9),
 ]
@@ -176,6 +190,17 @@ def test_functions_agree_with_their_modules() -> None:
         assert first.lipschitz == pytest.approx(second.lipschitz, rel=1e-12)
 
 
+def test_frozen_batch_norm_agrees_with_its_module() -> None:
+    module = T.BatchNorm2d(2).eval()
+    module.running_mean.copy_(torch.tensor([0.3, -0.2]))
+    module.running_var.copy_(torch.tensor([0.5, 2.0]))
+    buffers = {"u": module.running_mean, "v": module.running_var}
+    twin = Forward(lambda m, x: F.batch_norm(x, m.u, m.v, m.w, m.b), w=module.weight, b=module.bias, **buffers)
+    ours, theirs = (analyse(m, 0.9, input_shape=IMG, input_norm=1.7) for m in (twin, module))
+    assert list(ours.sensitivities.values()) == pytest.approx(list(theirs.sensitivities.values()), rel=1e-12)
+    attack(torch.nn.Sequential(twin), 1.0, input_shape=IMG, input_norm=1.0, steps=8)
+
+
 REFUSED = [
     case("rms-norm-without-eps", lambda m, x: F.rms_norm(x, (4,)), TOK),
     case("layer-norm-eps-0", lambda m, x: F.layer_norm(x, (4,), eps=0.0), TOK),
@@ -186,10 +211,11 @@ REFUSED = [
     case("masked-fill-infinite", lambda m, x: x.masked_fill(m.c, -math.inf), (3, 3), c=MASK),
     case("clamp-by-tensor", lambda m, x: torch.clamp(x, min=m.c), (3, 3), c=normal(3, 3)),
     case("clamp-empty", lambda m, x: torch.clamp(x, min=2.0, max=1.0), (3, 3)),
-    case("bicubic", lambda m, x: F.interpolate(x, scale_factor=2, mode="bicubic"), IMG),
     case("antialias", lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True), IMG),
     case("max-pool-indices", lambda m, x: F.max_pool2d(x, 2, return_indices=True)[0], IMG),
     case("adaptive-indices", lambda m, x: F.adaptive_max_pool2d(x, 2, return_indices=True)[0], IMG),
+    case("batch-norm-of-the-batch", lambda m, x: F.batch_norm(x, None, None, training=True), IMG),
+    case("batch-norm-training", lambda m, x: F.batch_norm(x, m.c, m.c, training=True), IMG, c=torch.ones(2)),
     case("running-statistics", lambda m, x: F.instance_norm(x, m.c, m.c, use_input_stats=False), IMG, c=torch.ones(2)),
 ]
 

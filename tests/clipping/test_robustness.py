@@ -306,3 +306,20 @@ def test_taps_are_not_added_after_the_backward_pass_began():
         recorded.contributions(model(x).sum())
         model(x)
         assert len(recorded.taps) == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_inside_a_compiled_step(captured):
+    """torch.compile on the whole step: the pass that is watched runs as it is, the rest is compiled."""
+    model, x, y = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LSTM(4, 2, batch_first=True)), torch.randn(3, 5, 4), torch.zeros(3)
+    kind = clipping.CapturedClipping if captured else clipping.Clipping
+    clip = kind(model, quadratic)
+    expected = clipping.clipped_gradients(model, quadratic, x, y, 0.5)
+
+    @torch.compile(backend="eager")
+    def step(inputs, targets):
+        sums = clip(inputs * 1.0, targets, 0.5).sums
+        return {name: value / 3 for name, value in sums.items()}
+
+    for _ in range(2):
+        assert_close(step(x, y), {name: value / 3 for name, value in expected.items()}, 1e-6)

@@ -155,3 +155,55 @@ def test_the_cost_model_and_the_measured_choice():
     clipping.clipped_gradients(model, quadratic, torch.randn(3, 2, 4), torch.zeros(3), 1.0, form="measure")
     assert len(choices()) == 3
     forget_choices()
+
+
+@pytest.mark.parametrize("method", ["naive", "multiloss", "reweight", "ghost", "bookkeeping"])
+def test_a_bound_on_the_device(method):
+    model, x, y = _model(), torch.randn(5, 4), torch.zeros(5)
+    found, expected = (clipping.clip_batch(model, quadratic, x, y, c, method) for c in (torch.tensor(0.7), 0.7))
+    assert_close(found.sums, expected.sums, 1e-6)
+    assert found.bounds.tolist() == pytest.approx([0.7])
+    named = {"0": torch.tensor(0.3), "2": 0.4}
+    if method in ("naive", "bookkeeping"):
+        one = clipping.clip_batch(model, quadratic, x, y, named, method, style="per_group")
+        other = clipping.clip_batch(model, quadratic, x, y, {"0": 0.3, "2": 0.4}, method, style="per_group")
+        assert_close(one.sums, other.sums, 1e-6)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", ["clip", "automatic"])
+def test_a_bound_that_can_not_be_meant_releases_nothing(bad, clip):
+    """On a device it can't be checked without waiting; it must not let a gradient through."""
+    model, x, y = _model(), torch.randn(5, 4), torch.zeros(5)
+    found = clipping.clip_batch(model, quadratic, x, y, torch.tensor(bad), clip=clip)
+    assert all(bool((value == 0).all()) for value in found.sums.values())
+    with pytest.raises(ConfigurationError, match="max_norm"):
+        clipping.clip_batch(model, quadratic, x, y, bad, clip=clip)
+
+
+def test_a_bound_is_one_number():
+    model, x, y = _model(), torch.randn(5, 4), torch.zeros(5)
+    for bad in (torch.ones(2), torch.tensor(1), torch.tensor(True)):
+        with pytest.raises(ConfigurationError, match="one real number"):
+            clipping.clip_batch(model, quadratic, x, y, bad)
+
+
+@pytest.mark.parametrize("method", ["naive", "bookkeeping"])
+def test_how_many_are_within(method):
+    """Masked examples don't count, nor do those that are not finite."""
+    model, x, y = _model(), torch.randn(8, 4), torch.zeros(8)
+    norms = clipping.per_example_norms(model, quadratic, x, y)
+    c = float(norms.sort().values[4])
+    mask = torch.tensor([True] * 6 + [False] * 2)
+    found = clipping.clip_batch(model, quadratic, x, y, c * 1.001, method, mask=mask)
+    assert found.within.tolist() == [int((norms[:6] <= c * 1.001).sum())]
+    assert torch.equal(found.kept, mask)
+    x[0] = float("nan")
+    found = clipping.clip_batch(model, quadratic, x, y, 1e9, method, mask=mask)
+    assert found.within.tolist() == [5]
+    assert found.within.dtype == torch.int64
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))

@@ -315,3 +315,54 @@ def test_backward_hooks_of_the_users():
     model[0].register_full_backward_hook(lambda module, gi, go: seen.append(go[0].shape))
     check_all(model, torch.randn(3, 5, 4).double())
     assert seen
+
+
+def _deep():
+    """Narrow, deep, with kinks: float32 gradients of a batch and of an example alone differ by more than a thousandth."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU()) for _ in range(24)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *layers, nn.Flatten(), nn.Linear(4 * 64, 2))
+
+
+def test_rounding_of_deep_networks_is_no_reason_to_refuse(monkeypatch):
+    model, x, y = _deep(), torch.rand(3, 3, 8, 8), torch.zeros(3)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    failures = []
+    found_in_single = module_under_test._compare
+
+    def coarse(a, b, message):
+        """As if float32 were too coarse for this model."""
+        if next(iter(a.values())).dtype == torch.float32:
+            failures.append(message)
+            raise UnsupportedError(message)
+        return found_in_single(a, b, message)
+
+    monkeypatch.setattr(module_under_test, "_compare", coarse)
+    assert verify(model, quadratic, x, y)
+    assert failures
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_what_is_real_is_refused_in_float64_too():
+    for case in ("weight by hand", "detached mixing", "transposed, square"):
+        make, x, match = CASES[case]
+        model = make()
+        with pytest.raises(UnsupportedError, match=match):
+            verify(model, quadratic, x, torch.zeros(len(x)))
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_model_that_float64_breaks_is_judged_by_float32(monkeypatch):
+    class Single(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            if x.dtype != torch.float32:
+                raise TypeError("float32 only")
+            return self.layer(x) @ self.layer.weight
+
+    with pytest.raises(UnsupportedError, match="by hand"):
+        verify(Single(), quadratic, torch.randn(3, 4), torch.zeros(3))

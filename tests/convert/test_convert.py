@@ -336,3 +336,136 @@ def test_a_transposed_convolution_called_with_an_output_size_is_left():
     conversion = convert(Up(), (2, 3, 3))
     assert [row.where for row in conversion.report.unconverted] == ["up"]
     assert conversion.model(torch.ones(1, 2, 3, 3)).shape == (1, 2, 8, 8)
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+class Attentive(torch.nn.Module):
+    """Embedding, self-attention in a residual, a pooled head: what people write with torch.nn.MultiheadAttention."""
+
+    def __init__(self, need_weights=False, **options):
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 8)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.norm, self.head = torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+        self.need_weights = need_weights
+
+    def forward(self, ids):
+        x = self.table(ids)
+        y, _ = self.attention(x, x, x, need_weights=self.need_weights)
+        return self.head(self.norm(x + y).mean(dim=1))
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), layer, torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.nn.Flatten(),
+        torch.nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+def bag():
+    return torch.nn.Sequential(torch.nn.EmbeddingBag(11, 8), torch.nn.Linear(8, 3))
+
+
+TOKENS = {
+    "attention": (Attentive, (5,), {nn.BoundedEmbedding, nn.LipschitzAttention}),
+    "attention, weights": (lambda: Attentive(need_weights=True), (5,), {nn.LipschitzAttention}),
+    "encoder": (encoder, (3, 4), {nn.TransformerBlock}),
+    "bag": (bag, (5,), {nn.BoundedEmbedding, nn.TokenMean}),
+}
+
+
+@pytest.mark.parametrize("copy_weights", [False, True])
+@pytest.mark.parametrize("name", TOKENS)
+def test_token_models_have_bounded_twins(name, copy_weights):
+    torch.manual_seed(0)
+    make, shape, expected = TOKENS[name]
+    model = make().eval()
+    twin, report = convert(model, shape, copy_weights=copy_weights)
+    assert report.bounded, str(report)
+    assert not report.unconverted
+    assert expected <= {type(module) for module in twin.modules()}
+    assert not any(isinstance(module, torch.nn.MultiheadAttention) for module in twin.modules())
+    x = torch.randint(11, (4, *shape)) if len(shape) == 1 else torch.randn(4, *shape)
+    assert twin(x).shape == model(x).shape
+    assert torch.allclose(twin.export()(x), twin.eval()(x), atol=1e-6)
+    bounds, loss = analyse(twin.double(), losses.CrossEntropy()).sensitivities, losses.CrossEntropy()
+    x = x if len(shape) == 1 else x.double()
+    for i in range(4):
+        twin.zero_grad()
+        loss(twin(x[i : i + 1]), torch.tensor([i % 3])).sum().backward()
+        for key, parameter in twin.named_parameters():
+            assert parameter.grad is None or parameter.grad.norm() <= bounds[key] * (1 + 1e-9)
+
+
+def test_copied_attention_weights_are_the_models():
+    model = Attentive()
+    with torch.no_grad():
+        model.attention.in_proj_weight.copy_(torch.cat([torch.eye(8) * s for s in (0.5, 0.25, 0.75)]))
+        model.attention.out_proj.weight.copy_(torch.eye(8) * 0.5)
+    attention = convert(model, (5,), copy_weights=True).model.network.attention
+    found = [layer.weight.detach()[0, 0] for layer in (attention.query, attention.key, attention.value, attention.output)]
+    assert torch.allclose(torch.stack(found), torch.ones(4), atol=1e-4)  # Björck makes them orthogonal, in the same direction
+
+
+class Masked(Attentive):
+    def forward(self, ids):
+        x = self.table(ids)
+        mask = torch.zeros(5, 5)
+        return self.head((x + self.attention(x, x, x, attn_mask=mask)[0]).mean(dim=1))
+
+
+class Weighted(Attentive):
+    def forward(self, ids):
+        x = self.table(ids)
+        y, weights = self.attention(x, x, x)
+        return self.head((y + weights.mean(dim=(1, 2))[:, None, None]).mean(dim=1))
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.head = cell, torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        y, _ = self.cell(x)
+        return self.head(y[:, -1])
+
+
+class Positions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.positions, self.head = torch.nn.Embedding(11, 4), torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.head((self.table(ids) + self.positions(torch.arange(5))).mean(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "layer", "says"),
+    [
+        (Recurrent(torch.nn.LSTM(4, 6, batch_first=True)), (5, 4), "cell", "method='bookkeeping'"),
+        (Recurrent(torch.nn.GRU(4, 6, batch_first=True)), (5, 4), "cell", "Boundary"),
+        (Recurrent(torch.nn.RNN(4, 6, batch_first=True)), (5, 4), "cell", "TransformerBlock"),
+        (Masked(), (5,), "attention", "without masks"),
+        (Attentive(kdim=8, vdim=8, add_bias_kv=True), (5,), "attention", "add_bias_kv"),
+        (torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 8)), (5, 4), "0", "batch_first"),
+        (torch.nn.Sequential(torch.nn.TransformerEncoderLayer(4, 2, 7, batch_first=True)), (5, 4), "0", "odd"),
+        (torch.nn.Sequential(torch.nn.EmbeddingBag(11, 4, mode="max")), (5,), "0", "TokenMean"),
+        (torch.nn.Sequential(torch.nn.Embedding(11, 4, sparse=True)), (5,), "0", "no private form"),
+        (Positions(), (5,), "positions", "LearnedPositions"),
+    ],
+)
+def test_what_has_no_twin_says_why_and_the_way_out(model, shape, layer, says):
+    _, report = convert(model.eval(), shape)
+    found = {row.where: row for row in report.unconverted}
+    assert says in found[layer].note
+    assert not report.bounded
+    assert "Not converted" in report.verdict
+
+
+def test_attention_weights_that_are_used_are_refused():
+    with pytest.raises(UnsupportedError, match="attention weights"):
+        convert(Weighted().eval(), (5,))

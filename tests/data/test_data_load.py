@@ -62,8 +62,8 @@ def test_unknown_name_lists_the_known(name: object) -> None:
 
 
 def test_names_and_available(tmp_path: Path) -> None:
-    assert data.names()[:4] == ("digits", "mnist", "fashion_mnist", "cifar10")
-    assert all(name.startswith("adbench/") for name in data.names()[4:])
+    assert data.names()[:5] == ("digits", "mnist", "fashion_mnist", "cifar10", "imdb")
+    assert all(name.startswith("adbench/") for name in data.names()[5:])
     found = data.available(tmp_path)
     assert tuple(found) == data.names()
     assert found["digits"] == data.Availability("digits", on_disk=True, path=None)

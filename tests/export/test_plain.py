@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
 import subprocess
@@ -14,8 +15,22 @@ from lipdp import models, nn, parametrize
 from lipdp.bounds.trace import find_input_dtype
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.export import Site, export, lowering
+from lipdp.parametrize import constraint
 
 IMAGE = (4, 6, 7)
+
+
+class MaskedMean(torch.nn.Module):
+    """A layer that reads tokens and what became of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mean = nn.BoundedEmbedding(11, 6, length=4), nn.MaskedTokenMean(3)
+
+    def forward(self, ids):
+        return self.mean(self.table(ids), ids)
+
+
 LAYERS = {
     "linear": (nn.SpectralLinear(5, 3), (5,)),
     "linear, tokens, no bias": (nn.SpectralLinear(5, 3, bias=False), (2, 5)),
@@ -35,6 +50,7 @@ LAYERS = {
     "ball": (nn.BoundedInput(IMAGE, norm=3.0), IMAGE),
     "sphere": (nn.BoundedInput(IMAGE, norm=3.0, mode="sphere"), IMAGE),
     "ClipGradient": (nn.ClipGradient(0.1), IMAGE),
+    "Standardize": (nn.Standardize(4, radius=2.0), IMAGE),
     "Boundary": (nn.Boundary(norm=3.0, cotangent=0.1), IMAGE),
     "Boundary, cotangent": (nn.Boundary(cotangent=0.1), IMAGE),
     "Residual": (nn.Residual(nn.Sequential(nn.SpectralConv2d(4, 4, 3, padding=1), nn.GroupSort())), IMAGE),
@@ -56,6 +72,25 @@ LAYERS = {
     "Cayley": (nn.SpectralLinear(5, 3, constraint=parametrize.Cayley()), (5,)),
     "conv, MatrixExp": (nn.SpectralConv2d(4, 6, 3, groups=2, constraint=parametrize.MatrixExp()), IMAGE),
     "ConvTranspose2d, Polar": (nn.SpectralConvTranspose2d(4, 6, 3, constraint=parametrize.Polar()), IMAGE),
+    "conv, AOC": (nn.SpectralConv2d(4, 6, 3, stride=2, padding=1, constraint=constraint.AOC()), IMAGE),
+    "conv, AOC, groups, circular": (
+        nn.SpectralConv2d(4, 8, (2, 3), padding="same", groups=2, padding_mode="circular", constraint=constraint.AOC()),
+        IMAGE,
+    ),
+    "conv, BCOP, dilated": (nn.SpectralConv2d(4, 4, 3, padding=2, dilation=2, bias=False, constraint=constraint.BCOP()), IMAGE),
+    "conv, SOC": (nn.SpectralConv2d(4, 3, 3, padding=1, constraint=constraint.SOC(terms=4)), IMAGE),
+    "conv, SOC, same": (nn.SpectralConv2d(4, 4, 3, padding="same", bias=False, constraint=constraint.SOC(terms=3)), IMAGE),
+    "conv, CircularFFT": (
+        nn.SpectralConv2d(4, 6, 3, padding=1, padding_mode="circular", constraint=constraint.CircularFFT((6, 7))),
+        IMAGE,
+    ),
+    "Conv1d, AOC": (nn.SpectralConv1d(4, 4, 5, padding=2, constraint=constraint.AOC()), (4, 9)),
+    "Conv1d, CircularFFT": (
+        nn.SpectralConv1d(4, 4, 2, padding="same", padding_mode="circular", constraint=constraint.CircularFFT(8)),
+        (4, 8),
+    ),
+    "Conv3d, AOC": (nn.SpectralConv3d(2, 2, 2, stride=2, constraint=constraint.AOC()), (2, 4, 4, 4)),
+    "ConvTranspose2d, AOC": (nn.SpectralConvTranspose2d(4, 2, 3, stride=2, padding=1, constraint=constraint.AOC()), IMAGE),
     "LayerNorm": (nn.LayerNorm(5), (3, 5)),
     "LayerNorm, no bias": (nn.LayerNorm((6, 7), bias=False), IMAGE),
     "LayerNorm, no affine": (nn.LayerNorm(7, elementwise_affine=False), IMAGE),
@@ -83,6 +118,7 @@ LAYERS = {
     "LearnedPositions": (nn.LearnedPositions(4, 6), (4, 6)),
     "SinusoidalPositions": (nn.SinusoidalPositions(4, 6, scale=0.5), (4, 6)),
     "TokenMean": (nn.TokenMean(), (4, 6)),
+    "MaskedTokenMean": (MaskedMean(), (4,)),
     "TokenMean, scaled": (nn.TokenMean(4), (4, 6)),
     "TokenBall": (nn.TokenBall(2.0), (4, 6)),
     "LipschitzAttention": (nn.LipschitzAttention(6, 2, tokens=4), (4, 6)),
@@ -141,8 +177,25 @@ def test_every_layer_exports(name, dtype):
     plain = export(model, input_shape=shape)
     expected = model(x)
     assert plain(x).dtype == expected.dtype == dtype
-    assert torch.allclose(plain(x), expected, rtol=1e-6, atol=1e-6)
+    # A Fourier transform rounds relative to the whole image, not to each of its pixels.
+    largest = expected.detach().abs().flatten(1).amax(1).clamp_min(1.0) if "FFT" in name else torch.ones(len(x))
+    scale = largest.reshape(-1, *[1] * (expected.ndim - 1)).to(dtype)
+    assert torch.allclose(plain(x) / scale, expected / scale, rtol=1e-6, atol=1e-6)
     assert_plain(plain)
+
+
+ORTHOGONAL = [name for name in LAYERS if any(word in name for word in ("AOC", "BCOP", "SOC", "FFT"))]
+
+
+@pytest.mark.parametrize("name", ORTHOGONAL)
+def test_orthogonal_convolutions_are_plain_convolutions_for_torch_export(name):
+    layer, shape = copy.deepcopy(LAYERS[name][0]).float(), LAYERS[name][1]
+    plain, x = export(layer, input_shape=shape), inputs(shape)[3:]
+    assert {type(module).__name__ for module in plain.modules() if list(module.parameters(recurse=False))} <= {
+        "Conv1d", "Conv2d", "Conv3d", "ConvTranspose2d",
+    }  # fmt: skip
+    program = torch.export.export(plain, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert torch.allclose(program.module()(x), layer(x), rtol=1e-6, atol=1e-6)
 
 
 MODELS = {
@@ -295,6 +348,21 @@ def test_torch_export(name):
 def test_onnx(tmp_path):
     model = MODELS["lenet"]()
     torch.onnx.export(model.export(), (inputs((1, 8, 8)),), str(tmp_path / "model.onnx"), dynamo=True)
+    assert (tmp_path / "model.onnx").stat().st_size > 0
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))), reason="onnx is not installed")
+def test_onnx_of_orthogonal_convolutions(tmp_path):
+    """One model with all of them: what ONNX gets is ordinary convolutions."""
+    same = {"padding": 1, "padding_mode": "circular"}
+    model = nn.Sequential(
+        nn.BoundedInput((2, 6, 6)),
+        nn.SpectralConv2d(2, 4, 3, padding=1, constraint=constraint.AOC()),
+        nn.SpectralConv2d(4, 4, 3, **same, constraint=constraint.CircularFFT(6)),
+        nn.SpectralConv2d(4, 4, 3, padding=1, constraint=constraint.SOC(terms=3)),
+        nn.SpectralConvTranspose2d(4, 2, 2, stride=2, constraint=constraint.AOC()),
+    )
+    torch.onnx.export(model.export(), (inputs((2, 6, 6)),), str(tmp_path / "model.onnx"), dynamo=True)
     assert (tmp_path / "model.onnx").stat().st_size > 0
 
 

@@ -19,7 +19,7 @@ TINY = Settings(
     validation=200,
     held_out=300,
     sums=SumSettings(screening=10, steps=40, batch=128, width=16),
-    utility=UtilitySettings(steps=10, batch=32, responses=16, channels=4, kernel=3),
+    utility=UtilitySettings(steps=10, batch=32, responses=(16,), channels=4, kernel=3),
     expert="textbook",
 )
 

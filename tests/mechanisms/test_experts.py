@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lipdp.errors import UnsupportedError
-from lipdp.mechanisms.experts import additive, best_expert, constant, experts, moments
+from lipdp.mechanisms.experts import Level, additive, best_expert, best_experts, catalogue, constant, experts, levels_to, moments
 from lipdp.mechanisms.losses import response_loss, smooth_loss
-from lipdp.mechanisms.postprocess import Table, best_responses
+from lipdp.mechanisms.postprocess import Sample, Table, best_responses
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.smooth import SmoothSensitivity, heavy_density, heavy_quantile, smooth_sensitivity
 from lipdp.mechanisms.statistics import QueryStatistic
@@ -20,7 +20,7 @@ def test_no_textbook_expert_is_worse_than_blind(query: str, loss: str) -> None:
     """Every one is decoded for the prior, so on the datasets it was fitted to it can't lose to the best constant."""
     problem = Problem.of(query, 1.0, N, BOUNDS, loss)
     t = datasets(1200, 1)
-    blind = float(constant(problem, t).losses(t).mean())
+    blind = float(constant(problem, Sample.of(problem, t)).losses(t).mean())
     for expert in experts(problem, t, "textbook"):
         assert float(expert.losses(t).mean()) <= blind * 1.01, expert.title
 
@@ -35,7 +35,7 @@ def test_tuning_helps() -> None:
 def test_decoding_never_increases_squared_loss_where_it_was_fitted() -> None:
     problem = Problem.of("variance", 1.0, N, BOUNDS)
     t = datasets(3000, 4)
-    mechanism = additive(problem, "x", QueryStatistic(problem.query, N), "laplace", t)
+    mechanism = additive(problem, "x", QueryStatistic(problem.query, N), "laplace", Sample.of(problem, t))
     noisy = mechanism.noisy(t, 0, 16)[..., 0]
     raw = float(((noisy - problem.query(t)) ** 2).mean())
     assert float(mechanism.losses(t).mean()) < raw
@@ -46,12 +46,36 @@ def test_best_responses_minimise_the_expected_loss() -> None:
     truth = t.median(1).values
     weights = torch.rand(200, 3, dtype=torch.float64)
     for loss in ("squared", "quantile"):
-        values = best_responses(weights, t, truth, loss)  # type: ignore[arg-type]
+        values = best_responses(weights, Sample(t, truth, loss))  # type: ignore[arg-type]
         for r in range(3):
             others = torch.linspace(0, 1, 101, dtype=torch.float64)
             costs = (weights[:, [r]] * response_loss(loss, t, truth, others.expand(200, -1))).sum(0)  # type: ignore[arg-type]
             own = (weights[:, r] * response_loss(loss, t, truth, values[r].expand(200, 1))[:, 0]).sum()  # type: ignore[arg-type]
             assert float(own) <= float(costs.min()) * (1 + 1e-9)
+
+
+def test_far_observations_still_get_their_best_answer() -> None:
+    """Likelihoods far below what float32 holds: what counts is their ratio."""
+    t = datasets(300, 5)
+    truth = t.median(1).values
+    weights = torch.rand(300, 4, dtype=torch.float64)
+    for loss in ("squared", "quantile"):
+        sample = Sample(t, truth, loss)  # type: ignore[arg-type]
+        assert torch.equal(best_responses(weights * 2.0**-500, sample), best_responses(weights, sample))
+
+
+def test_levels_contain_each_other_and_do_not_depend_on_what_else_is_asked_for() -> None:
+    """learn()'s fallback has to be the tuned expert that a benchmark finds on the same draws, to the last bit."""
+    problem = Problem.of("median", 1.0, N, BOUNDS)
+    t, validation, test = datasets(150, 1), datasets(60, 2), datasets(50, 3)
+    every: tuple[Level, ...] = ("textbook", "tuned", "strong")
+    found = best_experts(problem, t, validation, every)
+    losses = [float(found[level].losses(validation).mean()) for level in every]
+    assert losses == sorted(losses, reverse=True)
+    alone = best_experts(problem, t, validation, ("tuned",), releasable=False)["tuned"]
+    assert torch.equal(alone.losses(test), found["tuned"].losses(test))
+    members = [{place for place, expert in enumerate(catalogue(problem)) if expert.level in levels_to(level)} for level in every]
+    assert members[0] < members[1] < members[2]
 
 
 def test_tables_interpolate() -> None:

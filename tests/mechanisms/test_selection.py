@@ -24,13 +24,13 @@ def test_permute_and_flip_is_its_definition() -> None:
     assert torch.allclose(flip_probabilities(logits)[0], torch.tensor(want, dtype=torch.float64), atol=1e-14)
 
 
-@pytest.mark.parametrize("responses", [2, 3, 50, 64, 101])
+@pytest.mark.parametrize("responses", [2, 3, 50, 64, 101, 300])
 def test_they_sum_to_one_and_few_nodes_are_enough(responses: int) -> None:
     utilities = -100 * torch.rand(40, responses, dtype=torch.float64, generator=torch.Generator().manual_seed(responses))
     for epsilon in (0.1, 1.0, 5.0):
         exact = probabilities("permute_and_flip", utilities, 1.0, epsilon)
         assert torch.allclose(exact.sum(1), torch.ones(40, dtype=torch.float64), atol=1e-12)
-        assert torch.allclose(probabilities("permute_and_flip", utilities, 1.0, epsilon, ENOUGH_NODES), exact, atol=1e-12)
+        assert torch.allclose(probabilities("permute_and_flip", utilities, 1.0, epsilon, ENOUGH_NODES), exact, atol=1e-10)
 
 
 def test_permute_and_flip_is_never_worse_than_exponential() -> None:
@@ -47,6 +47,8 @@ def test_permute_and_flip_is_never_worse_than_exponential() -> None:
 def test_gradient() -> None:
     utilities = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     assert torch.autograd.gradcheck(lambda u: probabilities("permute_and_flip", u, 1.0, 1.0), (utilities,))
+    wide = (-30 * torch.rand(2, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))).requires_grad_()
+    assert torch.autograd.gradcheck(lambda u: probabilities("permute_and_flip", u, 1.0, 2.0), (wide,))
 
 
 def test_unknown_method() -> None:

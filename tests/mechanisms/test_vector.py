@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError
-from lipdp.mechanisms import BudgetLedger, learn_columns, learn_vector, load_vector
+from lipdp.mechanisms import BudgetLedger, learn_columns, learn_vector, load_columns, load_vector
 from tests.mechanisms.common import BOUNDS, TINY, N, datasets, private
 
 
@@ -74,3 +74,13 @@ def test_columns_share_the_budget(tmp_path: Path) -> None:
     assert 0 <= first <= 10
     assert -1 <= second <= 1
     assert ledger.remaining == 0.0
+    assert len(mechanism.sensitivity) == len(mechanism.expected_loss()) == 2
+    assert mechanism.describe()["columns"] == 2
+    mechanism.save(tmp_path / "m")
+    again = load_columns(tmp_path / "m")
+    assert again.describe() == mechanism.describe()
+    assert len(again.release(x)) == 2
+    with pytest.raises(CheckpointError, match="column mechanism"):
+        load_vector(tmp_path / "m")
+    with pytest.raises(CheckpointError, match="can't be read"):
+        load_columns(tmp_path / "none")

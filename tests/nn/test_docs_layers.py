@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from lipdp import models, nn
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+from tests.doc_tools import DOCS, load_tool
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_layers", DOCS / "make_layers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    torch.manual_seed(0)
-    import sys
-
-    sys.modules["make_layers"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("make_layers")
 
 
 def test_layers_page_is_up_to_date(tool: ModuleType) -> None:

@@ -13,11 +13,11 @@ import torch
 from lipdp import nn
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Bjorck, Constrained, Constraint, Spectral, project_
-from lipdp.parametrize.constraint import normalise_certified, project_ball
+from lipdp.parametrize.constraint import RKO, normalise_certified, project_ball
 from tests.soundness.harness import impulse_jacobian, largest_singular_value, noisy_steps
 
 SHAPES = [(1, 1), (8, 8), (3, 40), (40, 3), (64, 48)]
-CONSTRAINTS = [Bjorck(), Bjorck(iterations=0), Bjorck(iterations=3), Spectral()]
+CONSTRAINTS = [Bjorck(), Bjorck(iterations=0), Bjorck(iterations=3), Spectral(), RKO()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lipdp import nn
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Cayley, DifferentiableBjorck, Householder, MatrixExp, Polar
+from tests.soundness.harness import attack
 
 MAPS = [DifferentiableBjorck(), Polar(), Cayley(), MatrixExp(), Householder()]
 SHAPES = [(8, 5), (5, 8), (6, 6), (3, 4, 7), (1, 6)]
@@ -83,3 +85,21 @@ def test_a_parameter_that_is_not_finite_is_refused(pi) -> None:
     theta[0, 0] = float("nan")
     with pytest.raises((ConfigurationError, torch.linalg.LinAlgError)):
         pi.weight(theta)
+
+
+@pytest.mark.parametrize("pi", MAPS, ids=lambda pi: type(pi).__name__)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda pi: nn.SpectralLinear(4, 3, constraint=pi), (2, 4)),
+        (lambda pi: nn.SpectralConv2d(2, 4, 2, stride=2, groups=2, constraint=pi), (2, 4, 4)),
+        (lambda pi: nn.SpectralConv2d(1, 2, 3, padding=2, dilation=2, padding_mode="circular", constraint=pi), (1, 5, 5)),
+        (lambda pi: nn.SpectralConvTranspose2d(2, 1, 2, stride=2, constraint=pi), (2, 2, 2)),
+        (lambda pi: nn.SpectralConv3d(1, 2, 2, stride=2, constraint=pi), (1, 2, 2, 2)),
+    ],
+    ids=["dense", "groups", "dilation", "transposed", "3d"],
+)
+def test_layers_with_each_map_reach_their_bounds_and_no_more(pi, make, shape) -> None:
+    """The harness attacks the gradient of W = π(θ), over θ, inputs and cotangents: Δ = G·X is reached, never exceeded."""
+    report = attack(make(pi), 1.0, input_shape=shape, input_norm=1.0, steps=4, draws=1, starts=("constant", "aligned", "random"))
+    assert report.tightness("parameter") > 0.98

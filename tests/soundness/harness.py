@@ -3,7 +3,7 @@
 Every layer of lipdp goes through it. For a model and a loss constant L, :func:`attack` looks for weights in their
 constraint set, an input in its ball and a cotangent v of norm L at the output (an arbitrary loss of constant L) that make
 
-* the gradient of one parameter, for one example,
+* the gradient of one parameter (of the effective weight, where it is reparametrised), for one example,
 * the activation at the output of one operation,
 * one row (vector along the last dimension) or one entry of it, where the calculus bounds these too,
 * the cotangent at the output of one operation, or at the network's input
@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.bounds.trace import trace
-from lipdp.parametrize import Constrained, project_
+from lipdp.parametrize import Constrained, effective_leaves, project_
 
 RTOL = 1e-9
 STARTS = ("random", "constant", "positive", "aligned", "impulse", "large", "inside")
@@ -145,7 +145,7 @@ class _Target:
         self.bounded_by_layer = bool(declared) and not math.isfinite(input_norm)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.integer = not traced.input_dtype.is_floating_point
-        tables = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)]
         self.vocabulary = min(tables, default=1)
         self.tokens = torch.zeros(1, *self.shape, dtype=torch.long)
         values = self._run(torch.zeros(1, *self.shape, dtype=torch.float64))
@@ -228,10 +228,12 @@ class _Target:
         """All bounded quantities at the current point, and the leaves they depend on."""
         x, v = self.x.clone().requires_grad_(), self.v.clone().requires_grad_()
         leaves = [x, v, *self.parameters.values()]
-        values = self._run(x)
+        with effective_leaves(self.model, differentiable=True) as effective:
+            values = self._run(x)
         tensors = [values[node] for node in self.nodes]
         output = values[self._final()]
-        wanted = [*self.parameters.values(), *tensors, x]
+        bounded = {**self.parameters, **effective}
+        wanted = [*bounded.values(), *tensors, x]
         tracked = [t for t in wanted if t.requires_grad]
         gradients: dict[int, Tensor | None] = {}
         if output.requires_grad:

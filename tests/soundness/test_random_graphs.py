@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from lipdp import nn
+from lipdp.parametrize import constraint
 from tests.soundness.functions import Forward
 from tests.soundness.harness import attack
 
@@ -49,6 +50,10 @@ VECTOR = (
     "function-linear",
     "glu",
     "parameter-scale",
+    "cayley",
+    "exponential",
+    "reflections",
+    "polar",
 )
 NEW_IMAGE = (
     "transposed",
@@ -65,6 +70,14 @@ NEW_IMAGE = (
     "normalise-input",
     "convex-2d",
     "instance",
+    "aoc",
+    "aoc-stride",
+    "aoc-transposed",
+    "bcop",
+    "soc",
+    "circular-fft",
+    "cayley-conv",
+    "bicubic",
 )
 TOKENS = ("attention", "plain-attention", "block", "ball", "token-norm", "positions", "sinusoids", "dense", "sdpa", "mean-back")
 IMAGE = ("conv", "sort", "relu", "centre", "pool", "l2", "avg", "pad", "mean-add", "residual", "permute", "bias", "boundary")
@@ -175,6 +188,10 @@ class Graph(torch.nn.Module):
             "repeat": lambda: Forward(lambda m, x: x[:, :2].repeat(1, 2)),
             "function-linear": lambda: Forward(lambda m, x: F.linear(x, m.w), w=torch.linspace(-1, 1, 16).reshape(4, 4)),
             "glu": lambda: Forward(lambda m, x: F.glu(torch.cat([x, x], 1), 1)),
+            "cayley": lambda: nn.SpectralLinear(4, 4, constraint=constraint.Cayley()),
+            "exponential": lambda: nn.SpectralLinear(4, 4, constraint=constraint.MatrixExp()),
+            "reflections": lambda: nn.SpectralLinear(4, 4, constraint=constraint.Householder()),
+            "polar": lambda: nn.SpectralLinear(4, 4, constraint=constraint.Polar()),
             "parameter-scale": lambda: T.Sequential(
                 nn.Boundary(cotangent=0.5), Forward(lambda m, x: x * m.p, p=T.Parameter(torch.ones(4))), nn.Boundary(1.5, 0.8)
             ),
@@ -183,6 +200,8 @@ class Graph(torch.nn.Module):
     def _new_image(self, name: str, shape: tuple[int, ...], draw: st.DrawFn) -> torch.nn.Module:
         channels, rows, columns = shape
         k, s = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        window, same = min(k, rows, columns), {"padding": "same", "padding_mode": "circular"}
+        aoc, fits = constraint.AOC(), rows % 2 == columns % 2 == 0 and min(rows, columns) > 1
         even = channels % 2 == 0
         return {
             "transposed": lambda: nn.SpectralConvTranspose2d(channels, 2, k, 1, k // 2, bias=draw(st.booleans())),
@@ -200,6 +219,18 @@ class Graph(torch.nn.Module):
             "down": lambda: nn.InvertibleDownsampling(2) if rows % 2 == columns % 2 == 0 else nn.Abs(),
             "normalise-input": lambda: nn.Normalize(0.1, 0.7),
             "convex-2d": lambda: nn.ConvexResidual(nn.SpectralConv2d(channels, channels, 3, padding=1), 0.4),
+            "aoc": lambda: nn.SpectralConv2d(channels, 2, window, padding=k // 2, bias=draw(st.booleans()), constraint=aoc),
+            "aoc-stride": lambda: (
+                nn.SpectralConv2d(channels, draw(st.sampled_from([1, 5])), 2, 2, bias=False, constraint=aoc) if fits else nn.Abs()
+            ),
+            "aoc-transposed": lambda: nn.SpectralConvTranspose2d(channels, 2, k, 1, k // 2, constraint=aoc),
+            "bcop": lambda: nn.SpectralConv2d(channels, 2, window, **same, constraint=constraint.BCOP()),
+            "soc": lambda: nn.SpectralConv2d(channels, 2, 3, padding=1, bias=False, constraint=constraint.SOC(2 + s)),
+            "circular-fft": lambda: nn.SpectralConv2d(
+                channels, 2, window, **same, bias=draw(st.booleans()), constraint=constraint.CircularFFT((rows, columns))
+            ),
+            "cayley-conv": lambda: nn.SpectralConv2d(channels, 2, 3, padding=1, constraint=constraint.Cayley()),
+            "bicubic": lambda: T.Upsample(size=(3, 2), mode="bicubic", align_corners=draw(st.booleans())),
             "instance": lambda: T.InstanceNorm2d(channels, eps=0.5) if rows * columns > 1 else nn.Abs(),
         }[name]()  # type: ignore[no-untyped-call]
 

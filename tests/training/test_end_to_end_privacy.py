@@ -45,8 +45,10 @@ def draws(plan, with_record, noise=1.0, seed=0):
         x, y = torch.cat([x, WORST[None]]), torch.cat([y, torch.ones(1, dtype=torch.long)])
     engine = engine_of(model, plan, Spy(model, lr=0.0), losses.CrossEntropy(), seed=seed)
     if noise != 1.0:  # behind the back of the engine, which would refuse such a plan
-        groups = tuple(dataclasses.replace(group, noise_std=noise * group.noise_std) for group in plan.groups)
-        engine.plan = dataclasses.replace(plan, groups=groups)
+        mechanism = engine._mechanism
+        settings = mechanism.at(0)
+        weaker = dataclasses.replace(settings, stds={name: noise * std for name, std in settings.stds.items()})
+        mechanism._known = (mechanism._known[0], weaker)
     for batch in engine.batches(TensorDataset(x, y)):
         engine.step(*batch)
     direction = torch.tensor([1.0, -1.0])[:, None] * WORST / math.sqrt(2)

@@ -77,7 +77,7 @@ def test_one_group_for_two_parameters_does_not_hide_a_sensitivity():
     worst = max(plan.groups, key=lambda g: g.sensitivity)
     merged = dataclasses.replace(worst, parameters=tuple(plan.sensitivities), noise_std=worst.sensitivity * plan.slack)
     others = [dataclasses.replace(g, parameters=()) for g in plan.groups if g is not worst]
-    with pytest.raises(ConfigurationError, match="one group for each parameter"):
+    with pytest.raises(ConfigurationError, match="a proved group is one parameter"):
         engine_of(model, dataclasses.replace(plan, groups=(merged, *others)))
 
 

@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from lipdp.privacy import derive_seed
+from lipdp.training.query import Answer
 
 from .common import BATCH, Spy, empty, engine_of, first_gradient, free, planned, same, small, toy
 
@@ -147,7 +148,8 @@ def test_noise_in_half_precision_is_drawn_in_float32():
     engine.step(x.bfloat16(), y)
     assert {g.dtype for g in engine.optimizer.seen[0].values()} == {torch.bfloat16}
     sums = {name: torch.zeros_like(p) for name, p in engine._parameters.items()}
-    assert {t.dtype for t in engine._release(sums, 5).values()} == {torch.float32}
+    released = engine._release(Answer(sums), engine._mechanism.at(5), 5)
+    assert {t.dtype for t in released.values()} == {torch.float32}
 
 
 def test_noise_in_double_precision():

@@ -5,11 +5,13 @@ from lipdp.bounds.bound import Bound, Shape, Transfer, times
 from lipdp.bounds.fourier import conv_norm_fft
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
+from lipdp.bounds.tightness import ConvolutionNote, convolution_notes
 
 __all__ = [
     "Analysis",
     "Bound",
     "Call",
+    "ConvolutionNote",
     "ParameterBound",
     "ParameterRef",
     "Shape",
@@ -17,6 +19,7 @@ __all__ = [
     "analyse",
     "certified_norm",
     "conv_norm_fft",
+    "convolution_notes",
     "rule",
     "rule_for_function",
     "sensitivities",
@@ -33,5 +36,6 @@ from lipdp.bounds import (  # noqa: F401
     rules_norms,
     rules_pools,
     rules_shapes,
+    rules_tokens,
     rules_weighted,
 )

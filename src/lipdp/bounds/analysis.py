@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -29,7 +29,11 @@ class LipschitzLoss(Protocol):
 
 @dataclass(frozen=True)
 class ParameterBound:
-    """One parameter's row: Δ = Σ over its uses of factor·G."""
+    """One parameter's row: Δ = Σ over its uses of factor·G.
+
+    ``size`` is the number of entries of what is noised: the parameter's own, or those of the effective weight of a
+    reparametrised layer.
+    """
 
     name: str
     sensitivity: float
@@ -70,6 +74,7 @@ class Analysis:
             clipping left out: what certificates need.
         operations: number of tensor operations, forward and backward, for the rounding slack.
         roundoff: u of the model's coarsest floating-point type.
+        at_limits: Δ of every parameter if some :class:`lipdp.nn.ClipGradient`, by module name, had another ``max_norm``.
     """
 
     parameters: tuple[ParameterBound, ...]
@@ -79,6 +84,7 @@ class Analysis:
     lipschitz: float
     operations: int
     roundoff: float
+    at_limits: Callable[[Mapping[str, float]], dict[str, float]] = field(repr=False, compare=False)
 
     @property
     def sensitivities(self) -> dict[str, float]:
@@ -140,6 +146,11 @@ def analyse(
         for node, value in forward.bounds.items()
         if isinstance(value, Bound) and node.op != "placeholder"
     )
+
+    def at_limits(limits: Mapping[str, float]) -> dict[str, float]:
+        changed = backward_pass(traced, forward, final, constant, clip=True, limits=limits)
+        return {row.name: row.sensitivity for row in _parameter_rows(traced, forward, changed)}
+
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     return Analysis(
         parameters=rows,
@@ -149,6 +160,7 @@ def analyse(
         lipschitz=unclipped.get(source, 0.0),
         operations=2 * len(layers) + 1,
         roundoff=max(unit_roundoff(dtype) for dtype in dtypes),
+        at_limits=at_limits,
     )
 
 
@@ -206,7 +218,7 @@ def _parameter_rows(traced: Traced, forward: Forward, cotangents: Mapping[fx.Nod
                 row.sensitivity + (times(factor, reaching) if reaching > 0 else 0.0),
                 max(row.input_norm, incoming),
                 max(row.cotangent_norm, reaching),
-                row.size,
+                transfer.sizes.get(local, row.size),
                 row.uses + 1,
             )
     return tuple(rows.values())

@@ -87,15 +87,20 @@ class Transfer:
         gains: for each tensor input in order of appearance, a bound on the norm of the operation's transposed Jacobian.
         parameters: name of the parameter → factor of G in its Δ. Every trainable parameter of a module must be named.
         clip: bound enforced on the cotangent going back (:class:`lipdp.nn.ClipGradient`).
+        normalises: every cotangent but 0 is brought to the norm ``clip``, also those that were shorter.
         exact: whether some input, weights and cotangent reach the bound. Tests hold exact rules to 99%.
         why_infinite: for a rule with an infinite value, the reason, for the error message.
         note: which bound was used where there is a choice, and how tight it is.
+        sizes: for a parameter whose *effective weight* is bounded and noised in its place (a reparametrised layer), the
+            number of that weight's entries.
     """
 
     output: Bound | tuple[Bound, ...]
     gains: Sequence[float] = (1.0,)
     parameters: Mapping[str, float] = field(default_factory=dict)
     clip: float = math.inf
+    normalises: bool = False
     exact: bool = True
     why_infinite: str = ""
     note: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from torch import fx
 from lipdp.bounds.bound import Bound, Transfer, times
 from lipdp.bounds.registry import Call, ParameterRef, find_function_rule, find_module_rule
 from lipdp.bounds.trace import Traced, describe
+from lipdp.bounds.way_out import no_rule
 from lipdp.errors import LipdpError, UnsupportedError
 
 __all__ = ["Forward", "as_bound", "backward_pass", "forward_pass"]
@@ -163,10 +164,7 @@ def _find_and_apply(traced: Traced, node: fx.Node, call: Call) -> Transfer:
     module = traced.modules[str(node.target)]
     module_rule = find_module_rule(module)
     if module_rule is None:
-        raise UnsupportedError(
-            f"{call.where} has no rule, so nothing bounds it. Replace it by a layer of lipdp.nn, register a rule for its class "
-            "(lipdp.bounds.rule), or use a clipping method for this model."
-        )
+        raise no_rule(call.where, module)
     transfer = module_rule(module, call)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     missing = trainable - set(transfer.parameters)
@@ -193,8 +191,19 @@ class _Cotangent:
         return self.whole + math.sqrt(sum(part**2 for part in self.parts.values()))
 
 
-def backward_pass(traced: Traced, forward: Forward, final: fx.Node, constant: float, clip: bool) -> dict[fx.Node, float]:
-    """G at every node: a node consumed several times gets the sum of its consumers' contributions."""
+def backward_pass(
+    traced: Traced,
+    forward: Forward,
+    final: fx.Node,
+    constant: float,
+    clip: bool,
+    limits: Mapping[str, float] | None = None,
+) -> dict[fx.Node, float]:
+    """G at every node: a node consumed several times gets the sum of its consumers' contributions.
+
+    With ``clip`` the limits that layers put on cotangents count; ``limits`` replaces those of some modules, by name.
+    """
+    replaced = limits or {}
     cotangents: defaultdict[fx.Node, _Cotangent] = defaultdict(_Cotangent)
     cotangents[final].whole = constant
     for node in reversed(list(traced.graph.nodes)):
@@ -207,7 +216,10 @@ def backward_pass(traced: Traced, forward: Forward, final: fx.Node, constant: fl
             index = int(node.args[1]) % len(parts)
             cotangents[source].parts[index] = cotangents[source].parts.get(index, 0.0) + reaching
             continue
-        limit = transfer.clip if clip else math.inf
+        limit = math.inf
+        if clip:
+            limit = replaced.get(str(node.target), transfer.clip) if node.op == "call_module" else transfer.clip
         for source, gain in zip(forward.sources[node], transfer.gains, strict=True):
-            cotangents[source].whole += min(times(gain, reaching), limit)
+            through = math.inf if clip and transfer.normalises and reaching > 0 else times(gain, reaching)
+            cotangents[source].whole += min(through, limit)
     return {node: cotangent.total for node, cotangent in cotangents.items()}

@@ -13,7 +13,7 @@ from lipdp.bounds.rules_shapes import reshaped
 from lipdp.bounds.rules_weighted import bias_norm, channels_and_spatial, conv_multiplicity, weighted_transfer
 from lipdp.bounds.windows import as_tuple
 
-__all__ = ["as_tuple", "bias_norm", "channels_and_spatial", "conv_multiplicity", "weighted_transfer"]
+__all__ = ["as_tuple", "bias_norm", "channels_and_spatial", "conv_multiplicity", "refuse_rewriting", "weighted_transfer"]
 
 
 @rule(torch.nn.Identity, torch.nn.Flatten, torch.nn.Unflatten)
@@ -53,7 +53,8 @@ def _embedding(call: Call, weight: torch.Tensor | ParameterRef, name: str) -> Tr
     return Transfer(bound, (math.inf,), {name: math.sqrt(tokens)} if free else {}, why_infinite=why)
 
 
-def _refuse_embedding(call: Call, max_norm: object, by_frequency: object, sparse: object) -> None:
+def refuse_rewriting(call: Call, max_norm: object, by_frequency: object, sparse: object) -> None:
+    """Options of an embedding that have no private form."""
     if max_norm is not None or by_frequency or sparse:
         raise call.refuse(
             "max_norm rewrites weights while data pass, scale_grad_by_freq mixes examples, and sparse gradients can't be noised; "
@@ -63,13 +64,13 @@ def _refuse_embedding(call: Call, max_norm: object, by_frequency: object, sparse
 
 @rule(torch.nn.Embedding)
 def _embedding_module(module: torch.nn.Embedding, call: Call) -> Transfer:
-    _refuse_embedding(call, module.max_norm, module.scale_grad_by_freq, module.sparse)
+    refuse_rewriting(call, module.max_norm, module.scale_grad_by_freq, module.sparse)
     return _embedding(call, module.weight, "weight")
 
 
 @rule_for_function(F.embedding)
 def _embedding_function(call: Call) -> Transfer:
-    _refuse_embedding(call, call.argument(3, "max_norm"), call.argument(5, "scale_grad_by_freq"), call.argument(6, "sparse"))
+    refuse_rewriting(call, call.argument(3, "max_norm"), call.argument(5, "scale_grad_by_freq"), call.argument(6, "sparse"))
     weight = call.argument(1, "weight")
     if isinstance(weight, Bound):
         raise call.refuse("the table of an embedding must be a parameter or a constant")

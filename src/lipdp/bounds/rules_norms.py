@@ -184,25 +184,57 @@ def _normalize(call: Call) -> Transfer:
     return Transfer(Bound(norm, x.shape, row, 1.0), (1 / floor,))
 
 
-@rule(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-def _batch_norm(module: torch.nn.BatchNorm2d, call: Call) -> Transfer:
-    """Evaluation mode with public statistics: y_c = γ_c(x_c − μ_c)/√(v_c+ε) + β_c, a diagonal affine map."""
-    if module.training or module.running_mean is None or module.running_var is None:
-        raise UnsupportedError(
-            f"{call.where} normalises by the statistics of the batch: it mixes examples, so one example's influence can't be "
-            "bounded. Use lipdp.nn.LayerCentering or a GroupNorm, or freeze it: .eval() with public statistics."
-        )
+Vector = torch.Tensor | ParameterRef | None
+
+
+def _frozen_batch_norm(
+    call: Call, mean: torch.Tensor, variance: torch.Tensor, gamma: Vector, beta: Vector, eps: float, names: tuple[str, str]
+) -> Transfer:
+    """Public statistics: y_c = γ_c(x_c − μ_c)/√(v_c+ε) + β_c, a diagonal affine map."""
     x = call.inputs[0]
     positions = max(1, math.prod(x.shape[1:]))
-    mean, std = module.running_mean.double(), (module.running_var.double() + module.eps).sqrt()
-    gamma, beta = module.weight, module.bias
-    if (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad):
-        gain, norm = math.inf, math.inf
-    else:
+    mean, std = mean.detach().double(), (variance.detach().double() + eps).sqrt()
+    free = [isinstance(value, ParameterRef) or (value is not None and value.requires_grad) for value in (gamma, beta)]
+    gain = norm = math.inf
+    if not any(free):
+        assert not isinstance(gamma, ParameterRef)
+        assert not isinstance(beta, ParameterRef)
         scale = (torch.ones_like(mean) if gamma is None else gamma.detach().double()) / std
         shift = (torch.zeros_like(mean) if beta is None else beta.detach().double()) - scale * mean
         gain = float(scale.abs().max())
         norm = times(gain, x.norm) + math.sqrt(positions) * float(shift.norm())
     worst = float(((x.norm + math.sqrt(positions) * mean.abs()) / std).max())
-    parameters = {} if gamma is None else {"weight": worst, "bias": math.sqrt(positions)}
+    factors = (worst, math.sqrt(positions))
+    parameters = {name: factor for name, factor, trained in zip(names, factors, free, strict=True) if trained}
     return Transfer(Bound(norm, call.output_shape), (gain,), parameters, exact=False, why_infinite="its scale is trained freely")
+
+
+def _mixes(call: Call) -> UnsupportedError:
+    return UnsupportedError(
+        f"{call.where} normalises by the statistics of the batch: it mixes examples, so one example's influence can't be "
+        "bounded. Use lipdp.nn.LayerCentering or a GroupNorm, or freeze it: .eval() with public statistics."
+    )
+
+
+@rule(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+def _batch_norm(module: torch.nn.BatchNorm2d, call: Call) -> Transfer:
+    if module.training or module.running_mean is None or module.running_var is None:
+        raise _mixes(call)
+    affine = (module.weight, module.bias)
+    return _frozen_batch_norm(call, module.running_mean, module.running_var, *affine, module.eps, ("weight", "bias"))
+
+
+@rule_for_function(F.batch_norm)
+def _batch_norm_function(call: Call) -> Transfer:
+    mean, variance = call.argument(1, "running_mean"), call.argument(2, "running_var")
+    gamma, beta = call.argument(3, "weight"), call.argument(4, "bias")
+    if call.argument(5, "training", False) or mean is None or variance is None:
+        raise _mixes(call)
+    if (
+        any(not isinstance(value, torch.Tensor) for value in (mean, variance))
+        or isinstance(gamma, Bound)
+        or isinstance(beta, Bound)
+    ):
+        raise call.refuse("its statistics must be constants, its scale and shift parameters or constants")
+    first, second = (value.name if isinstance(value, ParameterRef) else "" for value in (gamma, beta))
+    return _frozen_batch_norm(call, mean, variance, gamma, beta, call.argument(7, "eps", 1e-5), (first, second))

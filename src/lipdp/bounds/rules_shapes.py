@@ -42,7 +42,9 @@ def _rearrange(call: Call) -> Transfer:
     return Transfer(reshaped(call.inputs[0], call.output_shape))
 
 
-@rule_for_function(F.pixel_shuffle, F.pixel_unshuffle, torch.pixel_shuffle, torch.pixel_unshuffle)
+@rule_for_function(
+    F.pixel_shuffle, F.pixel_unshuffle, torch.pixel_shuffle, torch.pixel_unshuffle, F.channel_shuffle, torch.channel_shuffle
+)
 def _pixels(call: Call) -> Transfer:
     """A permutation of the entries of each example."""
     return Transfer(_moved(call.inputs[0], call.output_shape))

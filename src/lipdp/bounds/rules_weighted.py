@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.fourier import grid_for, tighter_norm
+from lipdp.bounds.fourier import affordable, conv_norm_circular, grid_for, tighter_norm
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
-from lipdp.bounds.windows import as_tuple, multiplicity, same_padding
+from lipdp.bounds.windows import as_tuple, multiplicity, padding_sides
 
 __all__ = [
     "ConvNd",
@@ -128,15 +128,9 @@ def _linear_function(call: Call) -> Transfer:
     return _only_named(_dense(x, call, weight, bias, names), names)
 
 
-def _pads(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    if isinstance(padding, str):
-        return [same_padding(k, d) if padding == "same" else (0, 0) for k, d in zip(kernel, dilation, strict=True)]
-    return [(p, p) for p in as_tuple(padding, len(kernel))]
-
-
 def conv_multiplicity(module: ConvNd, spatial: Sequence[int]) -> int:
     """m of a torch convolution over an input of these spatial sizes."""
-    pads = _pads(module.padding, module.kernel_size, module.dilation)
+    pads = padding_sides(module.padding, module.kernel_size, module.dilation)
     return multiplicity(spatial, module.kernel_size, module.stride, module.dilation, pads, module.padding_mode)
 
 
@@ -152,6 +146,25 @@ def transposed_multiplicity(
     return multiplicity(outputs, kernel, stride, dilation, [(p, p) for p in padding], "zeros", spatial)
 
 
+def _frozen_norm(
+    kernel: torch.Tensor, m: int, groups: int, stride: Sequence[int], dilation: Sequence[int], circular: Sequence[int] | None
+) -> tuple[float, str]:
+    """A certified norm of a convolution that is not trained, by the tightest way there is, and which one that is.
+
+    ``circular`` is the image's size where padding is circular and outputs are one turn of the image.
+    """
+    counted = math.sqrt(m) * float(certified_norm(kernel.reshape(groups, kernel.shape[0] // groups, -1)).max())
+    note = f"norm by counting: √{m}·‖K‖"
+    if circular is not None:
+        if max(dilation) > 1 or max(stride) > 1 or not affordable(kernel, groups, math.prod(circular)):
+            return counted, note
+        exact = conv_norm_circular(kernel, circular, groups)
+        return min((counted, note), (exact, f"norm on images of this size, from their own frequencies; counting: {counted:.4g}"))
+    if grid_for(kernel, groups) == 0:
+        return counted, note
+    return tighter_norm(kernel, groups, counted, note, 1 if max(dilation) > 1 else stride)
+
+
 def _conv(
     x: Bound,
     call: Call,
@@ -161,25 +174,28 @@ def _conv(
     *,
     m: int,
     groups: int,
-    fourier: bool,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    mode: str = "zeros",
 ) -> Transfer:
     """Stored kernel K: ‖y‖ ≤ √m·max_g‖K_g‖₂·X and Δ_K = √m·G·X (each input element is read at most m times).
 
     A transposed convolution is the adjoint of one whose matrix is (in × out/groups·k): the same norm, and the same sum of
     products for the gradient, with the parts of input and cotangent exchanged.
     """
-    root, gain, note = math.sqrt(m), math.inf, ""
+    gain, note, spatial = math.inf, "", x.shape[1:]
     if not _is_free(weight):
         kernel = _tensor(weight)
-        gain = root * float(certified_norm(kernel.reshape(groups, kernel.shape[0] // groups, -1)).max())
-        note = f"norm by counting: √{m}·‖K‖"
-        if fourier:
-            gain, note = tighter_norm(kernel, groups, gain, note)
+        if mode == "zeros" or (mode == "circular" and call.output_shape[1:] == spatial):
+            gain, note = _frozen_norm(kernel, m, groups, stride, dilation, spatial if mode == "circular" else None)
+        else:
+            gain = math.sqrt(m) * float(certified_norm(kernel.reshape(groups, kernel.shape[0] // groups, -1)).max())
+            note = f"norm by counting: √{m}·‖K‖"
     return weighted_transfer(
         x,
         call.output_shape,
         gain=gain,
-        weight_factor=times(root, x.norm),
+        weight_factor=times(math.sqrt(m), x.norm),
         bias=None if bias is None else bias_norm(bias),
         positions=math.prod(call.output_shape[1:]),
         exact=False,
@@ -189,31 +205,7 @@ def _conv(
     )
 
 
-@rule(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-def _conv_module(module: ConvNd, call: Call) -> Transfer:
-    m = conv_multiplicity(module, channels_and_spatial(call, len(module.kernel_size)))
-    fourier = module.padding_mode == "zeros" and grid_for(module.weight, module.groups) > 0
-    return _conv(call.inputs[0], call, module.weight, module.bias, ("weight", "bias"), m=m, groups=module.groups, fourier=fourier)
-
-
-def _conv_function(axes: int, call: Call) -> Transfer:
-    x, weight, bias = _function_operands(call)
-    assert weight is not None
-    tensor = _tensor(weight)
-    kernel, groups = tuple(tensor.shape[2:]), int(call.argument(6, "groups", 1))
-    stride, dilation = as_tuple(call.argument(3, "stride", 1), axes), as_tuple(call.argument(5, "dilation", 1), axes)
-    pads = _pads(call.argument(4, "padding", 0), kernel, dilation)
-    m = multiplicity(channels_and_spatial(call, axes), kernel, stride, dilation, pads)
-    names = _named(weight, bias)
-    fourier = grid_for(tensor, groups) > 0
-    return _only_named(_conv(x, call, weight, bias, names, m=m, groups=groups, fourier=fourier), names)
-
-
-@rule(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
-def _transposed_module(module: ConvTransposeNd, call: Call) -> Transfer:
-    spatial = channels_and_spatial(call, len(module.kernel_size))
-    arguments = (module.kernel_size, module.stride, module.padding, module.dilation)
-    m = transposed_multiplicity(spatial, call.output_shape[1:], *arguments)  # type: ignore[arg-type]
+def _module_conv(module: ConvNd | ConvTransposeNd, call: Call, m: int) -> Transfer:
     return _conv(
         call.inputs[0],
         call,
@@ -222,8 +214,35 @@ def _transposed_module(module: ConvTransposeNd, call: Call) -> Transfer:
         ("weight", "bias"),
         m=m,
         groups=module.groups,
-        fourier=grid_for(module.weight, module.groups) > 0,
+        stride=module.stride,
+        dilation=module.dilation,
+        mode=module.padding_mode,
     )
+
+
+@rule(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+def _conv_module(module: ConvNd, call: Call) -> Transfer:
+    return _module_conv(module, call, conv_multiplicity(module, channels_and_spatial(call, len(module.kernel_size))))
+
+
+def _conv_function(axes: int, call: Call) -> Transfer:
+    x, weight, bias = _function_operands(call)
+    assert weight is not None
+    tensor = _tensor(weight)
+    kernel, groups = tuple(tensor.shape[2:]), int(call.argument(6, "groups", 1))
+    stride, dilation = as_tuple(call.argument(3, "stride", 1), axes), as_tuple(call.argument(5, "dilation", 1), axes)
+    pads = padding_sides(call.argument(4, "padding", 0), kernel, dilation)
+    m = multiplicity(channels_and_spatial(call, axes), kernel, stride, dilation, pads)
+    names = _named(weight, bias)
+    return _only_named(_conv(x, call, weight, bias, names, m=m, groups=groups, stride=stride, dilation=dilation), names)
+
+
+@rule(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
+def _transposed_module(module: ConvTransposeNd, call: Call) -> Transfer:
+    spatial = channels_and_spatial(call, len(module.kernel_size))
+    arguments = (module.kernel_size, module.stride, module.padding, module.dilation)
+    m = transposed_multiplicity(spatial, call.output_shape[1:], *arguments)  # type: ignore[arg-type]
+    return _module_conv(module, call, m)
 
 
 def _transposed_function(axes: int, call: Call) -> Transfer:
@@ -235,8 +254,7 @@ def _transposed_function(axes: int, call: Call) -> Transfer:
     spatial, kernel = channels_and_spatial(call, axes), tuple(tensor.shape[2:])
     m = transposed_multiplicity(spatial, call.output_shape[1:], kernel, stride, padding, dilation)
     names = _named(weight, bias)
-    fourier = grid_for(tensor, groups) > 0
-    return _only_named(_conv(x, call, weight, bias, names, m=m, groups=groups, fourier=fourier), names)
+    return _only_named(_conv(x, call, weight, bias, names, m=m, groups=groups, stride=stride, dilation=dilation), names)
 
 
 def _register(axes: int, plain: Any, transposed: Any) -> None:

@@ -14,13 +14,17 @@ from torch import fx
 
 from lipdp.bounds.bound import Shape
 from lipdp.bounds.registry import has_rule
+from lipdp.bounds.way_out import no_rule, way_out
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 
-__all__ = ["Traced", "describe", "find_input_dtype", "find_input_shape", "trace"]
+__all__ = ["TABLES", "Traced", "describe", "find_input_dtype", "find_input_shape", "trace"]
 
 # Two batch sizes, so that a size written into `forward` as a number can't pass for the batch dimension by chance.
 _BATCHES = (3, 5)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+# Layers and functions that look token ids up.
+TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 # What may be asked of an activation without reading its entries.
 _METADATA = {"size", "dim", "ndimension", "numel", "nelement", "shape", "ndim", "dtype", "device", "is_floating_point"}
 
@@ -69,7 +73,7 @@ def find_input_dtype(model: torch.nn.Module) -> torch.dtype | None:
         dtype = getattr(module, "input_dtype", None)
         if isinstance(dtype, torch.dtype):
             return dtype if not dtype.is_floating_point else None
-        if isinstance(module, torch.nn.Embedding):
+        if isinstance(module, TABLES):
             return torch.long
         if isinstance(getattr(module, "input_shape", None), tuple):
             return None
@@ -140,7 +144,7 @@ def _input_dtype(model: torch.nn.Module, modules: dict[str, torch.nn.Module], gr
     for node in graph.nodes:
         if not reached.isdisjoint(node.all_input_nodes):
             module = modules[str(node.target)] if node.op == "call_module" else None
-            if isinstance(module, torch.nn.Embedding) or node.target is torch.nn.functional.embedding:
+            if isinstance(module, TABLES) or node.target in _LOOKUPS:
                 return getattr(module, "input_dtype", torch.long)
             declared = getattr(module, "input_dtype", None)
             if isinstance(declared, torch.dtype):
@@ -308,6 +312,9 @@ def _evaluate(
             for node, value in interpreter.values.items():
                 if node.op == "output":  # whatever it is, it is made of nodes that are looked at
                     continue
+                module = modules.get(str(node.target)) if node.op == "call_module" else None
+                if module is not None and node in depends and way_out(module) and not has_rule(module):
+                    raise no_rule(describe(node, modules), module)
                 parts = value if isinstance(value, tuple | list) else (value,)
                 if node not in depends or not parts or not all(isinstance(part, torch.Tensor) for part in parts):
                     if node in depends:

@@ -13,6 +13,7 @@ __all__ = [
     "has_empty_window",
     "multiplicity",
     "output_length",
+    "padding_sides",
     "same_padding",
     "windows_gain",
 ]
@@ -48,6 +49,13 @@ def same_padding(kernel: int, dilation: int) -> tuple[int, int]:
     """Left and right padding of torch's ``padding="same"``: the odd one goes to the right."""
     total = dilation * (kernel - 1)
     return total // 2, total - total // 2
+
+
+def padding_sides(padding: int | Sequence[int] | str, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+    """torch's argument ``padding`` as (left, right) for each axis."""
+    if isinstance(padding, str):
+        return [same_padding(k, d) if padding == "same" else (0, 0) for k, d in zip(kernel, dilation, strict=True)]
+    return [(p, p) for p in as_tuple(padding, len(kernel))]
 
 
 def _source(position: int, size: int, mode: str) -> int | None:

@@ -95,6 +95,8 @@ def _check_weights(model: torch.nn.Module) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, Constrained):
             continue
+        if isinstance(layer, _SPECTRAL) and layer.maps():
+            continue  # W = π(θ) is certified whenever it is computed, for every θ
         if isinstance(layer, _SPECTRAL):
             groups, weight = getattr(layer, "groups", 1), used_weight(layer).detach()
             norm = float(certified_norm(weight.reshape(groups, weight.shape[0] // groups, -1)).max())

@@ -9,22 +9,27 @@ from lipdp.clipping import (  # noqa: F401  (they register rules)
     rules_normalisation,
     rules_recurrent,
 )
+from lipdp.clipping.captured import CapturedClipping
 from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter
-from lipdp.clipping.methods import Clipped, Method, clip_batch, clipped_gradients, per_example_norms
+from lipdp.clipping.methods import Clipped, Clipping, Method, Pending, clip_batch, clipped_gradients, per_example_norms
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.registry import norm_rule, refuse
-from lipdp.clipping.styles import Clip, Group, Style, clipping_groups
+from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clipping_groups
 from lipdp.clipping.supported import check_supported
 
 __all__ = [
+    "CapturedClipping",
     "Clip",
     "Clipped",
+    "Clipping",
     "Contribution",
     "Dense",
     "Form",
     "Group",
+    "MaxNorm",
     "Method",
     "OuterSum",
+    "Pending",
     "PositionSum",
     "Scatter",
     "Style",

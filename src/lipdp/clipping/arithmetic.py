@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-__all__ = ["HALF", "accumulating", "input_roundoff", "matmuls", "no_autocast", "squared", "unit_roundoff"]
+from lipdp.clipping import kernels
+
+__all__ = ["HALF", "Squares", "accumulating", "input_roundoff", "matmuls", "no_autocast", "squared", "unit_roundoff"]
 
 HALF = (torch.float16, torch.bfloat16)
 _TF32 = 2.0**-11
@@ -43,13 +47,13 @@ def no_autocast(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def matmuls(device: torch.device, *, exact_in_tf32: bool) -> Iterator[None]:
-    """Matrix products of norms: in float32 proper, or in TF32 where that is exact (half-precision numbers fit into TF32)."""
+def matmuls(device: torch.device, *, tf32: bool) -> Iterator[None]:
+    """Matrix products of norms: in float32 proper; or in TF32, where that is exact (half-precision numbers fit) or counted."""
     if device.type != "cuda":
         yield
         return
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = exact_in_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         yield
     finally:
@@ -62,9 +66,51 @@ def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     A square below the smallest normal number may come out as 0: each term loses at most that number. It only matters where
     the result is multiplied by something huge, and there it does: cotangents of 1e-23 times inputs of 1e19.
     """
+    whole = dims == tuple(range(1, tensor.ndim))
+    if whole and tensor.is_contiguous() and tensor.numel() and kernels.available(tensor):
+        return kernels.row_squares(tensor.flatten(1))
     count = 1
     for dim in dims:
         count *= tensor.shape[dim]
     # vector_norm reads the tensor once; square().sum() would write and read a copy of it.
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, dim=dims)
     return norm.square() + count * float(torch.finfo(tensor.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """‖t_i‖² of a tensor (B, T, p) by example and by position, and its sums: read when asked for, once for all who need it."""
+
+    tensor: torch.Tensor
+    planes: torch.Tensor | None = None  # the same numbers as (B, p, T), where that is how they lie in memory
+
+    @cached_property
+    def _at_once(self) -> kernels.CotangentSums | None:
+        planes = self.planes
+        if planes is None or not planes.is_contiguous() or not planes.numel() or planes.shape[1] > kernels.MOST_OUTPUTS:
+            return None
+        return kernels.cotangent_sums(planes) if kernels.available(planes) else None
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Σ over the last dimension (B, T)."""
+        return squared(accumulating(self.tensor)[0], (2,))
+
+    @cached_property
+    def total(self) -> torch.Tensor:
+        """Σ over all but the examples (B,)."""
+        if self._at_once is not None:
+            return self._at_once.total
+        if "positions" in vars(self):
+            return self.positions.sum(1)
+        return squared(accumulating(self.tensor)[0], (1, 2))
+
+    @cached_property
+    def largest(self) -> torch.Tensor:
+        """The largest position's (B,)."""
+        return self.positions.amax(1) if self._at_once is None else self._at_once.largest
+
+    @cached_property
+    def sums(self) -> torch.Tensor:
+        """Σ over the positions (B, p), of the numbers themselves."""
+        return accumulating(self.tensor)[0].sum(1) if self._at_once is None else self._at_once.sums

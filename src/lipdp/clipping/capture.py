@@ -39,10 +39,11 @@ class _Tap:
 
 @dataclass
 class Recording:
-    """The taps of one forward pass."""
+    """The taps of one forward pass of ``batch`` rows, of which every ``copies`` make up one example."""
 
     batch: int
     names: dict[int, str]
+    copies: int = 1
     owners: dict[str, torch.nn.Module] = field(default_factory=dict)
     taps: list[_Tap] = field(default_factory=list)
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
@@ -110,7 +111,7 @@ class Recording:
                 )
             name = self.names.get(id(owner.get_parameter(local)))
             if name is not None:
-                parts.setdefault(name, []).append(contribution)
+                parts.setdefault(name, []).append(contribution if self.copies == 1 else contribution.merged(self.copies))
 
 
 def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,13 +133,13 @@ def _owns_trainable(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def recording(model: torch.nn.Module, batch: int) -> Iterator[Recording]:
-    """Within the block, a forward pass of ``model`` is recorded. The model itself is the same afterwards.
+def recording(model: torch.nn.Module, batch: int, copies: int = 1) -> Iterator[Recording]:
+    """Within the block, a forward pass of ``model`` on ``batch`` rows is recorded. The model itself is the same afterwards.
 
     The block must cover the backward passes too: layers that are evaluated again there (gradient checkpointing) must be what
     they were in the forward pass.
     """
-    made = Recording(batch, {id(p): name for name, p in model.named_parameters() if p.requires_grad})
+    made = Recording(batch, {id(p): name for name, p in model.named_parameters() if p.requires_grad}, copies)
     handles: list[Any] = []
     patched: list[torch.nn.Module] = []
     try:

@@ -32,6 +32,10 @@ class Rows(Contribution):
         """The other rows are zero."""
         return self.inner.squared_norms(form)
 
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """The other rows are zero."""
+        return self.inner.squared_norms_as_released(form)
+
     def materialise(self) -> torch.Tensor:
         """Zero in the other rows."""
         part = self.inner.materialise()
@@ -54,6 +58,10 @@ class Rows(Contribution):
         """Zeros for the dropped."""
         return replace(self, inner=self.inner.without(dropped))
 
+    def merged(self, copies: int) -> Rows:
+        """The same rows."""
+        return replace(self, inner=self.inner.merged(copies))
+
 
 @dataclass(frozen=True)
 class Disjoint(Contribution):
@@ -70,6 +78,10 @@ class Disjoint(Contribution):
         """Σ over the parts."""
         return torch.stack([part.squared_norms(form) for part in self.parts]).sum(0)
 
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """Σ over the parts."""
+        return torch.stack([part.squared_norms_as_released(form) for part in self.parts]).sum(0)
+
     def materialise(self) -> torch.Tensor:
         """Σ over the parts."""
         return torch.stack([part.materialise() for part in self.parts]).sum(0)
@@ -85,6 +97,10 @@ class Disjoint(Contribution):
     def without(self, dropped: torch.Tensor) -> Disjoint:
         """Zeros for the dropped."""
         return Disjoint(tuple(part.without(dropped) for part in self.parts))
+
+    def merged(self, copies: int) -> Disjoint:
+        """Part by part."""
+        return Disjoint(tuple(part.merged(copies) for part in self.parts))
 
 
 def combine(parts: Sequence[Contribution]) -> Contribution:

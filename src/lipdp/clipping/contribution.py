@@ -12,16 +12,19 @@ never longer than C. For gradients that don't cancel this is a millionth of the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 
-from lipdp.clipping.arithmetic import accumulating, squared, unit_roundoff
+from lipdp.clipping.arithmetic import Squares, accumulating, squared, unit_roundoff
 
-__all__ = ["Contribution", "Dense", "Form", "PositionSum", "Scatter", "summed", "zeroed"]
+__all__ = ["Contribution", "Dense", "Form", "PositionSum", "Scatter", "rounding_matters", "runs", "summed", "zeroed"]
 
+# False while only norms of gradients as they are released are wanted: for those held as sums, no margin is needed then.
+rounding_matters: ContextVar[bool] = ContextVar("rounding_matters", default=True)
 Form = Literal["auto", "materialise", "gram", "measure"]
 
 
@@ -36,6 +39,10 @@ class Contribution(ABC):
     @abstractmethod
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """(‖g_i‖ + rounding_i)² for each example (batch,): never under-reported."""
+
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """The same for g_i as :meth:`weighted_sum` computes them: no margin where it uses the very numbers that are measured."""
+        return self.squared_norms(form)
 
     @abstractmethod
     def materialise(self) -> torch.Tensor:
@@ -53,10 +60,19 @@ class Contribution(ABC):
     def without(self, dropped: torch.Tensor) -> Contribution:
         """The same with the gradients of the examples ``dropped`` (batch,) replaced by zeros, be they NaN (0·NaN is NaN)."""
 
+    def merged(self, copies: int) -> Contribution:
+        """Each run of ``copies`` rows as one example, whose gradient is the sum of theirs."""
+        return Dense(self.materialise(), self.rounding()).merged(copies)
+
 
 def zeroed(tensor: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
     """``tensor`` with zeros in the rows of the dropped examples."""
     return tensor.masked_fill(dropped.reshape(-1, *([1] * (tensor.ndim - 1))), 0)
+
+
+def runs(tensor: torch.Tensor, copies: int) -> torch.Tensor:
+    """(rows, T, …) → (rows/copies, copies·T, …): the positions of a run of rows, one after the other."""
+    return tensor.reshape(tensor.shape[0] // copies, copies * tensor.shape[1], *tensor.shape[2:])
 
 
 def _weighted(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
@@ -64,7 +80,7 @@ def _weighted(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_rounding(terms: torch.Tensor, positions: int, dims: tuple[int, ...]) -> torch.Tensor:
-    """2uT·‖terms‖_F ≥ 2u·√T·Σ_t‖term_t‖: a sum over T positions, as measured and as released."""
+    """2uT·‖terms‖_F, as :meth:`PositionSum.rounding`."""
     if positions <= 1:
         return terms.new_zeros(terms.shape[0])
     return 2 * unit_roundoff(terms.dtype) * positions * squared(terms, dims).sqrt()
@@ -76,6 +92,7 @@ class PositionSum(Contribution):
 
     cotangents: torch.Tensor
     shape: tuple[int, ...]
+    squares: Squares | None = None  # of the cotangents, if others need them too
 
     @property
     def batch(self) -> int:
@@ -84,8 +101,14 @@ class PositionSum(Contribution):
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """Of the sums, which are small."""
+        if self.cotangents.shape[1] == 1:
+            return self._squares.total
         norms: torch.Tensor = torch.linalg.vector_norm(self.materialise().flatten(1), dim=1)
         return (norms + self.rounding()).square()
+
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """Of the sums, which are what is weighted."""
+        return squared(self.materialise().flatten(1), (1,))
 
     def materialise(self) -> torch.Tensor:
         """The sums over positions."""
@@ -94,21 +117,32 @@ class PositionSum(Contribution):
     @cached_property
     def _sums(self) -> torch.Tensor:
         # Needed for the norm and for the weighted sum, and as small as the parameter: read the cotangents once.
-        (delta,) = accumulating(self.cotangents)
-        return delta.sum(1).reshape(-1, *self.shape)
+        return self._squares.sums.reshape(-1, *self.shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Σ_i w_i Σ_t δ_it."""
         return _weighted(weights, self.materialise())
 
     def rounding(self) -> torch.Tensor:
-        """Of a sum over the positions."""
-        (delta,) = accumulating(self.cotangents)
-        return _sum_rounding(delta, delta.shape[1], (1, 2))
+        """2uT·‖δ‖_F ≥ 2u·√T·Σ_t‖δ_t‖: a sum over T positions, as measured and as released."""
+        positions = self.cotangents.shape[1]
+        if positions <= 1:
+            return self._sums.new_zeros(self.batch)
+        return 2 * unit_roundoff(self.cotangents.dtype) * positions * self._squares.total.sqrt()
+
+    @cached_property
+    def _squares(self) -> Squares:
+        return Squares(self.cotangents) if self.squares is None else self.squares
 
     def without(self, dropped: torch.Tensor) -> PositionSum:
         """Zero cotangents."""
-        return replace(self, cotangents=zeroed(self.cotangents, dropped))
+        return PositionSum(zeroed(self.cotangents, dropped), self.shape)
+
+    def merged(self, copies: int) -> Contribution:
+        """A sum over the positions of all copies; of the rows' sums, where laying them side by side would take a copy."""
+        if not self.cotangents.is_contiguous():
+            return super().merged(copies)
+        return PositionSum(runs(self.cotangents, copies), self.shape)
 
 
 @dataclass(frozen=True)
@@ -125,7 +159,11 @@ class Dense(Contribution):
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """Directly."""
-        return (self.materialise().flatten(1).square().sum(1).sqrt() + self.rounding()).square()
+        return (squared(self.materialise().flatten(1), (1,)).sqrt() + self.rounding()).square()
+
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """Of the gradients, which are what is weighted."""
+        return squared(self.materialise().flatten(1), (1,))
 
     def materialise(self) -> torch.Tensor:
         """As they are."""
@@ -144,11 +182,19 @@ class Dense(Contribution):
         slack = None if self.slack is None else zeroed(self.slack, dropped)
         return Dense(zeroed(self.gradients, dropped), slack)
 
+    def merged(self, copies: int) -> Dense:
+        """The sums, with the rounding of adding up on top of what each had."""
+        gradients = self.materialise()
+        rows = gradients.reshape(-1, copies, *gradients.shape[1:])
+        added = _sum_rounding(rows.flatten(2), copies, (1, 2))
+        return Dense(rows.sum(1), added + self.rounding().reshape(-1, copies).sum(1))
+
 
 def summed(terms: torch.Tensor, shape: tuple[int, ...]) -> Dense:
     """``g_i = Σ_t terms_it`` of (B, T, p), held as its sum: for layers whose parameters are as small as one position."""
     (terms,) = accumulating(terms)
-    return Dense(terms.sum(1).reshape(-1, *shape), _sum_rounding(terms, terms.shape[1], (1, 2)))
+    slack = _sum_rounding(terms, terms.shape[1], (1, 2)) if rounding_matters.get() else None
+    return Dense(terms.sum(1).reshape(-1, *shape), slack)
 
 
 @dataclass(frozen=True)
@@ -196,3 +242,7 @@ class Scatter(Contribution):
     def without(self, dropped: torch.Tensor) -> Scatter:
         """Zero cotangents."""
         return replace(self, cotangents=zeroed(self.cotangents, dropped))
+
+    def merged(self, copies: int) -> Scatter:
+        """Tokens of all copies."""
+        return replace(self, tokens=runs(self.tokens, copies), cotangents=runs(self.cotangents, copies))

@@ -25,8 +25,8 @@ def zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=sum_dtype(parameter), requires_grad=False)
 
 
-def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """One value per example, or an error that says so."""
+def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tensor, copies: int = 1) -> torch.Tensor:
+    """One value per example, the mean over its ``copies`` rows; or an error that says what is wrong."""
     values = loss(outputs, targets)
     if values.shape != (len(targets),):
         raise DataError(
@@ -35,7 +35,7 @@ def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tens
         )
     if not values.requires_grad:
         raise DataError("the loss does not depend on any trainable parameter")
-    return values
+    return values if copies == 1 else values.reshape(-1, copies).mean(1)
 
 
 @dataclass
@@ -46,8 +46,10 @@ class Loops:
     loss: PerExampleLoss
     parameters: Mapping[str, torch.nn.Parameter]
     groups: tuple[Group, ...]
+    bounds: torch.Tensor
     clip: Clip
     stability: float
+    copies: int = 1
 
     def naive(
         self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
@@ -55,7 +57,8 @@ class Loops:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups)."""
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
-            value = loss_values(self.loss, self.model(x[i : i + 1]), y[i : i + 1]).sum()
+            rows = slice(i * self.copies, (i + 1) * self.copies)
+            value = loss_values(self.loss, self.model(x[rows]), y[rows], self.copies).sum()
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
         return self._over(gradients, keep)
@@ -68,7 +71,7 @@ class Loops:
         A single example that is not finite spoils every backward pass here (0·inf): such a batch is done by :meth:`naive`.
         """
         with torch.enable_grad():
-            values = loss_values(self.loss, self.model(x), y)
+            values = loss_values(self.loss, self.model(x), y, self.copies)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)
@@ -89,7 +92,7 @@ class Loops:
             norms[i] = torch.stack(
                 [torch.stack([own[name].square().sum() for name in group.parameters]).sum().sqrt() for group in self.groups]
             )
-            factors[i] = clip_factors(norms[i][None], self.groups, keep[i][None], self.clip, self.stability)[0]
+            factors[i] = clip_factors(norms[i][None], self.bounds, keep[i][None], self.clip, self.stability)[0]
             if not bool(torch.isfinite(norms[i]).all()):
                 continue
             for number, group in enumerate(self.groups):

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from lipdp.clipping.arithmetic import HALF, accumulating, input_roundoff, matmuls, squared, unit_roundoff
+from lipdp.clipping import kernels
+from lipdp.clipping.arithmetic import HALF, Squares, accumulating, input_roundoff, matmuls, unit_roundoff
 from lipdp.clipping.autotune import quickest
-from lipdp.clipping.contribution import Contribution, Form, zeroed
+from lipdp.clipping.contribution import Contribution, Form, runs, zeroed
 
-__all__ = ["OuterSum", "gram_margin"]
+__all__ = ["OuterSum", "factor_margin", "gram_margin", "kernel_margin", "rounding_of", "sum_margin", "sum_rounding"]
 
 # Entries that a chunk of materialised per-example gradients, or of Gram matrices, may hold: caps the memory of computing norms.
 _CHUNK = 2**24
@@ -45,7 +47,7 @@ class OuterSum(Contribution):
     inputs: torch.Tensor
     shape: tuple[int, ...]
     convolution: bool = False  # whether the weighted sum will be computed by a convolution (which may use TF32 on its own)
-    at_most: torch.Tensor | None = None  # ‖x‖_F² or more (B,), where that is known without reading x again
+    squares: Squares | None = None  # of the cotangents, if others need them too
 
     @property
     def batch(self) -> int:
@@ -79,14 +81,45 @@ class OuterSum(Contribution):
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """‖δ‖²‖x‖² for one position; else the Gram form or the materialised one, the cheaper."""
+        if self.cotangents.shape[1] == 1:
+            coarse = input_roundoff(self.cotangents, convolution=self.convolution)
+            return (self._of_cotangents.total * self._of_inputs.total) * (1 + 4 * coarse) ** 2
+        if kernels.available(self.cotangents, self.inputs) and self._uses_gram(form):
+            return self._by_kernel()
+        return (self.measured(form).sqrt() + self.rounding()).square()
+
+    def _by_kernel(self) -> torch.Tensor:
+        """The Gram form in one reading, margins included; tensor cores round a little more, see :func:`kernel_margin`."""
+        dtype, positions, p, d = self.cotangents.dtype, self.cotangents.shape[1], self.cotangents.shape[2], self.inputs.shape[2]
+        exact = dtype in HALF and self.inputs.dtype in HALF
+        return kernels.gram_norms(
+            self.cotangents,
+            self.inputs,
+            "tf32" if exact else "tf32x3",
+            margin=4 * gram_margin(max(p, d), positions, dtype) + kernel_margin(p + d, dtype),
+            of_sums=sum_margin(positions, dtype),
+            of_factors=factor_margin(input_roundoff(self.cotangents, convolution=self.convolution)),
+        )
+
+    def measured(self, form: Form = "auto") -> torch.Tensor:
+        """‖g_i‖² in one of the forms, without :meth:`rounding`."""
         delta, x = accumulating(self.cotangents, self.inputs)
-        if delta.shape[1] == 1:
-            return (squared(delta, (1, 2)) * squared(x, (1, 2))) * (1 + 4 * self._input_roundoff()) ** 2
-        halves = self.cotangents.dtype in HALF and self.inputs.dtype in HALF
-        gram = self._uses_gram(form)
-        with matmuls(delta.device, exact_in_tf32=halves):
-            found = _gram(delta, x) if gram else _materialised(delta, x)
-        return (found.sqrt() + self.rounding()).square()
+        exact = self.cotangents.dtype in HALF and self.inputs.dtype in HALF
+        if self._uses_gram(form):
+            with matmuls(delta.device, tf32=exact):
+                return _gram(delta, x, self._of_cotangents.positions, self._of_inputs.positions)
+        # Where the sum itself may be computed in TF32, so may its norm: the rounding counts both.
+        allowed = input_roundoff(self.cotangents, convolution=self.convolution) > 0
+        with matmuls(delta.device, tf32=exact or allowed):
+            return _materialised(delta, x)
+
+    @cached_property
+    def _of_cotangents(self) -> Squares:
+        return Squares(self.cotangents) if self.squares is None else self.squares
+
+    @cached_property
+    def _of_inputs(self) -> Squares:
+        return Squares(self.inputs)
 
     def materialise(self) -> torch.Tensor:
         """All the outer products, summed over positions."""
@@ -94,29 +127,61 @@ class OuterSum(Contribution):
         return torch.bmm(delta.transpose(1, 2), x).reshape(-1, *self.shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """One matrix product over batch and positions."""
+        """One matrix product over batch and positions; the smaller factor is weighted."""
         delta, x = accumulating(self.cotangents, self.inputs)
-        weighted = delta * weights.to(delta.dtype)[:, None, None]
-        return (weighted.flatten(0, 1).T @ x.flatten(0, 1)).reshape(self.shape)
-
-    def _input_roundoff(self) -> float:
-        return input_roundoff(self.cotangents, convolution=self.convolution)
+        scale = weights.to(delta.dtype)[:, None, None]
+        delta, x = (delta * scale, x) if delta.shape[2] <= x.shape[2] else (delta, x * scale)
+        return (delta.flatten(0, 1).T @ x.flatten(0, 1)).reshape(self.shape)
 
     def rounding(self) -> torch.Tensor:
-        """2u·√T·‖δ‖_F‖x‖_F for T-term sums; with TF32 also 4·2⁻¹¹·max_t‖δ_t‖·‖x‖_F for rounded factors."""
-        delta, x = accumulating(self.cotangents, self.inputs)
-        of_positions = squared(delta, (2,))
-        of_x = (squared(x, (1, 2)) if self.at_most is None else self.at_most).sqrt()
-        sums = 2 * unit_roundoff(delta.dtype) * math.sqrt(delta.shape[1]) * of_positions.sum(1).sqrt() * of_x
-        coarse = self._input_roundoff()
-        if coarse and delta.shape[1]:
-            sums = sums + 4 * coarse * of_positions.amax(1).sqrt() * of_x
-        return sums
+        """See :func:`sum_rounding`."""
+        coarse = input_roundoff(self.cotangents, convolution=self.convolution)
+        return rounding_of(self._of_cotangents, self._of_inputs.total, coarse)
 
     def without(self, dropped: torch.Tensor) -> OuterSum:
         """Zeros in both factors."""
         cotangents, inputs = zeroed(self.cotangents, dropped), zeroed(self.inputs, dropped)
         return OuterSum(cotangents, inputs, self.shape, self.convolution)
+
+    def merged(self, copies: int) -> OuterSum:
+        """A sum over the positions of all copies."""
+        return OuterSum(runs(self.cotangents, copies), runs(self.inputs, copies), self.shape, self.convolution)
+
+
+def kernel_margin(terms: int, dtype: torch.dtype) -> float:
+    """Tensor cores cut off instead of rounding, once for every eight terms: 2u·terms/8 of the sum of sizes, and as much again."""
+    return unit_roundoff(dtype) * terms / 2
+
+
+def sum_margin(positions: int, dtype: torch.dtype) -> float:
+    """2u·√T: what T-term sums in two orders can differ by, of ‖δ‖_F‖x‖_F."""
+    return 2 * unit_roundoff(dtype) * math.sqrt(positions)
+
+
+def factor_margin(coarse: float) -> float:
+    """8 times the rounding of factors, of max_t‖δ_t‖·‖x‖_F: see :func:`sum_rounding`."""
+    return 8 * coarse
+
+
+def sum_rounding(
+    of_delta: torch.Tensor, largest: torch.Tensor | None, of_x: torch.Tensor, positions: int, dtype: torch.dtype, coarse: float
+) -> torch.Tensor:
+    """2u·√T·‖δ‖_F‖x‖_F for T-term sums; with TF32 also 2·4·2⁻¹¹·max_t‖δ_t‖·‖x‖_F. All (B,), squared: ‖δ‖², max_t‖δ_t‖², ‖x‖².
+
+    Rounded factors (1+e)δ_t ⊗ (1+e')x_t are off by Σ_t(e+e')δ_t⊗x_t, whose size is 2⁻¹¹·√Σ‖δ_t‖²‖x_t‖² ≤ 2⁻¹¹·max_t‖δ_t‖·‖x‖_F
+    for errors that don't conspire: four times that for the sum as measured, and again as released.
+    """
+    sums = sum_margin(positions, dtype) * of_delta.sqrt()
+    if coarse and largest is not None:
+        sums = sums + factor_margin(coarse) * largest.sqrt()
+    return sums * of_x.sqrt()
+
+
+def rounding_of(of_delta: Squares, of_x: torch.Tensor, coarse: float) -> torch.Tensor:
+    """:func:`sum_rounding` from the cotangents' squares, reading by position only where that is needed."""
+    positions, dtype = of_delta.tensor.shape[1], of_delta.tensor.dtype
+    largest = of_delta.largest if coarse and positions else None
+    return sum_rounding(of_delta.total, largest, of_x, positions, dtype, coarse)
 
 
 def _materialised(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +193,7 @@ def _materialised(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts) if parts else delta.new_zeros(0)
 
 
-def _gram(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _gram(delta: torch.Tensor, x: torch.Tensor, of_delta: torch.Tensor, of_x: torch.Tensor) -> torch.Tensor:
     """In tiles of examples and, for long sequences, of positions; with the margin, and what products can lose by underflow."""
     batch, positions = delta.shape[:2]
     rows = max(1, _CHUNK // max(1, positions * positions))
@@ -138,8 +203,7 @@ def _gram(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         ours, theirs = delta[i : i + rows], x[i : i + rows]
         for t in range(0, positions, columns):
             a = torch.bmm(ours[:, t : t + columns], ours.transpose(1, 2))
-            products[i : i + rows] += (a * torch.bmm(theirs[:, t : t + columns], theirs.transpose(1, 2))).sum((1, 2))
-    of_delta, of_x = squared(delta, (2,)), squared(x, (2,))
+            products[i : i + rows] += a.mul_(torch.bmm(theirs[:, t : t + columns], theirs.transpose(1, 2))).sum((1, 2))
     scale = (of_delta.sqrt() * of_x.sqrt()).sum(1)
     margin = gram_margin(max(delta.shape[2], x.shape[2]), positions, delta.dtype)
     tiny = float(torch.finfo(delta.dtype).tiny) * positions

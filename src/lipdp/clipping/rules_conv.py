@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from lipdp.clipping.arithmetic import accumulating, squared
-from lipdp.clipping.contribution import Contribution, Form, PositionSum, zeroed
-from lipdp.clipping.outer import OuterSum
+from lipdp.clipping import kernels
+from lipdp.clipping.arithmetic import HALF, Squares, accumulating, input_roundoff, squared
+from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, zeroed
+from lipdp.clipping.outer import OuterSum, factor_margin, kernel_margin, rounding_of, sum_margin
 from lipdp.clipping.registry import Contributions, norm_rule
 from lipdp.errors import UnsupportedError
 from lipdp.nn import SpectralConv1d, SpectralConv2d, SpectralConv3d
@@ -20,20 +22,35 @@ __all__ = ["ConvSum", "patches"]
 
 # Numbers that the patches of one chunk of examples may hold: 128 MiB in float32.
 _PATCHES = 2**25
+# How much faster than other arithmetic tensor cores are, in the kernel for norms.
+_TENSOR_CORES = 4.0
 
 ConvNd = torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d
 
 
-def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> torch.Tensor:
-    """(B, C, *spatial), already padded → (B, T, C·taps): what each output position reads, any number of axes."""
-    batch, channels = x.shape[:2]
+def patches(
+    x: torch.Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int = 1,
+    copies: int = 1,
+) -> torch.Tensor:
+    """(B·copies, groups·C, *spatial), already padded → (B·groups, copies·T, C·taps): what each output position reads.
+
+    Any number of axes. Groups are laid side by side as further examples, the positions of an example's copies one after another.
+    """
     axes = len(kernel)
+    examples, channels = x.shape[0] // copies, x.shape[1] // groups
+    x = x.reshape(examples, copies, groups, channels, *x.shape[2:])
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
         # unfold gives windows of d·(k−1)+1 neighbours; every d-th of them is a tap.
-        x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
-    # (B, C, *outputs, *taps) -> (B, C, *taps, *outputs): neighbouring outputs read neighbouring inputs, so the copy is fast.
-    order = (0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
-    return x.permute(order).reshape(batch, channels * _product(kernel), -1).transpose(1, 2)
+        x = x.unfold(4 + axis, d * (k - 1) + 1, s)[..., ::d]
+    # (B, copies, groups, C, *outputs, *taps) -> (B, groups, C, *taps, copies, *outputs): neighbouring outputs read neighbouring
+    # inputs, so the copy is fast.
+    order = (0, 2, 3, *range(4 + axes, 4 + 2 * axes), 1, *range(4, 4 + axes))
+    places = copies * _product(tuple(x.shape[4 : 4 + axes]))
+    return x.permute(order).reshape(examples * groups, channels * _product(kernel), places).transpose(1, 2)
 
 
 def _product(values: tuple[int, ...]) -> int:
@@ -45,7 +62,7 @@ def _product(values: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class ConvSum(Contribution):
-    """``g_i = scale·Σ_t δ_it ⊗ patch_it`` of a convolution with groups. x: padded input (B, in, …), δ: (B, out, …)."""
+    """``g_i = scale·Σ_t δ_it ⊗ patch_it`` of a convolution with groups. x: input (B, in, …), δ: (B, out, …)."""
 
     cotangents: torch.Tensor
     inputs: torch.Tensor
@@ -54,38 +71,98 @@ class ConvSum(Contribution):
     dilation: tuple[int, ...]
     groups: int
     scale: float = 1.0
+    padding: tuple[int, ...] = ()  # zeros that each axis still gets, at both ends; none where the input is already padded
+    copies: int = 1  # rows that make up one example
+    squares: Squares | None = None  # of the cotangents as (B, positions, out), if others need them too
 
     @property
     def batch(self) -> int:
         """Number of examples."""
-        return self.cotangents.shape[0]
+        return self.cotangents.shape[0] // self.copies
 
     def _chunks(self) -> list[slice]:
-        positions = self.cotangents[0, 0].numel()
-        rows = max(1, _PATCHES // max(1, positions * self.inputs.shape[1] * _product(self.shape[2:])))
-        return [slice(i, i + rows) for i in range(0, self.batch, rows)]
+        positions = self.copies * self.cotangents[0, 0].numel()
+        count = max(1, _PATCHES // max(1, positions * self.inputs.shape[1] * _product(self.shape[2:])))
+        return [slice(i * self.copies, (i + count) * self.copies) for i in range(0, self.batch, count)]
 
     def _outer(self, rows: slice) -> OuterSum:
-        """The chunk as outer products, groups laid side by side as further examples: (B·groups, T, …)."""
+        """The chunk as outer products, groups laid side by side as further examples: (B·groups, copies·T, …)."""
         x, delta = self.inputs[rows], self.cotangents[rows]
-        count, g = x.shape[0], self.groups
-        grouped = x.reshape(count * g, x.shape[1] // g, *x.shape[2:])
-        cotangents = delta.reshape(count * g, delta.shape[1] // g, -1).transpose(1, 2)
-        shape = (self.shape[0] // g, *self.shape[1:])
-        windows = patches(grouped, self.shape[2:], self.stride, self.dilation)
-        return OuterSum(cotangents, windows, shape, convolution=True, at_most=self._at_most(grouped))
+        k, g = self.copies, self.groups
+        count, outputs = x.shape[0] // k, delta.shape[1] // g
+        of_groups = delta.reshape(count, k, g, outputs, -1).permute(0, 2, 3, 1, 4)
+        cotangents = of_groups.reshape(count * g, outputs, -1).transpose(1, 2)
+        windows = patches(self._in_reach(x), self.shape[2:], self.stride, self.dilation, g, k)
+        return OuterSum(cotangents, windows, (self.shape[0] // g, *self.shape[1:]), convolution=True)
 
-    def _at_most(self, x: torch.Tensor) -> torch.Tensor | None:
-        """‖patches‖² ≤ reads·‖x‖², if every number is read by a window, by ``reads`` of them at most."""
+    def _in_reach(self, x: torch.Tensor) -> torch.Tensor:
+        """Padded, and without what no window reaches."""
+        if any(self.padding):
+            x = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)])
+        return _within(x, self._reach)
+
+    @property
+    def _reach(self) -> list[int]:
+        return reach(self.cotangents.shape[2:], self.shape[2:], self.stride, self.dilation)
+
+    @cached_property
+    def _of_patches(self) -> torch.Tensor:
+        """‖patches‖² or more (B,): reads·‖x‖² where every number is read, by ``reads`` windows at most."""
         axes = list(zip(self.shape[2:], self.stride, self.dilation, strict=True))
         if any(d > 1 or s > k for k, s, d in axes):
-            return None
-        return _product(tuple(-(-k // s) for k, s, _ in axes)) * squared(accumulating(x)[0].flatten(1), (1,))
+            found = [squared(accumulating(self._outer(rows).inputs)[0], (1, 2)) for rows in self._chunks()]
+            return torch.cat(found).reshape(-1, self.groups).sum(1)
+        x = accumulating(self.inputs)[0].reshape(self.batch, -1)
+        return _product(tuple(-(-k // s) for k, s, _ in axes)) * squared(x, (1,))
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
-        """Chunk by chunk, in the cheaper form."""
-        parts = [self._outer(rows).squared_norms(form).reshape(-1, self.groups).sum(1) for rows in self._chunks()]
-        return torch.cat(parts) * self.scale**2
+        """In one kernel where there is one for it; else chunk by chunk, in the cheaper form. The rounding is that of the whole."""
+        if form != "gram" and self._has_kernel(form):
+            return self._by_kernel()
+        return (self.by_torch(form).sqrt() * abs(self.scale) + self.rounding()).square()
+
+    def by_torch(self, form: Form = "auto") -> torch.Tensor:
+        """‖g_i‖² without scale and rounding, by torch's own operations."""
+        parts = [self._outer(rows).measured(form) for rows in self._chunks()]
+        found = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return found.reshape(-1, self.groups).sum(1) if self.groups > 1 else found
+
+    def _has_kernel(self, form: Form) -> bool:
+        """One or two axes on a GPU, and enough positions to sum over: else the Gram form is cheaper."""
+        if len(self.stride) > 2 or not kernels.available(self.cotangents, self.inputs):
+            return False
+        positions, p, d = self.copies * self.cotangents[0, 0].numel(), self.shape[0] // self.groups, _product(self.shape[1:])
+        in_kernel = 2.0 * max(32, positions) * p * d / _TENSOR_CORES
+        gram = 2.0 * positions**2 * (p + d) + 32.0 * positions * (d + 2 * positions)
+        return form == "materialise" or in_kernel < gram
+
+    def _by_kernel(self) -> torch.Tensor:
+        x, delta = self.inputs, self.cotangents
+        more = 2 - len(self.stride)
+        ones, none = (1,) * more, (0,) * more
+        exact, coarse = x.dtype in HALF and delta.dtype in HALF, input_roundoff(delta, convolution=True)
+        found = kernels.convolution_norms(
+            x.reshape(*x.shape[:2], *ones, *x.shape[2:]),
+            delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:]),
+            (*ones, *self.shape[2:]),
+            (*ones, *self.stride),
+            (*none, *(self.padding or (0,) * len(self.stride))),
+            (*ones, *self.dilation),
+            self.groups,
+            self.copies,
+            "tf32" if exact or coarse else "tf32x3",
+        )
+        squares, scale, positions = self._of_cotangents, abs(self.scale), self.copies * delta[0, 0].numel()
+        of_sums = sum_margin(positions, delta.dtype) + kernel_margin(positions, delta.dtype)
+        return kernels.with_rounding(
+            found,
+            squares.total,
+            squares.largest if coarse else squares.total,
+            self._of_patches,
+            scale=scale,
+            of_sums=scale * of_sums,
+            of_factors=scale * factor_margin(coarse),
+        )
 
     def materialise(self) -> torch.Tensor:
         """(B, out, in/groups, …)."""
@@ -93,9 +170,12 @@ class ConvSum(Contribution):
         return torch.cat(parts) * self.scale
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """The ordinary kernel gradient, of reweighted cotangents: as fast as without privacy."""
+        """The ordinary kernel gradient, with the smaller factor reweighted: as fast as without privacy."""
         delta, x = accumulating(self.cotangents, self.inputs)
-        delta = delta * weights.to(delta.dtype).reshape(-1, *([1] * (delta.ndim - 1)))
+        weights = weights.to(delta.dtype) if self.scale == 1.0 else weights.to(delta.dtype) * self.scale
+        weights = weights.repeat_interleave(self.copies) if self.copies > 1 else weights
+        scale = weights.reshape(-1, *([1] * (delta.ndim - 1)))
+        delta, x = (delta * scale, x) if delta.numel() <= x.numel() else (delta, x * scale)
         axes = len(self.stride)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             delta,
@@ -103,31 +183,61 @@ class ConvSum(Contribution):
             x.new_empty(1).expand(self.shape),
             None,
             list(self.stride),
-            [0] * axes,
+            list(self.padding or [0] * axes),
             list(self.dilation),
             False,
             [0] * axes,
             self.groups,
             [False, True, False],
         )
-        result: torch.Tensor = gradient * self.scale if self.scale != 1.0 else gradient
+        result: torch.Tensor = gradient
         return result
 
     def rounding(self) -> torch.Tensor:
-        """Of the outer products, chunk by chunk."""
-        parts = [self._outer(rows).rounding().reshape(-1, self.groups).sum(1) for rows in self._chunks()]
-        return torch.cat(parts) * abs(self.scale)
+        """That of all groups together: their errors lie in different entries, so it is at most that of one sum over everything."""
+        coarse = input_roundoff(self.cotangents, convolution=True)
+        return rounding_of(self._of_cotangents, self._of_patches, coarse) * abs(self.scale)
+
+    @cached_property
+    def _of_cotangents(self) -> Squares:
+        if self.squares is not None:
+            return self.squares
+        return Squares(runs(self.cotangents.flatten(2).transpose(1, 2), self.copies))
 
     def without(self, dropped: torch.Tensor) -> ConvSum:
         """Zeros in both factors."""
-        return replace(self, cotangents=zeroed(self.cotangents, dropped), inputs=zeroed(self.inputs, dropped))
+        dropped = dropped.repeat_interleave(self.copies)
+        cotangents, inputs = zeroed(self.cotangents, dropped), zeroed(self.inputs, dropped)
+        return replace(self, cotangents=cotangents, inputs=inputs, squares=None)
+
+    def merged(self, copies: int) -> ConvSum:
+        """Each example has the windows of all its copies."""
+        return replace(self, copies=self.copies * copies, squares=None)
 
 
-def _padded(layer: ConvNd, x: torch.Tensor) -> torch.Tensor:
+def reach(outputs: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """How far into the padded input windows read, axis by axis."""
+    return [(n - 1) * s + d * (k - 1) + 1 for n, k, s, d in zip(outputs, kernel, stride, dilation, strict=True)]
+
+
+def _within(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    for axis, length in enumerate(lengths):
+        x = x.narrow(2 + axis, 0, length)
+    return x
+
+
+def _padded(layer: ConvNd, x: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The input as windows read it, and the zeros still to be put around it: padding is left to torch where it can do it.
+
+    What no window reads must go: it may not be finite, and would count in norms.
+    """
     pads = layer._reversed_padding_repeated_twice
-    if not any(pads):
-        return x
-    return F.pad(x, pads, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+    before, after = tuple(reversed(pads[::2])), tuple(reversed(pads[1::2]))
+    all_read = all(length >= n + size for length, n, size in zip(lengths, x.shape[2:], before, strict=True))
+    if layer.padding_mode == "zeros" and before == after and all_read:
+        return x, before
+    padded = F.pad(x, pads, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+    return _within(padded, lengths), ()
 
 
 def _batched(layer: torch.nn.Module, x: torch.Tensor, axes: int) -> torch.Tensor:
@@ -144,19 +254,17 @@ def _convolution(layer: ConvNd, inputs: tuple[Any, ...], scale: float = 1.0) -> 
 
     def contributions(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
         result: dict[str, Contribution] = {}
+        planes = cotangent.flatten(2)
+        view = planes.transpose(1, 2)
+        squares = Squares(view, planes)
         if layer.weight.requires_grad and x is not None:
-            padded = _padded(layer, x)
-            # Windows may not reach the end of the padded input; what they never read would change the kernel's gradient shape.
-            reach = [
-                (n - 1) * s + d * (k - 1) + 1
-                for n, s, d, k in zip(cotangent.shape[2:], layer.stride, layer.dilation, layer.kernel_size, strict=True)
-            ]
-            for axis, length in enumerate(reach):
-                padded = padded.narrow(2 + axis, 0, length)
+            padded, padding = _padded(layer, x, reach(cotangent.shape[2:], layer.kernel_size, layer.stride, layer.dilation))
             shape = tuple(layer.weight.shape)
-            result["weight"] = ConvSum(cotangent, padded, shape, layer.stride, layer.dilation, layer.groups, scale)
+            result["weight"] = ConvSum(
+                cotangent, padded, shape, layer.stride, layer.dilation, layer.groups, scale, padding, squares=squares
+            )
         if layer.bias is not None and layer.bias.requires_grad:
-            result["bias"] = PositionSum(cotangent.flatten(2).transpose(1, 2), tuple(layer.bias.shape))
+            result["bias"] = PositionSum(view, tuple(layer.bias.shape), squares)
         return result
 
     return contributions

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lipdp.clipping.arithmetic import Squares
 from lipdp.clipping.contribution import Contribution, PositionSum, summed
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.registry import Contributions, norm_rule, refuse
@@ -30,17 +31,18 @@ def affine(
 ) -> dict[str, Contribution]:
     """Gradients of y = Wx + b at any number of positions: Σ_t δ_t⊗x_t and Σ_t δ_t. x may be None where W is frozen."""
     delta = positions(cotangent)
+    squares = Squares(delta)
     result: dict[str, Contribution] = {}
     if weight.requires_grad and x is not None:
-        result[names[0]] = OuterSum(delta, positions(x), tuple(weight.shape))
+        result[names[0]] = OuterSum(delta, positions(x), tuple(weight.shape), squares=squares)
     if bias is not None and bias.requires_grad:
-        result[names[1]] = PositionSum(delta, tuple(bias.shape))
+        result[names[1]] = PositionSum(delta, tuple(bias.shape), squares)
     return result
 
 
 @refuse(SpectralLinear, SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d)
 def _reparametrised_refusal(layer: SpectralLinear) -> str | None:
-    if layer.maps():
+    if any(layer.get_parameter(name).requires_grad for name in layer.maps()):
         return (
             "its weight is reparametrised, and per-example gradients through the map are not supported. Train it with "
             "method='clipless', or use a projection (constraint=lipdp.parametrize.Bjorck())."

@@ -21,11 +21,11 @@ import torch
 
 from lipdp.errors import ConfigurationError
 
-__all__ = ["Clip", "Group", "Style", "clip_factors", "clipping_groups"]
+__all__ = ["Clip", "Group", "MaxNorm", "Style", "clip_factors", "clipping_groups", "group_bounds"]
 
 Style = Literal["flat", "per_layer", "per_group"]
 Clip = Literal["clip", "automatic"]
-MaxNorm = float | Mapping[str, float]
+MaxNorm = float | torch.Tensor | Mapping[str, float | torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Group:
 
     name: str
     parameters: tuple[str, ...]
-    max_norm: float
+    max_norm: float | torch.Tensor  # a tensor stays where it is, and is not read: see group_bounds
 
 
 def clipping_groups(
@@ -91,24 +91,48 @@ def _longest(name: str, prefixes: Sequence[str]) -> str:
     return max(fitting, key=len)
 
 
-def _bound(max_norm: MaxNorm, group: str, groups: Sequence[str]) -> float:
+def _bound(max_norm: MaxNorm, group: str, groups: Sequence[str]) -> float | torch.Tensor:
     if isinstance(max_norm, Mapping):
         if set(max_norm) != set(groups):
             raise ConfigurationError(f"max_norm names {', '.join(max_norm)}, but the groups are {', '.join(groups)}")
-        value = max_norm[group]
+        value, share = max_norm[group], 1.0
     else:
-        value = max_norm
+        value, share = max_norm, math.sqrt(len(groups))
+    if isinstance(value, torch.Tensor):
+        if value.ndim != 0 or not value.is_floating_point():
+            raise ConfigurationError(f"max_norm as a tensor must be one real number (0-dimensional), not {tuple(value.shape)}")
+        return value.detach() / share
     if isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
         raise ConfigurationError(f"max_norm must be a positive finite number, not {value!r}")
-    return float(value) if isinstance(max_norm, Mapping) else value / math.sqrt(len(groups))
+    return value / share
 
 
-def clip_factors(norms: torch.Tensor, groups: Sequence[Group], keep: torch.Tensor, clip: Clip, stability: float) -> torch.Tensor:
-    """ν (batch, groups) from norms (batch, groups); 0 for examples that are masked, or not finite in any group.
+def group_bounds(groups: Sequence[Group], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """C_g as one tensor (groups,). A tensor that is negative, infinite or NaN counts as 0, which releases nothing.
+
+    That a number on a device is sound can't be checked without waiting for it; this needs no check.
+    """
+    # Filled in on the device: a copy from the host would wait for it.
+    numbers = {group.max_norm for group in groups if not isinstance(group.max_norm, torch.Tensor)}
+    if len(numbers) == 1 and not any(isinstance(group.max_norm, torch.Tensor) for group in groups):
+        return torch.full((len(groups),), numbers.pop(), dtype=dtype, device=device)
+    bounds = torch.cat(
+        [
+            group.max_norm.to(device, dtype).reshape(1)
+            if isinstance(group.max_norm, torch.Tensor)
+            else torch.full((1,), group.max_norm, dtype=dtype, device=device)
+            for group in groups
+        ]
+    )
+    return torch.nan_to_num(bounds, nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)
+
+
+def clip_factors(norms: torch.Tensor, bounds: torch.Tensor, keep: torch.Tensor, clip: Clip, stability: float) -> torch.Tensor:
+    """ν (batch, groups) from norms (batch, groups) and C (groups,); 0 for examples that are masked, or not finite in any group.
 
     "clip": ν = min(1, C_g/‖g‖); "automatic": ν = C_g/(‖g‖ + γ). Both give ν·‖g‖ ≤ C_g.
     """
-    bounds = torch.tensor([group.max_norm for group in groups], dtype=norms.dtype, device=norms.device)
-    factors = bounds / (norms + stability) if clip == "automatic" else (bounds / norms).clamp_max(1.0)
+    # Where both are 0, so is the gradient; 0/0 must not make a NaN of it.
+    factors = bounds / (norms + stability) if clip == "automatic" else torch.where(norms <= bounds, 1.0, bounds / norms)
     counted = torch.isfinite(norms).all(1) & keep
     return torch.where(counted[:, None], factors, torch.zeros_like(factors))

@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from lipdp import nn
-from lipdp.bounds import Shape
 from lipdp.bounds.registry import has_rule
 from lipdp.bounds.rules_modules import as_tuple
-from lipdp.convert.report import Outcome
+from lipdp.bounds.way_out import way_out
+from lipdp.convert import tokens
+from lipdp.convert.report import Decision, Where
 
-__all__ = ["ACTIVATIONS", "FUNCTIONS", "Decision", "Where", "decide"]
-
-
-@dataclass(frozen=True)
-class Where:
-    """What a replacement may depend on.
-
-    Attributes:
-        shape: one example's shape of the input.
-        output: one example's shape of the output.
-        features: the dimension that holds the features, 1 behind a convolution and −1 behind a dense layer.
-        last: whether the layer gives the model's output.
-        copy_weights: whether the twin starts from the projected weights.
-    """
-
-    shape: Shape
-    output: Shape
-    features: int
-    last: bool
-    copy_weights: bool
-
-
-@dataclass(frozen=True)
-class Decision:
-    """``module`` takes the layer's place (``None``: nothing does)."""
-
-    outcome: Outcome
-    module: torch.nn.Module | None
-    note: str = ""
+__all__ = ["ACTIVATIONS", "FUNCTIONS", "decide"]
 
 
 ACTIVATIONS: tuple[type[torch.nn.Module], ...] = (
@@ -87,6 +59,8 @@ def decide(module: torch.nn.Module, where: Where) -> Decision | None:
         if isinstance(module, classes) and type(module).__module__.startswith("torch.nn"):
             return rule(module, where)
     trained = any(parameter.requires_grad for parameter in module.parameters())
+    if not has_rule(module) and way_out(module):
+        return Decision("not converted", module, way_out(module))
     if not has_rule(module):
         return Decision("not converted", module, "nothing bounds it: give its class a rule (lipdp.bounds.rule), or replace it")
     if trained and type(module).__module__.startswith("torch.nn"):
@@ -104,10 +78,10 @@ def _conv(module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, where: Wh
     twin = (nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d)[len(module.kernel_size) - 1](
         module.in_channels,
         module.out_channels,
-        module.kernel_size,  # type: ignore[arg-type]
-        module.stride,  # type: ignore[arg-type]
-        module.padding,  # type: ignore[arg-type]
-        module.dilation,  # type: ignore[arg-type]
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
         module.groups,
         module.bias is not None,
         module.padding_mode,
@@ -235,6 +209,11 @@ _RULES: dict[tuple[type[torch.nn.Module], ...], Callable[[Any, Where], Decision 
     (torch.nn.Linear,): _linear,
     (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d): _conv,
     (torch.nn.ConvTranspose2d,): _conv_transpose,
+    (torch.nn.Embedding,): tokens.embedding,
+    (torch.nn.EmbeddingBag,): tokens.embedding_bag,
+    (torch.nn.MultiheadAttention,): tokens.attention,
+    (torch.nn.TransformerEncoderLayer,): tokens.encoder_layer,
+    (torch.nn.TransformerEncoder,): tokens.encoder,
     ACTIVATIONS: _activation,
     (torch.nn.MaxPool2d,): _max_pool,
     (torch.nn.AvgPool2d,): _avg_pool,

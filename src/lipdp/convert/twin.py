@@ -16,15 +16,17 @@ from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.bounds.registry import find_function_rule, has_rule
 from lipdp.bounds.trace import describe
-from lipdp.convert.replacements import FUNCTIONS, Decision, Where, decide
-from lipdp.convert.report import Conversion, ConversionReport, Row
+from lipdp.convert.replacements import FUNCTIONS, decide
+from lipdp.convert.report import Conversion, ConversionReport, Decision, Row, Where
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
-from lipdp.export.graph import Builder, Seen, record, trace_graph
+from lipdp.export.graph import Builder, Seen, record, token_dtype, trace_graph
 
 __all__ = ["convert"]
 
 _ADDITIONS = {torch.add, operator.add, operator.iadd, "add", "add_"}
 _FINAL = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.sigmoid, F.sigmoid, "softmax", "log_softmax", "sigmoid"}
+_FLAGS = {"need_weights", "average_attn_weights"}  # they change what attention returns, not what it computes
+_LAST = (torch.nn.Linear, torch.nn.Embedding, torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.modules.conv._ConvTransposeNd)
 
 
@@ -40,7 +42,8 @@ def convert(
 
     The graph of the model stays; what it is made of changes: dense layers and convolutions into spectral ones, ReLU and its
     like into GroupSort, max pooling into L2-norm pooling, average pooling into scaled average pooling, batch and other
-    normalisation into centring, ``x + f(x)`` into the average of the two, a softmax at the end into nothing (losses take
+    normalisation into centring, embeddings into tables with bounded rows, self-attention and transformer blocks
+    into Lipschitz ones, ``x + f(x)`` into the average of the two, a softmax at the end into nothing (losses take
     logits), and a BoundedInput comes in front. Shapes do not change. ``model`` itself is left as it is.
 
     Args:
@@ -83,8 +86,11 @@ def convert(
         raise UnsupportedError(
             f"{type(model).__name__}.forward takes {len(inputs)} inputs; conversion handles models of one input."
         )
-    network, rows = _Conversion(own, graph, record(own, graph, shape), inputs[0], copy_weights).run(type(model).__name__)
-    twin = nn.Sequential(OrderedDict([("input", front), ("network", network)])).train()
+    ids = token_dtype(own, graph)
+    network, rows = _Conversion(own, graph, record(own, graph, shape, ids), inputs[0], copy_weights).run(type(model).__name__)
+    # Token ids are looked up, not scaled: the table bounds what comes out.
+    parts = [("input", front), ("network", network)] if ids is None else [("network", network)]
+    twin = nn.Sequential(OrderedDict(parts)).train()
     return Conversion(twin, _verdict(twin, rows))
 
 
@@ -99,7 +105,8 @@ class _Conversion:
         self.builder = Builder(self.modules)
         self.rows: list[Row] = []
         self.made: dict[str, Decision] = {}  # layers with weights keep one twin, however often they are used
-        self.active = {source}  # nodes that depend on the input
+        self.source, self.active = source, {source}  # nodes that depend on the input
+        self.single: set[fx.Node] = set()  # layers that gave a tuple, whose twins give its first item
         for node in graph.nodes:
             if any(argument in self.active for argument in node.all_input_nodes):
                 self.active.add(node)
@@ -121,7 +128,7 @@ class _Conversion:
         if target in self.made:
             self._apply(node, module, target, self.made[target])
             return
-        decision = decide(module, self._where(node)) if node in self.active else None
+        decision = decide(module, self._where(node)) if node in self.active else _constant(module)
         if decision is None:
             self.builder.copy(node, self.model)
             return
@@ -133,6 +140,9 @@ class _Conversion:
     def _function(self, node: fx.Node) -> None:
         where, target = describe(node, self.modules).replace(" in the model's forward", ""), node.target
         operands = [argument for argument in node.all_input_nodes if argument in self.active]
+        if target is operator.getitem and node.args[0] in self.single:
+            self._item(node)
+            return
         if target in FUNCTIONS and node in self.seen:
             module = FUNCTIONS[target](**self._arguments(node))
             decision = decide(module, self._where(node))
@@ -156,6 +166,18 @@ class _Conversion:
             note = "nothing bounds it: put it into a module with a rule (lipdp.bounds.rule), or use another function"
             self.rows.append(Row(where, "", "not converted", "", note))
 
+    def _item(self, node: fx.Node) -> None:
+        """An item of what a layer returned whose twin returns one tensor."""
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        if index == 0:
+            self.builder.env[node] = self.builder.env[source]
+        elif node.users:
+            raise UnsupportedError(
+                f"the model uses item {index} of what {describe(source, self.modules)} returns (attention weights), which its twin "
+                "does not give. Leave them out (need_weights=False), or write the twin with lipdp.nn by hand."
+            )
+
     def _other(self, node: fx.Node) -> None:
         self.builder.copy(node, self.model)
         value = self.builder.targets.get(str(self.builder.env[node].target)) if node.op == "get_attr" else None
@@ -173,7 +195,10 @@ class _Conversion:
         source = node.all_input_nodes[0]
         known, result = self.seen[source], self.seen.get(node)
         output = known.shape if result is None else result.shape
-        return Where(known.shape, output, self._features(node), node is self.final, self.copy_weights)
+        harmless = all(value is None or name in _FLAGS for name, value in node.kwargs.items())
+        alone = len(node.all_input_nodes) == 1 and harmless and all(value in (source, None) for value in node.args)
+        last = node is self.final
+        return Where(known.shape, output, self._features(node), last, self.copy_weights, alone, source is self.source)
 
     def _features(self, node: fx.Node) -> int:
         """Dimension 1, as in convolutions, unless a dense layer, which works along the last one, comes nearest before."""
@@ -181,7 +206,7 @@ class _Conversion:
         while current.all_input_nodes:
             current = current.all_input_nodes[0]
             module = self.modules.get(str(current.target)) if current.op == "call_module" else None
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, _LAST):
                 return -1
             if isinstance(module, _CONVOLUTIONS):
                 return 1
@@ -199,6 +224,16 @@ class _Conversion:
             self.builder.env[node] = arguments[0]
         else:
             self.builder.env[node] = self.builder.call(name, decision.module, *arguments)
+            if isinstance(module, torch.nn.MultiheadAttention):
+                self.single.add(node)
+
+
+def _constant(module: torch.nn.Module) -> Decision | None:
+    """A layer whose output does not depend on the input."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return None
+    note = "its output does not depend on the input, and nothing bounds it. A table of positions: use lipdp.nn.LearnedPositions"
+    return Decision("not converted", module, note)
 
 
 def _name(module: torch.nn.Module) -> str:

@@ -9,9 +9,73 @@ cache folder; what is missing there is downloaded and checked. A dataset is one 
 `registry.py`.
 """
 
+from lipdp.data.augment import (
+    Augmentation,
+    Compose,
+    FixedAugmentation,
+    Flip,
+    Identity,
+    PrecomputedCopies,
+    RandomCrop,
+    Shifts,
+    TestTimeAverage,
+)
 from lipdp.data.checks import require_finite
+from lipdp.data.colour import (
+    COLOUR_SPACES,
+    HSV,
+    RGB,
+    YIQ,
+    YUV,
+    Grayscale,
+    StandardRGB,
+    colour_space,
+    rgb_to_grayscale,
+    rgb_to_hsv,
+    rgb_to_yiq,
+    rgb_to_yuv,
+)
 from lipdp.data.info import Availability, DatasetInfo
+from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
+from lipdp.data.preprocess import Projection, map_inputs, project_inputs
 from lipdp.data.registry import available, info, load, names
 from lipdp.data.splitting import split
 
-__all__ = ["Availability", "DatasetInfo", "available", "info", "load", "names", "require_finite", "split"]
+__all__ = [
+    "COLOUR_SPACES",
+    "HSV",
+    "RGB",
+    "YIQ",
+    "YUV",
+    "Augmentation",
+    "Availability",
+    "Compose",
+    "DatasetInfo",
+    "FixedAugmentation",
+    "Flip",
+    "Grayscale",
+    "Identity",
+    "NormHistogram",
+    "PrecomputedCopies",
+    "Projection",
+    "RandomCrop",
+    "Shifts",
+    "StandardRGB",
+    "TestTimeAverage",
+    "available",
+    "choose_input_bound",
+    "colour_space",
+    "info",
+    "input_norms",
+    "load",
+    "map_inputs",
+    "names",
+    "norm_histogram",
+    "project_inputs",
+    "require_finite",
+    "rgb_to_grayscale",
+    "rgb_to_hsv",
+    "rgb_to_yiq",
+    "rgb_to_yuv",
+    "split",
+]

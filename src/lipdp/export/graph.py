@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 
 from lipdp.bounds.bound import Shape
-from lipdp.bounds.trace import describe, find_input_dtype
+from lipdp.bounds.trace import TABLES, describe, find_input_dtype
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 
 __all__ = ["Builder", "Seen", "record", "token_dtype", "trace_graph"]
@@ -48,7 +49,7 @@ def token_dtype(model: torch.nn.Module, graph: fx.Graph) -> torch.dtype | None:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         if node.op == "placeholder" or (not reached.isdisjoint(node.all_input_nodes) and node.target not in _METADATA):
             reached.add(node)
-            looks_up = isinstance(module, torch.nn.Embedding) or node.target is torch.nn.functional.embedding
+            looks_up = isinstance(module, TABLES) or node.target in (F.embedding, F.embedding_bag)
             if looks_up or isinstance(getattr(module, "input_dtype", None), torch.dtype):
                 return dtype
     return None

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lipdp.bounds.bound import Shape
-from lipdp.bounds.trace import describe, find_input_shape
+from lipdp.bounds.trace import TABLES, describe, find_input_shape
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.export.graph import Builder, Seen, record, token_dtype, trace_graph
 from lipdp.export.registry import Lowering, Site, find_lowering
@@ -130,7 +130,7 @@ def check_same(model: torch.nn.Module, plain: fx.GraphModule, shape: Shape, toke
     if tokens is None:
         x = torch.randn(3, *shape, generator=generator).to(like)
     else:
-        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, TABLES)]
         x = torch.randint(min(sizes, default=1), (3, *shape), generator=generator, dtype=tokens).to(like.device)
     with torch.no_grad():
         expected, got = model(x), plain(x)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lipdp import nn
 from lipdp.export.registry import Site, lowering
+from lipdp.parametrize import ConvParametrisation
 
 __all__ = ["used_weight"]
 
@@ -50,15 +51,21 @@ _CONVOLUTIONS: dict[int, type[torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3
     2: torch.nn.Conv2d,
     3: torch.nn.Conv3d,
 }
+_SPECTRAL = (nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d)
 
 
 def _plain_conv(layer: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d) -> torch.nn.Module:
-    return _CONVOLUTIONS[len(layer.kernel_size)](
+    kernel, padding = layer.kernel_size, layer.padding
+    if isinstance(layer, _SPECTRAL) and isinstance(layer.constraint, ConvParametrisation):
+        kernel, sides = layer.constraint.window(layer.geometry), layer.constraint.pads(layer.geometry)
+        even = all(left == right for left, right in sides)
+        padding = tuple(left for left, _ in sides) if even else "same"
+    return _CONVOLUTIONS[len(kernel)](
         layer.in_channels,
         layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]
+        kernel,  # type: ignore[arg-type]
         layer.stride,  # type: ignore[arg-type]
-        layer.padding,  # type: ignore[arg-type]
+        padding,  # type: ignore[arg-type]
         layer.dilation,  # type: ignore[arg-type]
         layer.groups,
         layer.bias is not None,
@@ -67,10 +74,12 @@ def _plain_conv(layer: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d) -> t
     )
 
 
-@lowering(nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d)
+@lowering(*_SPECTRAL)
 def _conv(layer: nn.SpectralConv1d | nn.SpectralConv2d | nn.SpectralConv3d, site: Site) -> torch.nn.Module:
-    """K = Θ/√m with the m of this input size: the exported kernel is the one that convolves."""
-    return _place(_plain_conv(layer), layer, layer.scale(*site.shape[-len(layer.kernel_size) :]))
+    """The kernel that convolves: K = Θ/√m with the m of this input size, or the orthogonal convolution's own."""
+    stored = isinstance(layer.constraint, ConvParametrisation) and not layer.constraint.scaled
+    scale = None if stored else layer.scale(*site.shape[-len(layer.kernel_size) :])
+    return _place(_plain_conv(layer), layer, scale)
 
 
 @lowering(nn.FourierConv2d)
@@ -86,7 +95,7 @@ def _conv_transpose(layer: nn.SpectralConvTranspose2d, site: Site) -> torch.nn.M
         layer.out_channels,
         layer.kernel_size,  # type: ignore[arg-type]
         layer.stride,  # type: ignore[arg-type]
-        layer.padding,  # type: ignore[arg-type]
+        layer.padding,
         layer.output_padding,  # type: ignore[arg-type]
         layer.groups,
         layer.bias is not None,
@@ -122,6 +131,12 @@ def _embedding(layer: nn.BoundedEmbedding, site: Site) -> torch.nn.Module:
     return _place(torch.nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta"), layer)
 
 
+@lowering(nn.MaskedTokenMean)
+def _masked_token_mean(layer: nn.MaskedTokenMean, site: Site) -> torch.Tensor:
+    kept = torch.unsqueeze(torch.ne(site.inputs[1], layer.padding_idx).to(site.dtype), -1)
+    return torch.sum(site.x * kept, dim=1) / torch.clamp_min(torch.sum(kept, dim=1), 1.0)
+
+
 @lowering(nn.TokenBall)
 def _token_ball(layer: nn.TokenBall, site: Site) -> torch.Tensor:
     wide = _wide(site)
@@ -131,6 +146,12 @@ def _token_ball(layer: nn.TokenBall, site: Site) -> torch.Tensor:
 
 @lowering(nn.Normalize)
 def _normalize(layer: nn.Normalize, site: Site) -> torch.Tensor:
+    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
+    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
+
+
+@lowering(nn.Standardize)
+def _standardize(layer: nn.Standardize, site: Site) -> torch.Tensor:
     mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
     return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
 

@@ -10,7 +10,7 @@ from lipdp.mechanisms.ledger import BudgetLedger
 from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query
-from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_vector
+from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
 
 __all__ = [
     "BudgetLedger",
@@ -28,5 +28,6 @@ __all__ = [
     "learn_columns",
     "learn_vector",
     "load",
+    "load_columns",
     "load_vector",
 ]

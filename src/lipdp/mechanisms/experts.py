@@ -3,22 +3,23 @@
 Textbook: a constant; Laplace and staircase noise on the query; exponential mechanism and permute-and-flip with the rank
 utility on the paper's grid of 50; smooth sensitivity; for the variance, both moments. Tuned adds clip windows, grid sizes, a
 noisy clipped mean decoded to a quantile (hard to beat at small ε), and, for the variance, clipped moments (λ·z, z²) whose joint
-L1 sensitivity is calibrated exactly. Strong adds the same moments decoded to quantiles, which beats the others, so ``learn()``
-competes with it. The best is chosen on validation datasets.
+L1 sensitivity is calibrated exactly. Strong adds the same moments decoded to quantiles. Each level contains the one before; the
+best of a level is chosen on validation datasets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import NoiseKind, density
-from lipdp.mechanisms.postprocess import best_responses, tabulate
+from lipdp.mechanisms.postprocess import Sample, best_responses, tabulate
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query
 from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
@@ -26,7 +27,7 @@ from lipdp.mechanisms.smooth import SmoothSensitivity, heavy_density, smooth_sen
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic
 from lipdp.mechanisms.utilities import RankUtility, Utility
 
-__all__ = ["Level", "additive", "best_expert", "experts", "selection"]
+__all__ = ["Expert", "Level", "additive", "best_expert", "best_experts", "catalogue", "experts", "levels_to", "selection"]
 
 Level = Literal["textbook", "tuned", "strong"]
 _AXIS = 401  # grid points of decoders over one coordinate
@@ -34,33 +35,33 @@ _PLANE = {"squared": 97, "quantile": 41}  # … and along each of two: without a
 _REACH = 8.0  # noise scales that a decoder's grid reaches beyond the noiseless values
 _SCREEN, _FINALISTS = (3000, 1000), 4  # datasets (for decoders, for losses) to screen all candidates with; how many go on
 _EDGES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+_NOISES: tuple[NoiseKind, ...] = ("laplace", "staircase")
 
 
-def constant(problem: Problem, t: Tensor) -> ConstantMechanism:
+def constant(problem: Problem, sample: Sample) -> ConstantMechanism:
     """The best data-blind answer."""
-    value = best_responses(t.new_ones(t.shape[0], 1), t, problem.query(t), problem.loss)
+    value = best_responses(sample.t.new_ones(sample.t.shape[0], 1), sample)
     return ConstantMechanism(problem, "constant", float(value[0]))
 
 
-def additive(problem: Problem, title: str, statistic: Statistic, noise: NoiseKind, t: Tensor) -> AdditiveMechanism:
-    """statistic + noise, with its decoder tabulated on unit datasets ``t`` (for one or two coordinates)."""
-    values = statistic.integers(t).to(torch.float64) * statistic.unit
+def additive(problem: Problem, title: str, statistic: Statistic, noise: NoiseKind, sample: Sample) -> AdditiveMechanism:
+    """statistic + noise, with its decoder tabulated on the sample (for one or two coordinates)."""
+    values = statistic.integers(sample.t).to(torch.float64) * statistic.unit
     size = statistic.sensitivity * statistic.unit
     reach = _REACH * size / problem.epsilon
     likelihoods = []
     for column in values.T:
         points = _AXIS if statistic.dimension == 1 else _PLANE[problem.loss]
-        axis = torch.linspace(float(column.min()) - reach, float(column.max()) + reach, points, dtype=t.dtype)
+        axis = torch.linspace(float(column.min()) - reach, float(column.max()) + reach, points, dtype=torch.float64)
         likelihoods.append((axis, density(noise, axis - column[:, None], size, problem.epsilon)))
-    table = tabulate(likelihoods, t, problem.query(t), problem.loss)
-    return AdditiveMechanism(problem, title, statistic, noise, table)
+    return AdditiveMechanism(problem, title, statistic, noise, tabulate(likelihoods, sample))
 
 
-def selection(problem: Problem, title: str, utility: Utility, method: Selection, t: Tensor) -> SelectionMechanism:
-    """A choice by utility, with the best answer for each response under unit datasets ``t``."""
-    utilities = utility.integers(t).to(torch.float64)
+def selection(problem: Problem, title: str, utility: Utility, method: Selection, sample: Sample) -> SelectionMechanism:
+    """A choice by utility, with the best answer for each response under the sample."""
+    utilities = utility.integers(sample.t).to(torch.float64)
     weights = probabilities(method, utilities, utility.sensitivity, problem.epsilon, nodes=ENOUGH_NODES)
-    return SelectionMechanism(problem, title, utility, method, best_responses(weights, t, problem.query(t), problem.loss))
+    return SelectionMechanism(problem, title, utility, method, best_responses(weights, sample))
 
 
 def grid(responses: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -81,65 +82,119 @@ def moments(low: float, high: float, weight: float) -> PiecewiseSum:
     return PiecewiseSum.quantised(knots, torch.stack([weight * z, z**2], 1) if weight else z[:, None] ** 2)
 
 
-def smooth(problem: Problem, t: Tensor) -> SmoothSensitivity:
+def smooth(problem: Problem, sample: Sample) -> SmoothSensitivity:
     """Smooth sensitivity with its decoder."""
-    truth, scale = problem.query(t), smooth_sensitivity(t, problem) * 10 / problem.epsilon
-    axis = torch.linspace(-1.0, 2.0, _AXIS, dtype=t.dtype)
+    truth, scale = sample.truth, smooth_sensitivity(sample.t, problem) * 10 / problem.epsilon
+    axis = torch.linspace(-1.0, 2.0, _AXIS, dtype=torch.float64)
     likelihood = heavy_density((axis - truth[:, None]) / scale[:, None]) / scale[:, None]
-    return SmoothSensitivity(problem, "smooth sensitivity", tabulate([(axis, likelihood)], t, truth, problem.loss))
+    return SmoothSensitivity(problem, "smooth sensitivity", tabulate([(axis, likelihood)], sample))
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A mechanism before its decoder is fitted, and the lowest level that it belongs to."""
+
+    level: Level
+    fit: Callable[[Sample], Mechanism]
+    releasable: bool = True
+
+
+def levels_to(level: Level) -> tuple[Level, ...]:
+    """That level and those below."""
+    every: tuple[Level, ...] = get_args(Level)
+    return every[: every.index(level) + 1]
+
+
+def catalogue(problem: Problem) -> Iterator[Expert]:
+    """All experts for a problem."""
+    yield Expert("textbook", lambda sample: constant(problem, sample))
+    yield from _on_the_query(problem)
+    if problem.query.kind == "quantile":
+        yield Expert("textbook", lambda sample: smooth(problem, sample), releasable=False)
+        yield from _by_rank(problem)
+        yield from _on_the_mean(problem)
+    if problem.query.kind != "mean":
+        yield from _on_moments(problem)
+
+
+def _on_the_query(problem: Problem) -> Iterator[Expert]:
+    for low, top, noise in product(_EDGES, _EDGES, _NOISES):
+        whole = low == top == 0
+        title = f"{noise} on the query" + ("" if whole else f" clipped to [{low:g}, {1 - top:g}] of the range")
+        statistic = QueryStatistic(problem.query, problem.n, (low, 1 - top))
+        yield _added("textbook" if whole else "tuned", problem, title, statistic, noise)
+
+
+def _by_rank(problem: Problem) -> Iterator[Expert]:
+    windows = ((0.0, 1.0), (0.1, 0.9), (0.2, 0.8), (0.0, 0.6))
+    places = [*product((12, 25, 50, 100), windows), *product((200, 300), windows[:1])]
+    methods: tuple[Selection, ...] = ("exponential", "permute_and_flip")
+    for (size, (low, high)), method in product(places, methods):
+        title = f"{method.replace('_', '-')}, rank utility, {size} responses in [{low:g}, {high:g}] of the range"
+        utility = rank_utility(problem, size, low, high)
+        yield _chosen("textbook" if (size, low, high) == (50, 0.0, 1.0) else "tuned", problem, title, utility, method)
+
+
+def _on_the_mean(problem: Problem) -> Iterator[Expert]:
+    for low, top in product(_EDGES, _EDGES):
+        title = f"laplace on the mean clipped to [{low:g}, {1 - top:g}] of the range"
+        yield _added("tuned", problem, title, QueryStatistic(Query("mean"), problem.n, (low, 1 - top)), "laplace")
+
+
+def _on_moments(problem: Problem) -> Iterator[Expert]:
+    for edge, weight in product((0.0, 0.05, 0.1, 0.15, 0.2, 0.3), (0.0, 0.25, 0.5, 1.0, 2.0)):
+        level: Level = "textbook" if (edge, weight) == (0.0, 1.0) else "tuned"
+        for noise in _NOISES if weight == 0 else _NOISES[:1]:
+            title = f"{noise} on clipped moments, [{edge:g}, {1 - edge:g}] of the range, weight {weight:g}"
+            own = level if problem.query.kind == "variance" else "strong"
+            yield _added(own, problem, title, moments(edge, 1 - edge, weight), noise)
+
+
+def _added(level: Level, problem: Problem, title: str, statistic: Statistic, noise: NoiseKind) -> Expert:
+    return Expert(level, lambda sample: additive(problem, title, statistic, noise, sample))
+
+
+def _chosen(level: Level, problem: Problem, title: str, utility: Utility, method: Selection) -> Expert:
+    return Expert(level, lambda sample: selection(problem, title, utility, method, sample))
 
 
 def experts(problem: Problem, t: Tensor, level: Level = "strong") -> Iterator[Mechanism]:
-    """All of a level's candidates, decoders fitted to unit datasets ``t``."""
-    noises: tuple[NoiseKind, ...] = ("laplace", "staircase")
-    methods: tuple[Selection, ...] = ("exponential", "permute_and_flip")
-    yield constant(problem, t)
-    edges = _EDGES if level != "textbook" else (0.0,)
-    for low, top, noise in product(edges, edges, noises):
-        window = (low, 1 - top)
-        name = f"{noise} on the query" + ("" if window == (0.0, 1.0) else f" clipped to [{low:g}, {1 - top:g}] of the range")
-        yield additive(problem, name, QueryStatistic(problem.query, problem.n, window), noise, t)
-    if problem.query.kind == "quantile":
-        yield smooth(problem, t)
-        sizes = (50,) if level == "textbook" else (12, 25, 50, 100)
-        windows = [(0.0, 1.0)] if level == "textbook" else [(0.0, 1.0), (0.1, 0.9), (0.2, 0.8), (0.0, 0.6)]
-        places = [*product(sizes, windows), *([] if level == "textbook" else [(200, (0.0, 1.0))])]
-        for (size, (low, high)), method in product(places, methods):
-            utility = rank_utility(problem, size, low, high)
-            words = f"{method.replace('_', '-')}, rank utility, {size} responses in [{low:g}, {high:g}] of the range"
-            yield selection(problem, words, utility, method, t)
-    if problem.query.kind == "variance" or (problem.query.kind == "quantile" and level == "strong"):
-        clips = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3) if level != "textbook" else (0.0,)
-        weights = (0.0, 0.25, 0.5, 1.0, 2.0) if level != "textbook" else (1.0,)
-        for edge, weight in product(clips, weights):
-            for noise in noises if weight == 0 else noises[:1]:
-                words = f"{noise} on clipped moments, [{edge:g}, {1 - edge:g}] of the range, weight {weight:g}"
-                yield additive(problem, words, moments(edge, 1 - edge, weight), noise, t)
-    if problem.query.kind == "quantile" and level != "textbook":
-        for low, top in product(edges, edges):
-            words = f"laplace on the mean clipped to [{low:g}, {1 - top:g}] of the range"
-            yield additive(problem, words, QueryStatistic(Query("mean"), problem.n, (low, 1 - top)), "laplace", t)
+    """All of a level's mechanisms, decoders fitted to unit datasets ``t``."""
+    sample = Sample.of(problem, t)
+    return (expert.fit(sample) for expert in catalogue(problem) if expert.level in levels_to(level))
+
+
+def best_experts(
+    problem: Problem, t: Tensor, validation: Tensor, levels: Sequence[Level] = ("strong",), releasable: bool = True
+) -> dict[Level, Mechanism]:
+    """The best expert of each level on ``validation``: all are screened on part of the datasets, the best few fitted to all.
+
+    The same draws give the same mechanisms, whatever other levels are asked for. ``releasable=False`` lets smooth sensitivity
+    compete, for comparison.
+    """
+    everything = {level for wanted in levels for level in levels_to(wanted)}
+    sample = Sample.of(problem, t)
+    few, check = sample.first(_SCREEN[0]), validation[: _SCREEN[1]]
+    screened = [
+        (float(expert.fit(few).losses(check).mean()), place, expert)
+        for place, expert in enumerate(catalogue(problem))
+        if expert.level in everything and (expert.releasable or not releasable)
+    ]
+    screened.sort(key=lambda entry: entry[:2])
+    fitted: dict[int, tuple[float, Mechanism]] = {}
+    best: dict[Level, Mechanism] = {}
+    for level in levels:
+        own = [(place, expert) for _, place, expert in screened if expert.level in levels_to(level)]
+        finalists = [entry for entry in own if entry[1].releasable][:_FINALISTS]
+        finalists += [entry for entry in own[:_FINALISTS] if not entry[1].releasable]
+        for place, expert in finalists:
+            if place not in fitted:
+                mechanism = expert.fit(sample)
+                fitted[place] = (float(mechanism.losses(validation).mean()), mechanism)
+        best[level] = min((fitted[place] for place, _ in finalists), key=lambda pair: pair[0])[1]
+    return best
 
 
 def best_expert(problem: Problem, t: Tensor, validation: Tensor, level: Level = "strong", releasable: bool = True) -> Mechanism:
-    """The best expert on ``validation``: all are screened on part of the datasets, the best few are fitted and compared on all.
-
-    ``releasable=False`` lets smooth sensitivity compete, for comparison.
-    """
-    few, check = t[: _SCREEN[0]], validation[: _SCREEN[1]]
-    ranked: list[tuple[float, int, Mechanism]] = []
-    for index, candidate in enumerate(experts(problem, few, level)):
-        if not (releasable and isinstance(candidate, SmoothSensitivity)):
-            ranked.append((float(candidate.losses(check).mean()), index, candidate))
-            ranked = sorted(ranked)[:_FINALISTS]
-    finalists = [refitted(problem, candidate, t) for _, _, candidate in ranked]
-    return min(finalists, key=lambda candidate: float(candidate.losses(validation).mean()))
-
-
-def refitted(problem: Problem, candidate: Mechanism, t: Tensor) -> Mechanism:
-    """The same expert with its decoder fitted to ``t``."""
-    if isinstance(candidate, AdditiveMechanism):
-        return additive(problem, candidate.title, candidate.statistic, candidate.noise, t)
-    if isinstance(candidate, SelectionMechanism):
-        return selection(problem, candidate.title, candidate.utility, candidate.method, t)
-    return smooth(problem, t) if isinstance(candidate, SmoothSensitivity) else constant(problem, t)
+    """The best expert of one level."""
+    return best_experts(problem, t, validation, (level,), releasable)[level]

@@ -7,23 +7,28 @@ the weights with which a dataset falls on the knots, a training step is a small 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms.experts import additive
+from lipdp.mechanisms.experts import additive, moments
 from lipdp.mechanisms.losses import smooth_loss
-from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import NoiseKind, draw_noise
-from lipdp.mechanisms.postprocess import Network
+from lipdp.mechanisms.postprocess import Network, Sample
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query
-from lipdp.mechanisms.statistics import PiecewiseSum, hats, knot_sensitivity
+from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, hats, knot_sensitivity
 
-__all__ = ["SumSettings", "learn_sums", "sum_candidates", "train_joint", "train_sum"]
+__all__ = ["SumSettings", "learn_sums", "starts", "train_joint", "train_sum"]
 
 _KNOTS = 65
+_SCREENED = 6000  # datasets for the decoders of short runs
+_MOMENTS = ((0.3, 2.0), (0.15, 1.0))  # clipped moments that are good for quantiles at small and at larger ε: (edge, weight)
+_HOPELESS = 1.1  # times a rival's loss, after the short run: longer training gains less than that
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def train_sum(run: _Run, table: Tensor, noise: NoiseKind, steps: int, settings: 
         network.spread.copy_((statistic(run.weights[:4000]).var(0) + 2 / epsilon**2).sqrt())
         network.offset.copy_(run.truth.mean(0))
         network.gain.copy_(run.truth.std(0))
-    optimiser = torch.optim.Adam([parameter, *network.parameters()], lr=settings.rate)
+    optimiser = torch.optim.Adam([parameter, *network.parameters()], lr=settings.rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, settings.rate, total_steps=max(steps, 20), pct_start=0.1)
     for _ in range(steps):
         chosen = torch.randint(run.t.shape[0], (settings.batch,), generator=generator)
@@ -110,28 +115,77 @@ def _prepare(problem: Problem, t: Tensor, queries: list[Query]) -> tuple[_Run, T
     return _Run(problem, t.float(), hats(t, knots).float(), truth, scales), knots
 
 
-def sum_candidates(problem: Problem) -> list[tuple[int, NoiseKind]]:
-    """How many sums to try, and which noise."""
+@dataclass(frozen=True)
+class _Start:
+    """Where a training run begins: φ at the knots, the noise, and whether it is an expert's."""
+
+    table: Tensor
+    noise: NoiseKind
+    expert: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"learned sums, m = {self.table.shape[1]}, {self.noise}"
+
+
+def starts(problem: Problem, knots: Tensor, experts: Iterable[Mechanism] = ()) -> list[_Start]:
+    """Several numbers of sums and kinds of noise, and φ of each expert that noises a sum: learning can begin where it ends."""
     most = {"mean": 2, "variance": 3, "quantile": 4}[problem.query.kind]
-    return [(1, "staircase"), *((m, "laplace") for m in range(1, most + 1))]
+    ways: list[tuple[int, NoiseKind]] = [(1, "staircase"), *((m, "laplace") for m in range(1, most + 1))]
+    made = [_Start(initial_table(knots.float(), m, problem.query), noise) for m, noise in ways]
+    known: list[tuple[Statistic, NoiseKind]] = [(e.statistic, e.noise) for e in experts if isinstance(e, AdditiveMechanism)]
+    if problem.query.kind == "quantile":
+        known += [(moments(edge, 1 - edge, weight), "laplace") for edge, weight in _MOMENTS]
+    for statistic, noise in known:
+        table = expert_table(statistic, knots)
+        if table is not None:
+            made.append(_Start(table.float(), noise, expert=True))
+    return made
+
+
+def expert_table(statistic: Statistic, knots: Tensor) -> Tensor | None:
+    """φ of an expert's sum at the knots, of sensitivity 1 there; a clipped mean is one too. None for other statistics."""
+    table = None
+    if isinstance(statistic, PiecewiseSum):
+        table = statistic.contributions(knots).to(torch.float64)
+    elif isinstance(statistic, QueryStatistic) and statistic.query.kind == "mean":
+        table = knots.clamp(*statistic.window)[:, None]
+    return None if table is None else table / knot_sensitivity(table)
 
 
 def learn_sums(
-    problem: Problem, t: Tensor, validation: Tensor, settings: SumSettings, seed: int
-) -> tuple[AdditiveMechanism, Tensor]:
-    """The best learned sum, and its losses on ``validation``: candidates are screened shortly, the best is trained on."""
+    problem: Problem,
+    t: Tensor,
+    validation: Tensor,
+    settings: SumSettings,
+    seed: int,
+    experts: Iterable[Mechanism] = (),
+    rival: float = math.inf,
+) -> tuple[AdditiveMechanism, float]:
+    """The best learned sum, and its loss on ``validation``.
+
+    All starts are screened shortly; the best of the experts' and the best of the others are trained on, since the one that is ahead
+    early is often not the one that gets furthest. Where one is far behind the loss of a ``rival`` that was learned otherwise, it
+    is left as it is.
+    """
     run, knots = _prepare(problem, t, [problem.query])
-    tried = []
-    for m, noise in sum_candidates(problem):
-        start = initial_table(knots.float(), m, problem.query)
-        table, network = train_sum(run, start, noise, settings.screening, settings, seed)
-        made = _finished(problem, knots, table, network, noise, t, validation, f"learned sums, m = {m}, {noise}")
-        tried.append((float(made[1].mean()), m, noise, table, made))
-    tried.sort(key=lambda entry: entry[0])
-    _, m, noise, table, short = tried[0]
-    table, network = train_sum(run, table, noise, settings.steps, settings, seed + 1)
-    final = _finished(problem, knots, table, network, noise, t, validation, f"learned sums, m = {m}, {noise}")
-    return min(short, final, key=lambda made: float(made[1].mean()))
+    sample = Sample.of(problem, t)
+    few = sample.first(_SCREENED)
+    tried: list[tuple[float, _Start, AdditiveMechanism]] = []
+    for start in starts(problem, knots, experts):
+        table, network = train_sum(run, start.table, start.noise, settings.screening, settings, seed)
+        reached = replace(start, table=table)
+        made, loss = _finished(problem, knots, reached, network, few, validation)
+        tried.append((loss, reached, made))
+    finished = [(made, loss) for loss, _, made in tried]
+    for kind in (True, False):
+        own = sorted((entry[:2] for entry in tried if entry[1].expert == kind), key=lambda entry: entry[0])
+        for loss, start in own[:1]:
+            if loss > _HOPELESS * rival:
+                continue
+            table, network = train_sum(run, start.table, start.noise, settings.steps, settings, seed + 1)
+            finished.append(_finished(problem, knots, replace(start, table=table), network, sample, validation))
+    return min(finished, key=lambda entry: entry[1])
 
 
 def train_joint(
@@ -144,11 +198,11 @@ def train_joint(
 
 
 def _finished(
-    problem: Problem, knots: Tensor, table: Tensor, network: Network, noise: NoiseKind, t: Tensor, validation: Tensor, title: str
-) -> tuple[AdditiveMechanism, Tensor]:
+    problem: Problem, knots: Tensor, end: _Start, network: Network, sample: Sample, validation: Tensor
+) -> tuple[AdditiveMechanism, float]:
     """With the network or, for one or two sums, the exact table E[q | s], whichever is better on ``validation``."""
-    statistic = PiecewiseSum.quantised(knots, table)
-    options = [AdditiveMechanism(problem, title + ", network", statistic, noise, network.eval())]
-    if statistic.dimension <= (2 if problem.loss == "squared" else 1):
-        options.append(additive(problem, title + ", table", statistic, noise, t))
-    return min(((option, option.losses(validation)) for option in options), key=lambda pair: float(pair[1].mean()))
+    statistic = PiecewiseSum.quantised(knots, end.table)
+    options = [AdditiveMechanism(problem, end.title + ", network", statistic, end.noise, network.eval())]
+    if statistic.dimension <= 2:
+        options.append(additive(problem, end.title + ", table", statistic, end.noise, sample))
+    return min(((option, float(option.losses(validation).mean())) for option in options), key=lambda pair: pair[1])

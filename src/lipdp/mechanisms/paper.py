@@ -20,7 +20,7 @@ from lipdp.mechanisms.experts import additive
 from lipdp.mechanisms.losses import response_loss
 from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
 from lipdp.mechanisms.networks import Activation, LaplaceNetwork, UtilityNetwork
-from lipdp.mechanisms.postprocess import Table
+from lipdp.mechanisms.postprocess import Sample, Table
 from lipdp.mechanisms.problem import Problem
 
 __all__ = [
@@ -251,7 +251,7 @@ def laplace_mechanism(problem: Problem, network: LaplaceNetwork, t: Tensor | Non
     statistic = NetworkStatistic(network, problem.width, problem.scale)
     title = f"the paper's Laplace network, k = {network.k:g}"
     if t is not None:
-        return additive(problem, title + ", decoded", statistic, "laplace", t)
+        return additive(problem, title + ", decoded", statistic, "laplace", Sample.of(problem, t))
     far = 100 * (1 + network.sensitivity(problem.width) / problem.scale / problem.epsilon)
     line = torch.tensor([-far, far], dtype=torch.float64)
     return AdditiveMechanism(problem, title, statistic, "laplace", Table((line,), line))

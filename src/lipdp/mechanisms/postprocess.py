@@ -7,29 +7,70 @@ weights P(o | x_j), which are known exactly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipdp.mechanisms.losses import Loss, response_loss
+from lipdp.mechanisms.problem import Problem
 
-__all__ = ["Decoder", "Network", "Table", "best_responses", "decoder_from_state", "tabulate"]
+__all__ = ["Decoder", "Network", "Sample", "Table", "best_responses", "decoder_from_state", "tabulate"]
 
-_CANDIDATES = 401  # answers tried, where the loss has no closed form: fewer cost half of the accuracy at ε = 2
-_FEW = 101  # … where the released value is continuous, and interpolation follows
+_ANSWERS = 1201  # answers tried, where the loss has no closed form: they contain the midpoints of every grid that experts use
+_STRIDE = 12  # … every 12th of them where the released value is continuous, and interpolation follows
 
 
-def best_responses(weights: Tensor, t: Tensor, truth: Tensor, loss: Loss, tried: int = _CANDIDATES) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Datasets that decoders are fitted to, with what is computed from them only once."""
+
+    t: Tensor
+    truth: Tensor
+    loss: Loss
+
+    @classmethod
+    def of(cls, problem: Problem, t: Tensor) -> Sample:
+        """Unit datasets and their true answers."""
+        return cls(t, problem.query(t), problem.loss)
+
+    def first(self, count: int) -> Sample:
+        """Some of them."""
+        return Sample(self.t[:count], self.truth[:count], self.loss)
+
+    @cached_property
+    def answers(self) -> Tensor:
+        """The answers tried, (V,)."""
+        return torch.linspace(0, 1, _ANSWERS, dtype=self.t.dtype)
+
+    @cached_property
+    def costs(self) -> Tensor:
+        """What each of them costs on each dataset, (V, M): counts, so float32 is exact."""
+        parts = [response_loss(self.loss, *part).float() for part in self._split(4000)]
+        return torch.cat(parts).T.contiguous()
+
+    @cached_property
+    def few(self) -> tuple[Tensor, Tensor]:
+        """Every 12th answer with its costs."""
+        return self.answers[::_STRIDE], self.costs[::_STRIDE].contiguous()
+
+    def _split(self, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for t, truth in zip(torch.split(self.t, rows), torch.split(self.truth, rows), strict=True):
+            yield t, truth, self.answers.expand(t.shape[0], -1)
+
+
+def best_responses(weights: Tensor, sample: Sample, coarse: bool = False) -> Tensor:
     """The best answer for each of R observations, from weights P(o_r | x_j) of shape (M, R), as (R,)."""
-    total = weights.sum(0)
-    if loss == "squared":
-        made = (weights * truth[:, None]).sum(0) / total.clamp(min=1e-300)
-        return torch.where(total > 1e-300, made, truth.mean())
-    candidates = torch.linspace(0, 1, tried, dtype=t.dtype)
-    costs = response_loss(loss, t, truth, candidates.expand(t.shape[0], -1))  # (M, V)
-    return candidates[(costs.T @ weights).argmin(0)]
+    if sample.loss == "squared":
+        total = weights.sum(0)
+        made = (weights * sample.truth[:, None]).sum(0) / total.clamp(min=1e-300)
+        return torch.where(total > 1e-300, made, sample.truth.mean())
+    answers, costs = sample.few if coarse else (sample.answers, sample.costs)
+    scaled = (weights / weights.amax(0).clamp(min=1e-300)).float()  # the largest is 1, so float32 does not lose them all
+    return answers[(costs @ scaled).argmin(0)]
 
 
 @dataclass(frozen=True)
@@ -60,17 +101,17 @@ class Table:
         return {"kind": "table", "axes": list(self.axes), "values": self.values}
 
 
-def tabulate(likelihoods: list[tuple[Tensor, Tensor]], t: Tensor, truth: Tensor, loss: Loss) -> Table:
+def tabulate(likelihoods: list[tuple[Tensor, Tensor]], sample: Sample) -> Table:
     """The best answers over a grid, from (axis (R,), P(axis value | x_j) (M, R)) of each coordinate (independent noises)."""
     axes = tuple(axis for axis, _ in likelihoods)
     if len(likelihoods) == 1:
-        return Table(axes, best_responses(likelihoods[0][1], t, truth, loss, _FEW))
+        return Table(axes, best_responses(likelihoods[0][1], sample, coarse=True))
     (_, a), (_, b) = likelihoods
-    if loss == "squared":  # separable: two matrix products
-        total = a.T @ b
+    if sample.loss == "squared":  # separable: two matrix products
+        total, truth = a.T @ b, sample.truth
         values = torch.where(total > 1e-200, ((a * truth[:, None]).T @ b) / total.clamp(min=1e-200), truth.mean())
         return Table(axes, values)
-    rows = [best_responses(a[:, [r]] * b, t, truth, loss, _FEW) for r in range(a.shape[1])]
+    rows = [best_responses(a[:, [r]] * b, sample, coarse=True) for r in range(a.shape[1])]
     return Table(axes, torch.stack(rows))
 
 

@@ -7,7 +7,7 @@ a_r = exp(ε(u_r − u_max)/2Δ). The factor ½ is needed: exp(ε·u/Δ), as the
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ __all__ = ["Selection", "exponential_probabilities", "flip_probabilities", "prob
 
 Selection = Literal["exponential", "permute_and_flip"]
 ENOUGH_NODES = 24
-"""Quadrature nodes that reach machine precision (tested up to 200 responses and down to ε = 0.1), where speed counts."""
-_CHUNK = 1_000_000  # numbers in one intermediate tensor: what fits in a cache is three times faster
+"""Quadrature nodes that are as good as exact (10⁻⁸ for 300 responses at ε = 0.1, less elsewhere), where speed counts."""
+_CHUNK = 200_000  # numbers in one intermediate tensor: what fits in a core's own cache is three times faster
 
 
 @cache
@@ -41,13 +41,36 @@ def flip_probabilities(logits: Tensor, nodes: int | None = None) -> Tensor:
     The integrand is a polynomial of degree R−1 in w, so ⌈R/2⌉ Gauss–Legendre nodes are exact. Fewer ``nodes`` serve training.
     """
     count = nodes if nodes is not None else (logits.shape[-1] + 1) // 2
-    places, weights = _legendre(count)
-    w = torch.as_tensor(places, dtype=logits.dtype)[:, None]
-    c = torch.as_tensor(weights, dtype=logits.dtype)[:, None]
-    a = logits.exp()
-    miss = torch.log1p(-w * a[:, None, :])  # (batch, nodes, R); w < 1 keeps it finite
-    others = (miss.sum(-1, keepdim=True) - miss).exp()
-    return a * (c * others).sum(1)
+    made: Tensor = _Flip.apply(logits, count)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Flip(torch.autograd.Function):
+    """The quadrature, with its gradient in closed form: one (batch, nodes, R) tensor is kept instead of five.
+
+    With q_wr = 1/(1 − w·a_r) and E_w = c_w·Π_s(1 − w·a_s): P_r = a_r Σ_w E_w q_wr. Since ∂E_w/∂a_s = −w·E_w·q_ws and
+    q + w·a·q² = q², a gradient g on P gives Σ_w E_w q_ws (g_s·q_ws − w·Σ_r g_r a_r q_wr) on a_s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, nodes: int) -> Tensor:
+        places, weights = _legendre(nodes)
+        w, c = torch.as_tensor(places, dtype=logits.dtype), torch.as_tensor(weights, dtype=logits.dtype)
+        a = logits.exp()
+        miss = 1 - w[:, None] * a[:, None, :]  # (batch, nodes, R); w < 1 keeps it above 0
+        product = c * miss.log().sum(-1).exp()
+        inverse = miss.reciprocal_()
+        ctx.save_for_backward(a, inverse, product, w)
+        return a * torch.bmm(product[:, None], inverse)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        a, inverse, product, w = ctx.saved_tensors
+        (given,) = gradients
+        total = torch.bmm(inverse, (given * a)[:, :, None])[..., 0]
+        own = given * torch.bmm(product[:, None], inverse * inverse)[:, 0]
+        others = torch.bmm((product * total * w)[:, None], inverse)[:, 0]
+        return a * (own - others), None
 
 
 def probabilities(method: Selection, utilities: Tensor, sensitivity: float, epsilon: float, nodes: int | None = None) -> Tensor:

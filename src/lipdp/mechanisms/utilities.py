@@ -20,6 +20,7 @@ from lipdp.errors import ConfigurationError
 __all__ = ["CountNetwork", "LearnedUtility", "RankUtility", "Utility", "counts", "utility_from_state"]
 
 _FINE = 2**16
+_ROWS = 250  # datasets at a time: what fits in a cache is three times as fast
 _MARGIN = 1e-9  # rows are scaled to 1 − 1e-9: normalisation itself rounds
 
 
@@ -64,6 +65,44 @@ class RankUtility:
         return {"kind": "rank", "grid": self.grid, "rank": str(self.rank)}
 
 
+class _Taps(torch.autograd.Function):
+    """Σ_k W_k·x shifted by k, for x (channels, places) and W (outputs, channels, K); the last K−1 places are left 0.
+
+    A convolution as K matrix products over all datasets at once: for so few channels, and in float64, several times as fast as
+    ``conv1d``, forwards and backwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        outputs, _, taps = weight.shape
+        made, places = x.new_zeros(outputs, x.shape[1]), x.shape[1] - taps + 1
+        for k, tap in enumerate(weight.unbind(2)):
+            made[:, :places].addmm_(tap, x[:, k : k + places])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        places = x.shape[1] - weight.shape[2] + 1
+        given = gradients[0][:, :places]
+        own, taps = torch.zeros_like(x), []
+        for k, tap in enumerate(weight.unbind(2)):
+            own[:, k : k + places].addmm_(tap.T, given)
+            taps.append(given @ x[:, k : k + places].T)
+        return own, torch.stack(taps, 2)
+
+
+def _along_the_grid(x: Tensor, weight: Tensor) -> Tensor:
+    """A convolution along the last axis of (channels, batch, R), ends repeated."""
+    reach, responses = weight.shape[2] // 2, x.shape[2]
+    padded = F.pad(x, (reach, reach), mode="replicate")
+    # Datasets lie side by side: what is computed across their borders is cut off again.
+    flat: Tensor = _Taps.apply(padded.reshape(x.shape[0], -1), weight)  # type: ignore[no-untyped-call]
+    made = flat.reshape(weight.shape[0], x.shape[1], -1)
+    return made.narrow(2, 0, responses)
+
+
 class CountNetwork(torch.nn.Module):
     """u = (1−g)·expert + g·network(N − np), 1-Lipschitz in L∞ of the counts.
 
@@ -96,13 +135,13 @@ class CountNetwork(torch.nn.Module):
 
     def forward(self, centred: Tensor, expert: Tensor) -> Tensor:
         """Utilities (batch, R), in counts, from N(r) − np and the expert's utilities."""
-        reach = self.sizes[2] // 2
-        hidden = centred[:, None]
+        hidden = centred[None]  # (channels, batch, R)
         for weight, bias in zip(list(self.weights)[:2], list(self.biases)[:2], strict=True):
-            hidden = F.conv1d(F.pad(hidden, (reach, reach), mode="replicate"), self.normalised(weight), bias)
-            first, second = torch.chunk(hidden, 2, 1)
-            hidden = torch.cat([torch.maximum(first, second), torch.minimum(first, second)], 1)
-        network = F.conv1d(hidden, self.normalised(self.weights[2]), self.biases[2])[:, 0] + self.offset
+            hidden = _along_the_grid(hidden, self.normalised(weight)) + bias[:, None, None]
+            first, second = torch.chunk(hidden, 2, 0)
+            hidden = torch.cat([torch.maximum(first, second), torch.minimum(first, second)])
+        mixed = torch.tensordot(self.normalised(self.weights[2])[0, :, 0], hidden, 1)
+        network: Tensor = mixed + self.biases[2] + self.offset
         gate = torch.sigmoid(self.gate)
         return (1 - gate) * expert + gate * network
 
@@ -147,7 +186,7 @@ class LearnedUtility:
                 "the utility network holds NaN or infinite weights, so its sensitivity is not 1: learn it again."
             )
         with torch.no_grad():
-            parts = [network(*self.inputs(part)) for part in torch.split(t, 1000)]
+            parts = [network(*self.inputs(part)) for part in torch.split(t, _ROWS)]
         return (torch.cat(parts) * _FINE).round().to(torch.int64)
 
     def resized(self, n: int, old: int) -> LearnedUtility:

@@ -24,12 +24,14 @@ from lipdp.mechanisms.learning import Settings, learn
 from lipdp.mechanisms.ledger import BudgetLedger
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, from_content
 from lipdp.mechanisms.noise import Sampler
-from lipdp.mechanisms.postprocess import Network
+from lipdp.mechanisms.postprocess import Network, decoder_from_state
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query, parse_query
 from lipdp.privacy._checks import positive
 
-__all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_vector"]
+__all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_columns", "load_vector"]
+
+_VECTOR, _COLUMNS = "lipdp vector mechanism 1", "lipdp column mechanism 1"
 
 
 @dataclass(frozen=True)
@@ -102,24 +104,37 @@ class VectorMechanism:
             "decoder": None if self.decoder is None else self.decoder.state(),
             "report": self.report,
         }
-        torch.save({"format": "lipdp vector mechanism 1", **content}, path)
+        torch.save({"format": _VECTOR, **content}, path)
 
 
 def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:
     """A vector mechanism that was saved."""
-    from lipdp.mechanisms.postprocess import decoder_from_state
-
+    content = _read(path, _VECTOR)
     try:
-        content = torch.load(Path(path), weights_only=True)
         decoder = None if content["decoder"] is None else decoder_from_state(content["decoder"])
         assert decoder is None or isinstance(decoder, Network)
         problems = tuple(Problem.from_state(state) for state in content["problems"])
         parts = tuple(from_content(part) for part in content["parts"])
         return VectorMechanism(problems, content["epsilon"], parts, decoder, content["report"])
-    except Exception as error:
+    except Exception as error:  # torch raises many kinds
+        raise _unreadable(path, error) from None
+
+
+def _read(path: str | os.PathLike[str], wanted: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(Path(path), weights_only=True)
+        found = content["format"]
+    except Exception as error:  # torch and pickle raise many kinds
+        raise _unreadable(path, error) from None
+    if found != wanted:
         raise CheckpointError(
-            f"{path} can't be read as a vector mechanism ({type(error).__name__}): is it one, and whole?"
-        ) from None
+            f"{path} is of format {found!r}, not {wanted!r}: use the loader for what was saved, or learn it again."
+        )
+    return content
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} can't be read as a saved mechanism ({type(error).__name__}): is it one, and whole?")
 
 
 def learn_vector(
@@ -176,6 +191,11 @@ class ColumnMechanism:
     parts: tuple[Mechanism, ...]
     epsilon: float
 
+    @property
+    def sensitivity(self) -> tuple[float, ...]:
+        """Of each column's mechanism."""
+        return tuple(part.sensitivity for part in self.parts)
+
     def release(self, x: Any, *, ledger: BudgetLedger | None = None, clamp: bool = False, sampler: Sampler = "auto") -> list[float]:
         """One answer for each column of ``x`` (n, d). All columns are checked before anything is charged."""
         data = torch.as_tensor(x, dtype=torch.float64)
@@ -191,6 +211,19 @@ class ColumnMechanism:
         return [
             float(part.problem.answer(part._respond(column, sampler))) for part, column in zip(self.parts, columns, strict=True)
         ]
+
+    def expected_loss(self) -> list[float]:
+        """Each column's, on held-out draws, in the user's units."""
+        return [part.expected_loss() for part in self.parts]
+
+    def describe(self) -> dict[str, Any]:
+        """What it is and guarantees; all public."""
+        guarantee = {"epsilon": self.epsilon, "delta": 0.0, "adjacency": "replace_one"}
+        return {"columns": len(self.parts), **guarantee, "parts": [part.describe() for part in self.parts]}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file that :func:`load_columns` reads."""
+        torch.save({"format": _COLUMNS, "epsilon": self.epsilon, "parts": [part.content() for part in self.parts]}, path)
 
 
 def learn_columns(
@@ -213,3 +246,12 @@ def learn_columns(
         if tuple(pair) not in made:
             made[tuple(pair)] = learn(query, share, n, pair, distribution, loss, settings=settings, seed=seed)
     return ColumnMechanism(tuple(made[tuple(pair)] for pair in bounds), positive("epsilon", epsilon))
+
+
+def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
+    """A column mechanism that was saved."""
+    content = _read(path, _COLUMNS)
+    try:
+        return ColumnMechanism(tuple(from_content(part) for part in content["parts"]), content["epsilon"])
+    except Exception as error:  # torch raises many kinds
+        raise _unreadable(path, error) from None

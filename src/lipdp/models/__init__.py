@@ -9,16 +9,23 @@ from lipdp.models.conventional import (
     plain_transformer,
     plain_vgg11,
 )
+from lipdp.models.features import FrozenFeatures, extract_features, split_front
 from lipdp.models.lenet import lenet
 from lipdp.models.mixer import mixer, transformer
 from lipdp.models.mlp import mlp
 from lipdp.models.registry import create, names, register
+from lipdp.models.resized import resized
 from lipdp.models.resnet import resnet, resnet6, resnet10, resnet18
+from lipdp.models.scattering import Scattering2d
+from lipdp.models.scattering_heads import scattering_linear, scattering_mlp
 from lipdp.models.tanh_cnn import tanh_cnn
 from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
 
 __all__ = [
+    "FrozenFeatures",
+    "Scattering2d",
     "create",
+    "extract_features",
     "lenet",
     "mixer",
     "mlp",
@@ -31,10 +38,14 @@ __all__ = [
     "plain_transformer",
     "plain_vgg11",
     "register",
+    "resized",
     "resnet",
     "resnet6",
     "resnet10",
     "resnet18",
+    "scattering_linear",
+    "scattering_mlp",
+    "split_front",
     "tanh_cnn",
     "transformer",
     "vgg",

@@ -5,7 +5,14 @@ from lipdp.nn.attention import LipschitzAttention, TransformerBlock
 from lipdp.nn.boundary import Boundary, BoundedInput, ClipGradient
 from lipdp.nn.container import ConcatResidual, ConvexMix, ConvexResidual, Flatten, Residual, Sequential
 from lipdp.nn.conv import SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d
-from lipdp.nn.embedding import BoundedEmbedding, LearnedPositions, SinusoidalPositions, TokenBall, TokenMean
+from lipdp.nn.embedding import (
+    BoundedEmbedding,
+    LearnedPositions,
+    MaskedTokenMean,
+    SinusoidalPositions,
+    TokenBall,
+    TokenMean,
+)
 from lipdp.nn.fourier_conv import FourierConv2d
 from lipdp.nn.learned import Abs, BoundedPReLU, Householder, LayerScale
 from lipdp.nn.linear import FrobeniusLinear, L1Linear, SpectralLinear
@@ -21,6 +28,7 @@ from lipdp.nn.pooling import (
     ScaledAvgPool1d,
     ScaledAvgPool2d,
 )
+from lipdp.nn.standardize import Standardize
 
 __all__ = [
     "Abs",
@@ -50,6 +58,7 @@ __all__ = [
     "LayerScale",
     "LearnedPositions",
     "LipschitzAttention",
+    "MaskedTokenMean",
     "MaxMin",
     "Normalize",
     "RMSNorm",
@@ -64,6 +73,7 @@ __all__ = [
     "SpectralConv3d",
     "SpectralConvTranspose2d",
     "SpectralLinear",
+    "Standardize",
     "TokenBall",
     "TokenMean",
     "TransformerBlock",

@@ -15,7 +15,7 @@ from lipdp.nn.activation import GroupSort
 from lipdp.nn.container import Residual, Sequential
 from lipdp.nn.embedding import TokenBall
 from lipdp.nn.linear import SpectralLinear
-from lipdp.parametrize import Constraint
+from lipdp.parametrize import Constraint, Parametrisation
 
 __all__ = ["LipschitzAttention", "TransformerBlock"]
 
@@ -50,7 +50,7 @@ class LipschitzAttention(torch.nn.Module):
         tokens: int | None = None,
         bias: bool = False,
         bias_norm: float = 0.1,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class TransformerBlock(torch.nn.Module):
         token_norm: float = 1.0,
         causal: bool = False,
         bias: bool = False,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Parametrisation | None = None,
     ) -> None:
         super().__init__()
         hidden = 2 * embed_dim if hidden is None else hidden

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -26,22 +27,38 @@ def to_ball(x: torch.Tensor, radius: float) -> torch.Tensor:
     return (x * (radius / example_norms(x).clamp_min(radius))).to(x.dtype)
 
 
+def to_sphere(x: torch.Tensor, radius: float) -> torch.Tensor:
+    """x·radius/‖x‖ per example; 0 stays 0."""
+    # Squares of very small entries underflow, and a norm that is too small gives an output that is too long: scale first.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    largest = wide.detach().abs().amax(dim=tuple(range(1, x.ndim)), keepdim=True)
+    scaled = wide / largest.where(largest > 0, 1.0)
+    return (scaled * (radius / example_norms(scaled).clamp_min(1.0))).to(x.dtype)
+
+
 class _ClipCotangent(torch.autograd.Function):
-    """Identity going forward; going back each example's cotangent is scaled into the ball of radius ``max_norm``."""
+    """Identity going forward; going back each example's cotangent is scaled into the ball of radius ``max_norm``, or onto it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, max_norm: float) -> torch.Tensor:
-        ctx.max_norm = max_norm
+    def forward(ctx: Any, x: torch.Tensor, max_norm: float, normalise: bool, norms: list[torch.Tensor] | None) -> torch.Tensor:
+        ctx.settings = max_norm, normalise, norms
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return to_ball(grads[0], ctx.max_norm), None
+        max_norm, normalise, norms = ctx.settings
+        cotangent = grads[0]
+        if norms is not None:
+            norms.append(example_norms(cotangent).flatten())
+        clipped = to_sphere(cotangent, max_norm) if normalise else to_ball(cotangent, max_norm)
+        return clipped, None, None, None
 
 
-def clip_cotangent(x: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """x, with the cotangent that comes back through it clipped per example."""
-    return _ClipCotangent.apply(x, max_norm)  # type: ignore[no-any-return,no-untyped-call]
+def clip_cotangent(
+    x: torch.Tensor, max_norm: float, normalise: bool = False, norms: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """x, with the cotangent that comes back through it clipped (or normalised) per example; its norms are put into ``norms``."""
+    return _ClipCotangent.apply(x, max_norm, normalise, norms)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _positive(name: str, value: float) -> float:
@@ -96,11 +113,7 @@ class BoundedInput(torch.nn.Module):
             return to_ball(x, self.norm)
         if self.floor is not None:
             return (x * (self.norm / example_norms(x).clamp_min(self.floor))).to(x.dtype)
-        # Squares of very small entries underflow, and a norm that is too small gives an output that is too long: scale first.
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        largest = wide.detach().abs().amax(dim=tuple(range(1, x.ndim)), keepdim=True)
-        scaled = wide / largest.where(largest > 0, 1.0)
-        return (scaled * (self.norm / example_norms(scaled).clamp_min(1.0))).to(x.dtype)
+        return to_sphere(x, self.norm)
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
@@ -132,24 +145,44 @@ class ClipGradient(torch.nn.Module):
 
     Put behind the last layer it clips the loss gradient: with C below the loss's constant L every Δ, and with it the noise,
     shrinks by C/L. The gradient is then that of another (still per-example) direction field; certificates are not affected.
+
+    Args:
+        max_norm: C. A public constant; with ``adaptive``, where it starts.
+        normalise: bring every cotangent to norm *exactly* C (0 stays 0): G ← C. Confident examples then weigh as much as the
+            others, and the bounds of the layers below are nearly reached.
+        adaptive: C follows a private quantile of the cotangents' norms during the run; how is ``lipdp.plan(adaptive=…)``.
     """
 
-    def __init__(self, max_norm: float) -> None:
+    def __init__(self, max_norm: float, *, normalise: bool = False, adaptive: bool = False) -> None:
         super().__init__()
         self.max_norm = _positive("ClipGradient max_norm", max_norm)
+        self.normalise, self.adaptive = bool(normalise), bool(adaptive)
+        self._norms: list[torch.Tensor] | None = None
+
+    @contextmanager
+    def observed(self) -> Iterator[list[torch.Tensor]]:
+        """Collects the norms of the cotangents that pass, one tensor (rows,) for each backward pass. They are private."""
+        norms: list[torch.Tensor] = []
+        self._norms = norms
+        try:
+            yield norms
+        finally:
+            self._norms = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x itself."""
-        return clip_cotangent(x, self.max_norm)
+        return clip_cotangent(x, self.max_norm, self.normalise, self._norms)
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        return f"max_norm={self.max_norm:g}"
+        flags = "".join(f", {name}=True" for name in ("normalise", "adaptive") if getattr(self, name))
+        return f"max_norm={self.max_norm:g}{flags}"
 
 
 @rule(ClipGradient)
 def _clip_gradient(layer: ClipGradient, call: Call) -> Transfer:
-    return Transfer(call.inputs[0], clip=layer.max_norm)
+    """‖clipped‖ ≤ min(G, C). Normalising also lengthens: ‖·‖ = C whatever G > 0 was; going forward it stays the identity."""
+    return Transfer(call.inputs[0], clip=layer.max_norm, normalises=layer.normalise)
 
 
 class Boundary(torch.nn.Module):

@@ -1,238 +1,217 @@
-"""Convolutions whose operator norm is at most 1, by "reshaped kernel orthogonalisation" (RKO)."""
+"""Convolutions whose operator norm is at most 1: by their reshaped kernel (RKO), or as orthogonal convolutions (AOC …)."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
-from lipdp.bounds import Call, Transfer, rule
-from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity, transposed_multiplicity, weighted_transfer
+from lipdp.bounds import Call, Transfer, rule, times
+from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
+from lipdp.bounds.windows import multiplicity, padding_sides
 from lipdp.errors import ConfigurationError
 from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_
-from lipdp.parametrize import Constrained, Constraint, Parametrisation, Reparametrised
+from lipdp.parametrize import Constrained, Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import project_ball
 from lipdp.parametrize.effective import Map
 
 __all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
-_NOTE = "RKO: K = Θ/√{m}, so ‖K∗‖ ≤ ‖Θ‖₂ ≤ 1; the true norm may be smaller (lipdp.nn.FourierConv2d keeps that one)"
+AnyConstraint = Constraint | Parametrisation | ConvParametrisation
+_RKO = "RKO: K = Θ/√{m}, so ‖K∗‖ ≤ ‖Θ‖₂ ≤ 1; Δ = G·X"
 
 
 class _Spectral(Reparametrised, Constrained):
-    """What the convolutions share: Θ as one matrix for each group, kept at ‖Θ_g‖₂ ≤ 1, and the bias's ball."""
+    """What all of them share: the kernel's constraint, the bias's ball, K from Θ, the rule."""
 
     weight: Any
     bias: Any
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
     groups: int
+    padding_mode: Any
+    transposed: bool
+    in_channels: int
+    out_channels: int
     bias_norm: float
-    constraint: Constraint | Parametrisation
+    constraint: AnyConstraint
 
-    def _start(self, constraint: Constraint | Parametrisation | None) -> None:
-        self.constraint = checked_constraint(constraint)
-        if isinstance(self.constraint, Parametrisation):
-            with torch.no_grad():
-                self.weight.copy_(self.constraint.initial(self._matrices()).reshape(self.weight.shape))
+    @property
+    def geometry(self) -> ConvGeometry:
+        """What a parametrisation of the whole convolution has to know of this layer."""
+        pads = tuple(padding_sides(self.padding, self.kernel_size, self.dilation))
+        channels = self.out_channels // self.groups, self.in_channels // self.groups
+        rows, columns = reversed(channels) if self.transposed else channels
+        return ConvGeometry(
+            rows, columns, self.kernel_size, self.stride, self.dilation, pads, self.groups, self.padding_mode, self.transposed
+        )
 
-    def _matrices(self) -> torch.Tensor:
+    def _matrices(self, weight: torch.Tensor) -> torch.Tensor:
         """Θ as one matrix per group: (out/groups × in/groups·window), in × out/groups·window where transposed."""
-        matrices: torch.Tensor = self.weight.reshape(self.groups, self.weight.shape[0] // self.groups, -1)
-        return matrices
-
-    def maps(self) -> dict[str, Map]:
-        """π on each group's matrix, where the constraint is a parametrisation; Θ = π(θ) is what Δ speaks of."""
-        pi = self.constraint
-        if not isinstance(pi, Parametrisation):
-            return {}
-
-        def effective(theta: torch.Tensor) -> torch.Tensor:
-            return pi.weight(theta.reshape(self.groups, theta.shape[0] // self.groups, -1)).reshape(theta.shape)
-
-        return {"weight": effective}
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
     def reset_parameters(self) -> None:
-        """Random (semi-)orthogonal matrices and a zero bias."""
+        """Random orthogonal matrices, or what the parametrisation starts from, and a zero bias."""
+        pi = self.constraint
         with torch.no_grad():
-            for matrix in self._matrices():
-                orthogonal_(matrix)
+            if isinstance(pi, ConvParametrisation):
+                pi.check(self.geometry)
+                theta = pi.initial(self.geometry).to(self.weight)
+                if theta.shape != self.weight.shape:  # torch has made a kernel: θ takes its place
+                    self.weight = torch.nn.Parameter(theta)
+                self.weight.copy_(theta)
+            else:
+                for matrix in self._matrices(self.weight):
+                    orthogonal_(matrix)
+                if isinstance(pi, Parametrisation):
+                    self.weight.copy_(pi.initial(self._matrices(self.weight)).reshape(self.weight.shape))
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
+
+    def maps(self) -> dict[str, Map]:
+        """π, where the constraint is a parametrisation; W = π(θ) is what Δ speaks of."""
+        pi = self.constraint
+        if isinstance(pi, ConvParametrisation):
+            return {"weight": lambda theta: pi.weight(theta, self.geometry)}
+        if isinstance(pi, Parametrisation):
+            return {"weight": lambda theta: pi.weight(self._matrices(theta)).reshape(theta.shape)}
+        return {}
 
     def project_(self) -> None:
         """Back to ‖Θ_g‖₂ ≤ 1 and ‖b‖₂ ≤ bias_norm."""
         with torch.no_grad():
-            if not isinstance(self.constraint, Parametrisation):
-                self.weight.copy_(self.constraint.project(self._matrices()).reshape(self.weight.shape))
+            if isinstance(self.constraint, Constraint):
+                self.weight.copy_(self.constraint.project(self._matrices(self.weight)).reshape(self.weight.shape))
             if self.bias is not None:
                 self.bias.copy_(project_ball(self.bias, self.bias_norm))
 
-    def _described(self, arguments: str) -> str:
+    def multiplicity(self, *spatial: int) -> int:
+        """m for inputs of this size: how often one of their elements is read."""
+        pi, geometry = self.constraint, self.geometry
+        if isinstance(pi, ConvParametrisation):
+            return pi.multiplicity(geometry, spatial)
+        return multiplicity(spatial, geometry.kernel, geometry.stride, geometry.dilation, geometry.pads, geometry.mode)
+
+    def scale(self, *spatial: int) -> float:
+        """K = scale·W for inputs of this size: 1/√m, or 1 where W is the kernel itself."""
+        if isinstance(self.constraint, ConvParametrisation) and not self.constraint.scaled:
+            return 1.0
+        return 1 / math.sqrt(self.multiplicity(*spatial))
+
+    def _kernel(self, spatial: Sequence[int]) -> torch.Tensor:
+        weight, scale = self.effective("weight"), self.scale(*spatial)
+        return weight if scale == 1.0 else weight * scale
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
         bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
-        return f"{arguments}{bias}, constraint={self.constraint}"
+        return f"{super().extra_repr()}{bias}, constraint={self.constraint}"  # type: ignore[misc]
+
+    def transfer(self, call: Call) -> Transfer:
+        """The layer's row in the calculus.
+
+        ∂L/∂W = scale·Σ_p δ_p⊗x^p, of norm ≤ scale·Σ_p‖δ_p‖‖x^p‖ ≤ scale·√m·G·X: G·X where K = W/√m, √m·G·X for a stored kernel.
+        (Transposed: the sum runs over input positions, Σ_p x_p⊗δ^p, and m is that of the adjoint.) ‖K∗‖ ≤ 1 by the constraint.
+        """
+        x, spatial = call.inputs[0], channels_and_spatial(call, len(self.kernel_size))
+        m, scale, pi = self.multiplicity(*spatial), self.scale(*spatial), self.constraint
+        note, sizes, exact = _RKO.format(m=m), {}, m == 1
+        if isinstance(pi, ConvParametrisation):
+            geometry, outputs = self.geometry, call.output_shape[1:]
+            why = pi.refusal(geometry, spatial, outputs)
+            if why is not None:
+                raise call.refuse(why)
+            note = f"{type(pi).__name__}: {pi.note}, ‖K∗‖ ≤ 1 certified; Δ = {'' if pi.scaled else f'√{m}·'}G·X"
+            exact = exact or geometry.mode == "circular"  # every pixel is read equally often: a constant image reaches √m
+            sizes = {"weight": geometry.groups * geometry.rows * geometry.columns * math.prod(pi.window(geometry))}
+        found = weighted_transfer(
+            x,
+            call.output_shape,
+            gain=1.0,
+            weight_factor=times(scale * math.sqrt(m), x.norm),
+            bias=None if self.bias is None else self.bias_norm,
+            positions=math.prod(call.output_shape[1:]),
+            exact=exact,
+            note=note,
+        )
+        return dataclasses.replace(found, sizes=sizes)
 
 
-class SpectralConv1d(_Spectral, torch.nn.Conv1d):
-    """:class:`SpectralConv2d` along one axis."""
+class _SpectralConv(_Spectral):
+    """A convolution along any number of axes; the classes below only say how many."""
 
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int],
-        stride: int | tuple[int] = 1,
-        padding: int | tuple[int] | str = 0,
-        dilation: int | tuple[int] = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] | str = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: PaddingMode = "zeros",
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | Parametrisation | None = None,
+        constraint: AnyConstraint | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
-        super().__init__(
+        self.bias_norm, self.constraint = checked_bias_norm(bias_norm), checked_constraint(constraint, convolution=True)
+        super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self._start(constraint)
         self.project_()
 
-    def scale(self, length: int) -> float:
-        """1/√m for inputs of this size."""
-        return 1 / math.sqrt(conv_multiplicity(self, (length,)))
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve with K = Θ/√m."""
-        y: torch.Tensor = self._conv_forward(input, self.effective("weight") * self.scale(input.shape[-1]), self.bias)
+        """Convolve with K."""
+        axes = len(self.kernel_size)
+        kernel = self._kernel([input.shape[axis - axes] for axis in range(axes)])
+        if isinstance(self.constraint, ConvParametrisation):
+            return self.constraint.convolve(input, kernel, self.bias, self.geometry)
+        y: torch.Tensor = self._conv_forward(input, kernel, self.bias)  # type: ignore[attr-defined]
         return y
 
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return self._described(super().extra_repr())  # type: ignore[no-untyped-call]
+
+class SpectralConv1d(_SpectralConv, torch.nn.Conv1d):
+    """:class:`SpectralConv2d` along one axis."""
 
 
-class SpectralConv2d(_Spectral, torch.nn.Conv2d):
-    """A 2-D convolution of operator norm ≤ 1 by "reshaped kernel orthogonalisation" (RKO).
+class SpectralConv2d(_SpectralConv, torch.nn.Conv2d):
+    """A 2-D convolution of operator norm ≤ 1.
 
-    The stored parameter Θ has ‖Θ_g‖₂ ≤ 1 for each group g, read as the matrix (out × in·kh·kw); the kernel that convolves
-    is ``K = Θ/√m``. m is the largest number of (output position, tap) pairs that read one input element, padding copies
-    counted, so that ``‖y‖² = Σ_p‖K x^p‖² ≤ (1/m)·Σ_p‖x^p‖² ≤ ‖x‖²``. (The usual factor 1/√(kh·kw), or one slightly above
-    it "for border effects", is either loose or false.)
+    By default "reshaped kernel orthogonalisation" (RKO): the stored Θ has ‖Θ_g‖₂ ≤ 1 for each group g, read as the matrix
+    (out × in·kh·kw); the kernel that convolves is ``K = Θ/√m``. m is the largest number of (output position, tap) pairs that
+    read one input element, padding copies counted, so that ``‖y‖² = Σ_p‖K x^p‖² ≤ (1/m)·Σ_p‖x^p‖² ≤ ‖x‖²``. (The usual factor
+    1/√(kh·kw), or one slightly above it "for border effects", is either loose or false.)
 
     Bounds, on an output of T = H·W positions: ``X_out = X + √T·bias_norm``, ``G_in = G``, ``Δ_Θ = G·X``, ``Δ_b = √T·G``.
+
+    Orthogonal convolutions keep more of the gradient: ``constraint=constraint.AOC()`` (any stride), ``BCOP()``, ``SOC()``,
+    ``CircularFFT(size)``. W is then the kernel itself, with ``Δ_W = √m·G·X`` (CircularFFT: ``G·X``, W = √(H·W)·K).
 
     Arguments are those of :class:`torch.nn.Conv2d`, and ``bias_norm`` and ``constraint`` as in
     :class:`~lipdp.nn.SpectralLinear`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        *,
-        bias_norm: float = 0.1,
-        constraint: Constraint | Parametrisation | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )
-        self._start(constraint)
-        self.project_()
 
-    def scale(self, height: int, width: int) -> float:
-        """1/√m for images of this size."""
-        return 1 / math.sqrt(conv_multiplicity(self, (height, width)))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve with K = Θ/√m."""
-        y: torch.Tensor = self._conv_forward(
-            input, self.effective("weight") * self.scale(input.shape[-2], input.shape[-1]), self.bias
-        )
-        return y
-
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return self._described(super().extra_repr())  # type: ignore[no-untyped-call]
-
-
-class SpectralConv3d(_Spectral, torch.nn.Conv3d):
+class SpectralConv3d(_SpectralConv, torch.nn.Conv3d):
     """:class:`SpectralConv2d` along three axes."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int, int],
-        stride: int | tuple[int, int, int] = 1,
-        padding: int | tuple[int, int, int] | str = 0,
-        dilation: int | tuple[int, int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        *,
-        bias_norm: float = 0.1,
-        constraint: Constraint | Parametrisation | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )
-        self._start(constraint)
-        self.project_()
-
-    def scale(self, depth: int, height: int, width: int) -> float:
-        """1/√m for inputs of this size."""
-        return 1 / math.sqrt(conv_multiplicity(self, (depth, height, width)))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Convolve with K = Θ/√m."""
-        depth, height, width = input.shape[-3:]
-        y: torch.Tensor = self._conv_forward(input, self.effective("weight") * self.scale(depth, height, width), self.bias)
-        return y
-
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return self._described(super().extra_repr())  # type: ignore[no-untyped-call]
-
-
-@rule(SpectralConv1d, SpectralConv2d, SpectralConv3d)
-def _spectral_conv(layer: SpectralConv1d | SpectralConv2d | SpectralConv3d, call: Call) -> Transfer:
-    """With K = Θ/√m: ∂L/∂Θ = Σ_p δ_p⊗x^p/√m, of norm ≤ Σ_p‖δ_p‖‖x^p‖/√m ≤ G·√m·X/√m = G·X."""
-    x = call.inputs[0]
-    m = conv_multiplicity(layer, channels_and_spatial(call, len(layer.kernel_size)))
-    return weighted_transfer(
-        x,
-        call.output_shape,
-        gain=1.0,
-        weight_factor=x.norm,
-        bias=None if layer.bias is None else layer.bias_norm,
-        positions=math.prod(call.output_shape[1:]),
-        exact=m == 1,
-        note=_NOTE.format(m=m),
-    )
 
 
 class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
     """A transposed 2-D convolution of operator norm ≤ 1: the adjoint of a convolution from its outputs to its inputs.
 
     The stored Θ has ‖Θ_g‖₂ ≤ 1 read as (in × out·kh·kw), and ``K = Θ/√m`` with the m of that convolution, which is capped by the
-    number of *input* positions. Bounds as :class:`SpectralConv2d`; arguments as :class:`torch.nn.ConvTranspose2d`.
+    number of *input* positions. Bounds as :class:`SpectralConv2d`; arguments as :class:`torch.nn.ConvTranspose2d`. Of the
+    orthogonal convolutions, AOC and BCOP have this form.
     """
 
     def __init__(
@@ -248,65 +227,34 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
         dilation: int | tuple[int, int] = 1,
         *,
         bias_norm: float = 0.1,
-        constraint: Constraint | Parametrisation | None = None,
+        constraint: AnyConstraint | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            bias,
-            dilation,
-            device=device,
-            dtype=dtype,
-        )
-        self._start(constraint)
+        self.bias_norm, self.constraint = checked_bias_norm(bias_norm), checked_constraint(constraint, convolution=True)
+        sizes = (kernel_size, stride, padding, output_padding)
+        super().__init__(in_channels, out_channels, *sizes, groups, bias, dilation, device=device, dtype=dtype)
         self.project_()
 
-    def multiplicity(self, height: int, width: int) -> int:
-        """m for inputs of this size."""
+    def multiplicity(self, *spatial: int) -> int:
+        """m of the adjoint, for inputs of this size."""
         arguments = (self.kernel_size, self.stride, self.padding, self.dilation)
         outputs = [
             (n - 1) * s - 2 * int(p) + d * (k - 1) + o + 1
-            for n, k, s, p, d, o in zip((height, width), *arguments, self.output_padding, strict=True)
+            for n, k, s, p, d, o in zip(spatial, *arguments, self.output_padding, strict=True)
         ]
-        return transposed_multiplicity((height, width), outputs, *arguments)  # type: ignore[arg-type]
-
-    def scale(self, height: int, width: int) -> float:
-        """1/√m for inputs of this size."""
-        return 1 / math.sqrt(self.multiplicity(height, width))
+        return transposed_multiplicity(spatial, outputs, *arguments)
 
     def forward(self, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        """Convolve with K = Θ/√m."""
+        """Convolve with K."""
         if output_size is not None:
             raise ConfigurationError("SpectralConvTranspose2d takes no output_size; use output_padding")
-        kernel = self.effective("weight") * self.scale(input.shape[-2], input.shape[-1])
+        kernel = self._kernel((input.shape[-2], input.shape[-1]))
         padding, extra = self.padding, self.output_padding
-        return F.conv_transpose2d(input, kernel, self.bias, self.stride, padding, extra, self.groups, self.dilation)  # type: ignore[arg-type]
-
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return self._described(super().extra_repr())  # type: ignore[no-untyped-call]
+        return F.conv_transpose2d(input, kernel, self.bias, self.stride, padding, extra, self.groups, self.dilation)
 
 
-@rule(SpectralConvTranspose2d)
-def _spectral_conv_transpose(layer: SpectralConvTranspose2d, call: Call) -> Transfer:
-    """An operator and its adjoint have one norm; ∂L/∂Θ = Σ_p x_p⊗δ^p/√m over input positions p, ≤ X·√m·G/√m."""
-    x = call.inputs[0]
-    m = layer.multiplicity(*channels_and_spatial(call, 2))
-    return weighted_transfer(
-        x,
-        call.output_shape,
-        gain=1.0,
-        weight_factor=x.norm,
-        bias=None if layer.bias is None else layer.bias_norm,
-        positions=math.prod(call.output_shape[1:]),
-        exact=m == 1,
-        note=_NOTE.format(m=m),
-    )
+@rule(SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d)
+def _spectral_conv(layer: _Spectral, call: Call) -> Transfer:
+    """See ``transfer``."""
+    return layer.transfer(call)

@@ -12,7 +12,7 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_rows
 
-__all__ = ["BoundedEmbedding", "LearnedPositions", "SinusoidalPositions", "TokenBall", "TokenMean"]
+__all__ = ["BoundedEmbedding", "LearnedPositions", "MaskedTokenMean", "SinusoidalPositions", "TokenBall", "TokenMean"]
 
 
 def _positive(name: str, value: float) -> float:
@@ -172,6 +172,49 @@ class TokenMean(torch.nn.Module):
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
         return "" if self.tokens is None else f"tokens={self.tokens}"
+
+
+class MaskedTokenMean(torch.nn.Module):
+    """The mean over the tokens of an example that are not padding: ``layer(x, ids)`` with the ids (batch, T) that x came from.
+
+    ``X`` and ``G`` stay: c ≥ 1 kept tokens give X/√c and G/√c, and c may be 1. The longest token bounds it too. An example of
+    padding only gives 0.
+
+    Args:
+        padding_idx: the id of padding.
+    """
+
+    def __init__(self, padding_idx: int = 0) -> None:
+        super().__init__()
+        self.padding_idx = int(padding_idx)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Average the tokens over dimension 1 whose id is not padding."""
+        if x.ndim != 3 or x.shape[:2] != ids.shape:
+            raise DataError(
+                f"MaskedTokenMean needs (batch, tokens, dim) and the ids (batch, tokens), not {tuple(x.shape)} and "
+                f"{tuple(ids.shape)}"
+            )
+        kept = (ids != self.padding_idx).to(x.dtype)[..., None]
+        return (x * kept).sum(dim=1) / kept.sum(dim=1).clamp_min(1.0)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"padding_idx={self.padding_idx}"
+
+
+@rule(MaskedTokenMean)
+def _masked_token_mean(layer: MaskedTokenMean, call: Call) -> Transfer:
+    """‖Σ_kept x_t/c‖ ≤ √c·X/c ≤ X and ≤ the longest token; each kept token gets δ/c: √c·G/c ≤ G.
+
+    Which tokens are kept is decided by ids, which get no gradient; it jumps with them, so there is no constant with respect to
+    them.
+    """
+    x = call.inputs[0]
+    if len(call.inputs) != 2 or len(x.shape) != 2 or call.inputs[1].shape != x.shape[:1]:
+        raise call.refuse("it takes activations (tokens, dim) and their ids (tokens), in this order")
+    bound = Bound(min(x.norm, x.row), call.output_shape, max_abs=x.max_abs)
+    return Transfer(bound, (1.0, math.inf), why_infinite="a mask jumps with the ids")
 
 
 class TokenBall(torch.nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.rules_weighted import weighted_transfer
 from lipdp.errors import ConfigurationError
-from lipdp.parametrize import Bjorck, Constrained, Constraint, Parametrisation, Reparametrised
+from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
 from lipdp.parametrize.effective import Map
 
@@ -31,14 +31,19 @@ def orthogonal_(matrix: torch.Tensor) -> None:
         matrix.copy_(torch.nn.init.orthogonal_(wide))
 
 
-def checked_constraint(value: Constraint | Parametrisation | None) -> Constraint | Parametrisation:
+def checked_constraint(value: Any, *, convolution: bool = False) -> Any:
     """The constraint given, or the default; refuses what is neither a projection nor a parametrisation."""
     if value is None:
         return Bjorck()
-    if not isinstance(value, Parametrisation | Constraint):
+    if isinstance(value, ConvParametrisation) and not convolution:
         raise ConfigurationError(
-            f"constraint must be a projection (lipdp.parametrize.Bjorck(), Spectral()) or a parametrisation (Cayley(), Polar() …), "
-            f"not {value!r}"
+            f"constraint {value} parametrises whole convolutions. A dense layer takes a projection (lipdp.parametrize.Bjorck()) or "
+            "a parametrisation of a matrix (Cayley(), MatrixExp() …)."
+        )
+    if not isinstance(value, Parametrisation | Constraint | ConvParametrisation):
+        raise ConfigurationError(
+            f"constraint must be a projection (lipdp.parametrize.Bjorck(), Spectral()) or a parametrisation (Cayley(), Polar() …; "
+            f"AOC(), SOC() … for convolutions), not {value!r}"
         )
     return value
 
@@ -74,7 +79,7 @@ class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
     ) -> None:
         self.bias_norm = checked_bias_norm(bias_norm)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.constraint = checked_constraint(constraint)
+        self.constraint: Constraint | Parametrisation = checked_constraint(constraint)
         if isinstance(self.constraint, Parametrisation):
             with torch.no_grad():
                 self.weight.copy_(self.constraint.initial(self.weight))
@@ -108,19 +113,17 @@ class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
         return f"{super().extra_repr()}{bias}, constraint={self.constraint}"
 
 
+def _transfer(layer: SpectralLinear | L1Linear, call: Call, gain: float) -> Transfer:
+    x = call.inputs[0]
+    bias = None if layer.bias is None else layer.bias_norm
+    shape, positions = call.output_shape, x.positions()
+    return weighted_transfer(x, shape, gain=gain, weight_factor=x.norm, bias=bias, positions=positions, rows=True)
+
+
 @rule(SpectralLinear)
 def _spectral_linear(layer: SpectralLinear, call: Call) -> Transfer:
     """‖Wx‖ ≤ ‖x‖ and ‖Wᵀδ‖ ≤ ‖δ‖ from ‖W‖₂ ≤ 1; the gradient Σ_t δ_t⊗x_t has the norm G·X at most."""
-    x = call.inputs[0]
-    return weighted_transfer(
-        x,
-        call.output_shape,
-        gain=1.0,
-        weight_factor=x.norm,
-        bias=None if layer.bias is None else layer.bias_norm,
-        positions=x.positions(),
-        rows=True,
-    )
+    return _transfer(layer, call, gain=1.0)
 
 
 class FrobeniusLinear(SpectralLinear):
@@ -180,13 +183,4 @@ class L1Linear(Constrained, torch.nn.Linear):
 @rule(L1Linear)
 def _l1_linear(layer: L1Linear, call: Call) -> Transfer:
     """‖W‖₂² ≤ ‖W‖_F² = Σ_columns‖·‖₂² ≤ Σ‖·‖₁² ≤ in_features; with rows, ‖W‖₂ ≤ √(‖W‖₁‖W‖∞) ≤ 1. Δ_W = G·X as ever."""
-    x = call.inputs[0]
-    return weighted_transfer(
-        x,
-        call.output_shape,
-        gain=1.0 if layer.rows else layer.in_features**0.5,
-        weight_factor=x.norm,
-        bias=None if layer.bias is None else layer.bias_norm,
-        positions=x.positions(),
-        rows=True,
-    )
+    return _transfer(layer, call, gain=1.0 if layer.rows else layer.in_features**0.5)

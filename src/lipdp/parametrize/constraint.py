@@ -1,23 +1,39 @@
-"""Constraint sets for weight matrices: small objects that bring a matrix back into {‖W‖₂ ≤ 1}, certified.
+"""What ``constraint=`` takes. Here: sets of weight matrices, small objects that bring a matrix back into {‖W‖₂ ≤ 1}, certified.
 
-A layer takes one as an argument: ``SpectralLinear(64, 10, constraint=constraint.Spectral())``.
+A layer takes one as an argument: ``SpectralLinear(64, 10, constraint=constraint.Spectral())``. The parametrisations of matrices
+(:mod:`lipdp.parametrize.maps`) and of whole convolutions (``SpectralConv2d(…, constraint=constraint.AOC())``) have their names here
+too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
 from lipdp.errors import ConfigurationError
+from lipdp.parametrize.block_conv import AOC, BCOP
+from lipdp.parametrize.circular import CircularFFT
+from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Polar
+from lipdp.parametrize.skew_conv import SOC
 
 __all__ = [
+    "AOC",
+    "BCOP",
+    "RKO",
+    "SOC",
     "AbsoluteSums",
     "Bjorck",
+    "Cayley",
+    "CircularFFT",
     "Constraint",
+    "DifferentiableBjorck",
     "Frobenius",
+    "Householder",
+    "MatrixExp",
+    "Polar",
     "Spectral",
     "normalise_certified",
     "project_ball",
@@ -120,6 +136,23 @@ class Bjorck:
         _require_finite(norm)
         scale = torch.where(norm > 1.4, norm, torch.ones_like(norm))
         return (work.to(torch.float64) / scale[..., None, None]).to(work.dtype)
+
+
+@dataclass(frozen=True)
+class RKO:
+    """Reshaped kernel orthogonalisation, by name: what a convolution makes of a constraint on matrices, K = Θ/√m.
+
+    ‖K∗‖ ≤ ‖Θ‖₂ ≤ 1 with Θ the kernel read as a matrix (out × in·window). Orthogonal convolutions (AOC …) keep more of the gradient.
+
+    Attributes:
+        matrix: the projection of Θ. The default constraint of convolutions is ``RKO(Bjorck())``, or just ``Bjorck()``.
+    """
+
+    matrix: Constraint = field(default_factory=Bjorck)
+
+    def project(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Project Θ."""
+        return self.matrix.project(matrix)
 
 
 def project_ball(vector: torch.Tensor, radius: float) -> torch.Tensor:

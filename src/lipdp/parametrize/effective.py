@@ -57,16 +57,19 @@ def _reparametrised(model: torch.nn.Module) -> Iterator[tuple[str, Reparametrise
 
 
 @contextmanager
-def effective_leaves(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Within the block every reparametrised layer computes with a leaf W = π(θ); the leaves, by θ's qualified name."""
+def effective_leaves(model: torch.nn.Module, *, differentiable: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    """Within the block every reparametrised layer computes with a leaf W = π(θ); the leaves, by θ's qualified name.
+
+    With ``differentiable`` they are no leaves but π(θ) with its graph, computed once: for analyses that follow W back to θ.
+    """
     leaves: dict[str, torch.Tensor] = {}
     touched: list[Reparametrised] = []
     try:
         for name, module, local, pi in _reparametrised(model):
-            with torch.no_grad():
-                leaf = pi(module.get_parameter(local)).detach()  # type: ignore[attr-defined]
-            leaves[name] = leaf.requires_grad_()
-            module.__dict__.setdefault("_effective_leaves", {})[local] = leaf
+            with torch.set_grad_enabled(differentiable):
+                weight = pi(module.get_parameter(local))  # type: ignore[attr-defined]
+            leaves[name] = weight if differentiable else weight.detach().requires_grad_()
+            module.__dict__.setdefault("_effective_leaves", {})[local] = leaves[name]
             touched.append(module)
         yield leaves
     finally:
@@ -78,6 +81,8 @@ def pull_back(model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> 
     """Gradients of θ from (noised) gradients of W: the vector–Jacobian product of π; other gradients unchanged."""
     result = dict(gradients)
     for name, module, local, pi in _reparametrised(model):
+        if name not in gradients:
+            continue
         theta = module.get_parameter(local)  # type: ignore[attr-defined]
         with torch.enable_grad():
             weight = pi(theta)

@@ -6,8 +6,9 @@ other weight, and only then multiplies the *noised* gradient by π's transposed 
 free whatever that Jacobian is. Conditions: π uses parameters and public randomness only; one W serves the whole step; θ has no
 other path to the data.
 
-Every map takes θ of the same shape (…, rows, columns) as W, so a layer can switch between them. The result is divided by its
-certified norm where that exceeds 1 (the divisor is a constant for the gradient).
+These maps take θ of the same shape (…, rows, columns) as W, so a layer can switch between them; maps of whole convolutions, whose θ
+has another shape, are in :mod:`lipdp.parametrize.convolution`. The result is divided by its certified norm where that
+exceeds 1 (the divisor is a constant for the gradient).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
 from lipdp.errors import ConfigurationError
 
-__all__ = ["Cayley", "DifferentiableBjorck", "Householder", "MatrixExp", "Parametrisation", "Polar"]
+__all__ = ["Cayley", "DifferentiableBjorck", "Householder", "MatrixExp", "Parametrisation", "Polar", "cayley"]
 
 
 def _tall(theta: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -41,11 +42,15 @@ class Parametrisation(ABC):
     def start(self, tall: torch.Tensor) -> torch.Tensor:
         """θ to begin with, from a tall matrix of orthonormal columns; π(θ) need not be that matrix."""
 
-    def weight(self, theta: torch.Tensor) -> torch.Tensor:
-        """W = π(θ), differentiable in θ, with ‖W‖₂ ≤ 1 in θ's own dtype."""
+    def frame(self, theta: torch.Tensor) -> torch.Tensor:
+        """Orthonormal columns, or rows where there are fewer of them; not yet certified."""
         tall, transposed = _tall(theta)
         matrix = self.orthogonal(tall)
-        matrix = matrix.transpose(-1, -2) if transposed else matrix
+        return matrix.transpose(-1, -2) if transposed else matrix
+
+    def weight(self, theta: torch.Tensor) -> torch.Tensor:
+        """W = π(θ), differentiable in θ, with ‖W‖₂ ≤ 1 in θ's own dtype."""
+        matrix = self.frame(theta)
         norm = certified_norm(matrix)
         if not bool(torch.isfinite(norm).all()):
             raise ConfigurationError(f"{self} gives a weight that is not finite: training has diverged. Lower the learning rate.")
@@ -102,6 +107,16 @@ class Polar(Parametrisation):
         return tall.clone()
 
 
+def cayley(tall: torch.Tensor) -> torch.Tensor:
+    """The Cayley transform of tall matrices [U; V], real or complex: see :class:`Cayley`."""
+    columns = tall.shape[-1]
+    u, v = tall[..., :columns, :], tall[..., columns:, :]
+    eye = torch.eye(columns, dtype=tall.dtype, device=tall.device)
+    a = u - u.mH + v.mH @ v
+    inverse = torch.linalg.inv(eye + a)
+    return torch.cat([inverse @ (eye - a), -2 * v @ inverse], dim=-2)
+
+
 @dataclass(frozen=True)
 class Cayley(Parametrisation):
     """The Cayley transform: with θ = [U; V] and A = U − Uᵀ + VᵀV, W = [(I+A)⁻¹(I−A); −2V(I+A)⁻¹].
@@ -111,13 +126,7 @@ class Cayley(Parametrisation):
 
     def orthogonal(self, tall: torch.Tensor) -> torch.Tensor:
         """Solve, in float64: an inverse in float32 loses too much where θ is large."""
-        columns = tall.shape[-1]
-        wide = tall.to(torch.float64)
-        u, v = wide[..., :columns, :], wide[..., columns:, :]
-        eye = torch.eye(columns, dtype=wide.dtype, device=wide.device)
-        a = u - u.transpose(-1, -2) + v.transpose(-1, -2) @ v
-        inverse = torch.linalg.inv(eye + a)
-        return torch.cat([inverse @ (eye - a), -2 * v @ inverse], dim=-2)
+        return cayley(tall.to(torch.float64))
 
     def start(self, tall: torch.Tensor) -> torch.Tensor:
         """Any θ gives orthonormal columns; a random one of moderate size starts away from the identity."""

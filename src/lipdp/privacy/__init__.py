@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from lipdp.privacy.accounting import MAX_STEPS, Accountant, Adjacency, calibrate_noise, delta, epsilon, event, max_steps
+from lipdp.privacy.accounting import (
+    MAX_STEPS,
+    Accountant,
+    Adjacency,
+    calibrate_noise,
+    calibrate_run,
+    delta,
+    epsilon,
+    event,
+    longest_run,
+    max_steps,
+    run_epsilon,
+)
 from lipdp.privacy.adaptive import AdaptiveClip, gradient_multiplier
 from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_multiplier, noise_energy
+from lipdp.privacy.moments import Moments, private_moments
+from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
 from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
+from lipdp.privacy.runs import PrivateRun, Release
 from lipdp.privacy.sampling import PoissonSampler, poisson_indices
 
 __all__ = [
@@ -14,10 +29,18 @@ __all__ = [
     "AdaptiveClip",
     "Adjacency",
     "Allocation",
+    "Crossing",
+    "Moments",
     "PoissonSampler",
+    "PrivateQuantile",
+    "PrivateRun",
+    "Release",
+    "above_threshold",
     "add_noise",
     "allocate",
     "calibrate_noise",
+    "calibrate_run",
+    "clip_search",
     "delta",
     "derive_seed",
     "effective_multiplier",
@@ -26,7 +49,11 @@ __all__ = [
     "fresh_seed",
     "generator",
     "gradient_multiplier",
+    "longest_run",
     "max_steps",
     "noise_energy",
     "poisson_indices",
+    "private_moments",
+    "private_quantile",
+    "run_epsilon",
 ]

@@ -13,6 +13,9 @@ And for the neighbours asked for:
 - ``"replace_one"``: one record changed. The sum moves by up to 2Δ, but "2Δ and the add/remove accountant" is wrong once
   Poisson samples are composed. The multiplier passed here is still s/Δ: the PLD accountant doubles internally.
 
+:class:`~lipdp.privacy.runs.PrivateRun` describes the general case: steps at several noise levels and one-off releases
+(statistics, say) beside them. Gaussian ones are composed by the accountant, exactly; the ε of pure ones is added.
+
 dp-accounting (and with it scipy) is imported on the first call, not with this module.
 """
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
@@ -29,8 +32,21 @@ from typing import Any, Literal, get_args
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._checks import is_number, positive, probability, rate, whole
 from lipdp.privacy._search import MAX_NOISE, MAX_STEPS, most_steps, smallest_noise
+from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["MAX_STEPS", "Accountant", "Adjacency", "calibrate_noise", "delta", "epsilon", "event", "max_steps"]
+__all__ = [
+    "MAX_STEPS",
+    "Accountant",
+    "Adjacency",
+    "calibrate_noise",
+    "calibrate_run",
+    "delta",
+    "epsilon",
+    "event",
+    "longest_run",
+    "max_steps",
+    "run_epsilon",
+]
 
 Adjacency = Literal["add_remove", "replace_one"]
 Accountant = Literal["pld", "rdp"]
@@ -62,9 +78,14 @@ def epsilon(
 
     It is dp-accounting's own value, and ``inf`` where the accountant has no finite one (PLD below δ ≈ 1e-15 per run).
     """
-    count = whole("steps", steps, least=0)
-    run = (positive("noise_multiplier", noise_multiplier), rate(sampling_rate), count)
-    return _epsilon(*run, probability(delta), *_analysis(accountant, adjacency)) if count else 0.0
+    return run_epsilon(PrivateRun(sampling_rate, ((noise_multiplier, steps),)), delta, accountant, adjacency)
+
+
+def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove") -> float:
+    """The ε of a whole run at this δ: its Gaussian parts composed by the accountant, plus Σε of its pure releases."""
+    d, how = probability(delta), _analysis(accountant, adjacency)
+    idle = run.steps == 0 and not run.gaussian_releases
+    return run.pure_epsilon + (0.0 if idle else _epsilon(run, d, *how))
 
 
 def delta(
@@ -77,10 +98,9 @@ def delta(
     adjacency: Adjacency = "add_remove",
 ) -> float:
     """The δ that T steps spend at this ε: sup over neighbours and S of P(S) − e^ε·P'(S); 0 for 0 steps."""
-    count, budget = whole("steps", steps, least=0), positive("epsilon", epsilon)
-    run = (positive("noise_multiplier", noise_multiplier), rate(sampling_rate), count)
-    analysis = _analysis(accountant, adjacency)
-    return float(_composed(*run, *analysis).get_delta(budget)) if count else 0.0
+    budget, analysis = positive("epsilon", epsilon), _analysis(accountant, adjacency)
+    run = PrivateRun(sampling_rate, ((noise_multiplier, steps),))
+    return float(_composed(run, *analysis).get_delta(budget)) if run.steps else 0.0
 
 
 def calibrate_noise(
@@ -100,28 +120,65 @@ def calibrate_noise(
     BudgetError when not even σ = 1e8 fits: a PLD's pessimistic rounding leaves a floor under ε for millions of steps,
     and no finite ε below δ ≈ 1e-15.
     """
-    target, count = positive("epsilon", epsilon), whole("steps", steps)
-    if count > MAX_STEPS:
-        raise ConfigurationError(f"steps is {count}: more than {MAX_STEPS:,} can't be accounted for in reasonable time. Use fewer.")
-    q, d, how = rate(sampling_rate), probability(delta), _analysis(accountant, adjacency)
+    count, q = whole("steps", steps), rate(sampling_rate)
+    return calibrate_run(
+        lambda sigma: PrivateRun(q, ((sigma, count),)),
+        epsilon=epsilon,
+        delta=delta,
+        accountant=accountant,
+        adjacency=adjacency,
+        tolerance=tolerance,
+    )
+
+
+def calibrate_run(
+    describe: Callable[[float], PrivateRun],
+    *,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+    adjacency: Adjacency = "add_remove",
+    tolerance: float = 1e-5,
+) -> float:
+    """The smallest σ for which the run ``describe(σ)`` costs at most (ε, δ); see :func:`calibrate_noise`.
+
+    The cost has to fall as σ grows; what does not depend on σ (one-off releases) must leave something of the budget.
+    """
+    target, d, how = positive("epsilon", epsilon), probability(delta), _analysis(accountant, adjacency)
     if not (is_number(tolerance) and 1e-9 <= tolerance < 1):
         raise ConfigurationError(f"tolerance is {tolerance!r}: a relative precision between 1e-9 and 1; leave it at 1e-5.")
-    passes = [(lambda s: _rough(s, q, count, d, how[1]), 0.01)]
+    one = describe(1.0)
+    if one.steps > MAX_STEPS:
+        raise ConfigurationError(
+            f"steps is {one.steps}: more than {MAX_STEPS:,} can't be accounted for in reasonable time. Use fewer."
+        )
+    _refuse_dear_releases(one, target, d, *how)
+    left = target - one.pure_epsilon
+    passes = [(lambda s: _rough(describe(s), d, how[1]), 0.01)]
     if how[0] == "pld":
-        passes.append((lambda s: _measure(s, q, count, d, *how, _COARSE), 1e-3))
+        passes.append((lambda s: _measure(describe(s), d, *how, _COARSE), 1e-3))
     guess, slope = 1.0, -1.5
     for cost, precision in passes:
-        found, steepness = smallest_noise(cost, target, guess, slope, precision)
+        found, steepness = smallest_noise(cost, left, guess, slope, precision)
         if math.isfinite(found):  # else beyond that accountant, which says nothing of the next
             guess, slope = found, steepness
-    found, _ = smallest_noise(lambda s: _epsilon(s, q, count, d, *how), target, guess, slope, tolerance)
+    found, _ = smallest_noise(lambda s: _epsilon(describe(s), d, *how), left, guess, slope, tolerance)
     if math.isinf(found):
         raise BudgetError(
-            f"No noise multiplier up to {MAX_NOISE:g} brings {count} steps at sampling_rate={q:g} under "
+            f"No noise multiplier up to {MAX_NOISE:g} brings {one.steps} steps at sampling_rate={one.sampling_rate:g} under "
             f"epsilon={target:g} at delta={d:g} with the {how[0]} accountant: its numerical floor is higher. Ask for a larger "
             "epsilon or delta, for fewer steps, or for the other accountant."
         )
     return found
+
+
+def _refuse_dear_releases(run: PrivateRun, target: float, d: float, accountant: Accountant, adjacency: Adjacency) -> None:
+    alone = run_epsilon(PrivateRun(run.sampling_rate, (), run.releases), d, accountant, adjacency)
+    if alone >= target:
+        raise BudgetError(
+            f"the releases beside the training ({', '.join(release.name for release in run.releases)}) cost epsilon {alone:.4g} "
+            f"alone, which leaves nothing of {target:g} for the training. Give them a smaller share."
+        )
 
 
 def max_steps(
@@ -138,16 +195,33 @@ def max_steps(
     T has been seen to fit and T + 1 not to. BudgetError when even one step is too many; ConfigurationError when more
     than :data:`MAX_STEPS` fit, for then the budget is no limit and the length of the run has to be said.
     """
-    target, d = positive("epsilon", epsilon), probability(delta)
     sigma, q = positive("noise_multiplier", noise_multiplier), rate(sampling_rate)
-    how = _analysis(accountant, adjacency)
-    guess = most_steps(lambda n: _rough(sigma, q, n, d, how[1]), target, 1)
+    return longest_run(
+        lambda steps: PrivateRun(q, ((sigma, steps),)), epsilon=epsilon, delta=delta, accountant=accountant, adjacency=adjacency
+    )
+
+
+def longest_run(
+    describe: Callable[[int], PrivateRun],
+    *,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+    adjacency: Adjacency = "add_remove",
+) -> int:
+    """The largest T for which the run ``describe(T)`` costs at most (ε, δ); see :func:`max_steps`."""
+    target, d, how = positive("epsilon", epsilon), probability(delta), _analysis(accountant, adjacency)
+    one = describe(1)
+    _refuse_dear_releases(one, target, d, *how)
+    left = target - one.pure_epsilon
+    guess = most_steps(lambda n: _rough(describe(n), d, how[1]), left, 1)
     if how[0] == "pld":  # a coarser grid costs more epsilon, so what fits there fits
-        guess = most_steps(lambda n: _measure(sigma, q, n, d, *how, _COARSE), target, guess)
-    found = guess if guess >= MAX_STEPS else most_steps(lambda n: _epsilon(sigma, q, n, d, *how), target, guess)
+        guess = most_steps(lambda n: _measure(describe(n), d, *how, _COARSE), left, guess)
+    found = guess if guess >= MAX_STEPS else most_steps(lambda n: _epsilon(describe(n), d, *how), left, guess)
+    sigma, q = one.segments[0][0], one.sampling_rate
     if found == 0:
         raise BudgetError(
-            f"Even one step costs epsilon={_epsilon(sigma, q, 1, d, *how):.4g} at delta={d:g}, noise_multiplier="
+            f"Even one step costs epsilon={run_epsilon(one, d, *how):.4g} at delta={d:g}, noise_multiplier="
             f"{sigma:g}, sampling_rate={q:g}: above the budget of {target:g}. Raise the noise multiplier or epsilon, or "
             "lower the sampling rate; calibrate_noise finds the noise for a given number of steps."
         )
@@ -163,36 +237,49 @@ def max_steps(
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(sigma: float, q: float, steps: int, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
-    return float(_composed(sigma, q, steps, accountant, adjacency).get_epsilon(d))
+def _epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
+    return float(_composed(run, accountant, adjacency).get_epsilon(d))
 
 
-def _measure(sigma: float, q: float, steps: int, d: float, accountant: Accountant, adjacency: Adjacency, interval: float) -> float:
-    return float(_compose(sigma, q, steps, accountant, adjacency, interval).get_epsilon(d))
+def _measure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency, interval: float) -> float:
+    return float(_compose(run, accountant, adjacency, interval).get_epsilon(d))
 
 
 @lru_cache(maxsize=4)  # a composed PLD is some megabytes
-def _composed(sigma: float, q: float, steps: int, accountant: Accountant, adjacency: Adjacency) -> Any:
-    return _compose(sigma, q, steps, accountant, adjacency, _FINE)
+def _composed(run: PrivateRun, accountant: Accountant, adjacency: Adjacency) -> Any:
+    return _compose(run, accountant, adjacency, _FINE)
 
 
-def _compose(sigma: float, q: float, steps: int, accountant: Accountant, adjacency: Adjacency, interval: float) -> Any:
+def _compose(run: PrivateRun, accountant: Accountant, adjacency: Adjacency, interval: float) -> Any:
+    """An accountant that has seen the Gaussian parts of the run."""
     dp = _dp()
     if accountant == "rdp":
         ledger = dp.rdp.RdpAccountant()
     else:
-        _refuse_huge(sigma if adjacency == "add_remove" else sigma / 2, q, steps)
+        for sigma, steps in run.segments:
+            _refuse_huge(sigma if adjacency == "add_remove" else sigma / 2, run.sampling_rate, steps)
         relation = dp.NeighboringRelation
         chosen = relation.ADD_OR_REMOVE_ONE if adjacency == "add_remove" else relation.REPLACE_ONE
         ledger = dp.pld.PLDAccountant(chosen, interval)
     with _quiet():
-        return ledger.compose(event(sigma, q, steps))
+        for part in _events(run):
+            ledger.compose(part)
+    return ledger
 
 
-def _rough(sigma: float, q: float, steps: int, d: float, adjacency: Adjacency) -> float:
+def _events(run: PrivateRun, scale: float = 1.0) -> Iterator[Any]:
+    for sigma, steps in run.segments:
+        if steps:
+            yield event(sigma * scale, run.sampling_rate, steps)
+    for sigma in run.gaussian_releases:
+        yield event(sigma * scale, 1.0, 1)  # every record is in it: the event that also doubles for replace-one
+
+
+def _rough(run: PrivateRun, d: float, adjacency: Adjacency) -> float:
     """An ε to start a search from: RDP at whole orders; for replace-one (a guess only) at twice the sensitivity."""
     ledger = _dp().rdp.RdpAccountant(_ROUGH_ORDERS)
-    ledger.compose(event(sigma if adjacency == "add_remove" else sigma / 2, q, steps))
+    for part in _events(run, 1.0 if adjacency == "add_remove" else 0.5):
+        ledger.compose(part)
     return float(ledger.get_epsilon(d))
 
 

@@ -2,11 +2,13 @@
 
 With b_i = 1[‖g_i‖ ≤ C], each step also releases ``S = Σ_i (b_i − ½) + N(0, σ_b²)``. One example changes that sum by ½ at most, so
 the pair (gradient, S) is one Gaussian mechanism: for a total multiplier z the gradient gets ``z_Δ = (z⁻² − (2σ_b)⁻²)^(-1/2)``.
+With k clipping norms there are k counts, and k terms ``(2σ_b)⁻²``.
 The accountant is told z, once: the whole run's ε is known before it starts, and nothing is spent beside it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -21,18 +23,19 @@ COUNT_SENSITIVITY = 0.5
 """|b_i − ½|: how much one example moves the centred count."""
 
 
-def gradient_multiplier(total: float, count_noise: float) -> float:
-    """z_Δ = (z⁻² − (2σ_b)⁻²)^(-1/2): what is left for the gradient when S is released with standard deviation σ_b.
+def gradient_multiplier(total: float, count_noise: float, counts: int = 1) -> float:
+    """z_Δ = (z⁻² − k(2σ_b)⁻²)^(-1/2): what is left for the gradient when k counts are released with standard deviation σ_b.
 
-    Larger than ``total``: the gradient must be noised more, since the count uses a part of the budget. Needs 2σ_b > z.
+    Larger than ``total``: the gradient must be noised more, since the counts use a part of the budget. Needs 2σ_b > √k·z.
     """
     z, sigma_b = positive("total multiplier", total), positive("count_noise", count_noise)
-    if not sigma_b / COUNT_SENSITIVITY > z:
+    least = z * COUNT_SENSITIVITY * math.sqrt(counts)
+    if not sigma_b > least:
         raise ConfigurationError(
             f"count_noise={sigma_b:g} leaves nothing for the gradient at a total multiplier of {z:g}: the count alone would use "
-            f"more than the budget. Use a count_noise above {z * COUNT_SENSITIVITY:g}; batch_size/20 is usual."
+            f"more than the budget. Use a count_noise above {least:g}; batch_size/20 is usual."
         )
-    return 1 / math.sqrt(z**-2 - (sigma_b / COUNT_SENSITIVITY) ** -2)
+    return 1 / math.sqrt(z**-2 - counts * (sigma_b / COUNT_SENSITIVITY) ** -2)
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,28 @@ class AdaptiveClip:
     Attributes:
         quantile: γ, the share of examples that should not be clipped.
         rate: η.
-        count_noise: σ_b.
-        batch_size: b.
+        count_noise: σ_b. By default a :func:`lipdp.plan` takes b/20, or 3z if that is more (then the gradient's noise grows by
+            1.4%), times √k for k clipping norms.
+        batch_size: b; by default the plan's.
     """
 
-    quantile: float
-    rate: float
-    count_noise: float
-    batch_size: int
+    quantile: float = 0.5
+    rate: float = 0.2
+    count_noise: float | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.quantile < 1:
             raise ConfigurationError(f"quantile must lie between 0 and 1, not {self.quantile!r}")
         positive("rate", self.rate)
-        positive("count_noise", self.count_noise)
-        positive("batch_size", self.batch_size)
+        for name in ("count_noise", "batch_size"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+
+    def completed(self, batch_size: int, multiplier: float, counts: int) -> AdaptiveClip:
+        """The same with a plan's batch size, and with σ_b chosen where it was left open."""
+        noise = self.count_noise or max(batch_size / 20, 3 * multiplier) * math.sqrt(counts)
+        return dataclasses.replace(self, batch_size=batch_size, count_noise=noise)
 
     def centred_count(self, norms: torch.Tensor, clip: float) -> torch.Tensor:
         """Σ_i (1[‖g_i‖ ≤ C] − ½), to be noised by σ_b."""
@@ -64,5 +74,10 @@ class AdaptiveClip:
 
     def updated(self, clip: float, noised_count: float) -> float:
         """C after one step, from the released S."""
-        share = noised_count / self.batch_size + 0.5
-        return clip * math.exp(-self.rate * (share - self.quantile))
+        return clip * math.exp(-self.rate * (self.share(noised_count) - self.quantile))
+
+    def share(self, noised_count: float) -> float:
+        """b̃ = S/b + ½, the released estimate of the share that is not clipped."""
+        if self.batch_size is None:
+            raise ConfigurationError("this AdaptiveClip has no batch_size yet: a plan completes it")
+        return noised_count / self.batch_size + COUNT_SENSITIVITY

@@ -2,66 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lipdp.errors import BudgetError
-from lipdp.privacy.accounting import Accountant, Adjacency, epsilon
+from lipdp.privacy.accounting import Accountant, Adjacency, run_epsilon
+from lipdp.privacy.runs import PrivateRun
 
 __all__ = ["Ledger"]
 
 
 @dataclass
 class Ledger:
-    """Counts the releases of one Poisson-subsampled Gaussian mechanism against the number that was planned.
+    """Counts what has been released against what the plan pays for.
 
     The mechanism charges it *before* it adds noise, so an interrupted step counts as spent; nothing else writes to it.
 
     Attributes:
-        noise_multiplier: σ of each release.
-        sampling_rate: q of each release.
-        limit: number of releases that the plan pays for.
+        run: all that the plan pays for: its steps, in order, and the one-off releases.
         delta: δ of the guarantee.
-        planned_epsilon: ε of all ``limit`` releases.
+        planned_epsilon: ε of all of it.
         accountant: which analysis of dp-accounting.
         adjacency: which datasets are neighbours.
-        releases: how many have been charged.
+        releases: how many steps have been charged.
+        one_off: names of the one-off releases that have been charged.
     """
 
-    noise_multiplier: float
-    sampling_rate: float
-    limit: int
+    run: PrivateRun
     delta: float
     planned_epsilon: float
     accountant: Accountant = "pld"
     adjacency: Adjacency = "add_remove"
     releases: int = 0
+    one_off: list[str] = field(default_factory=list)
 
     def charge(self) -> None:
-        """Pay for one release, or refuse it."""
-        if self.releases >= self.limit:
+        """Pay for one step, or refuse it."""
+        if self.remaining <= 0:
             raise BudgetError(
-                f"the plan's {self.limit} steps (epsilon {self.planned_epsilon:.4g} at delta {self.delta:g}) are spent: another "
-                "step would exceed the budget. Make a new plan with more steps; its noise will be larger."
+                f"the plan's {self.run.steps} steps (epsilon {self.planned_epsilon:.4g} at delta {self.delta:g}) are spent: "
+                "another step would exceed the budget. Make a new plan with more steps; its noise will be larger."
             )
         self.releases += 1
 
+    def charge_release(self, name: str) -> None:
+        """Pay for a one-off release, once, or refuse it."""
+        planned = [release.name for release in self.run.releases]
+        if name not in planned:
+            raise BudgetError(
+                f"the plan does not pay for releasing {name!r}; it pays for {', '.join(planned) or 'nothing beside its steps'}. "
+                "Make a plan that does."
+            )
+        if name in self.one_off:
+            raise BudgetError(f"{name!r} was released already: the plan pays for it once. Use what was released.")
+        self.one_off.append(name)
+
     @property
     def remaining(self) -> int:
-        """Releases left."""
-        return self.limit - self.releases
+        """Steps left."""
+        return self.run.steps - self.releases
+
+    @property
+    def spent(self) -> PrivateRun:
+        """What has been released, as a run of its own."""
+        left, segments = self.releases, []
+        for sigma, steps in self.run.segments:
+            segments.append((sigma, min(steps, left)))
+            left -= segments[-1][1]
+        made = tuple(release for release in self.run.releases if release.name in self.one_off)
+        return PrivateRun(self.run.sampling_rate, tuple(part for part in segments if part[1]), made)
 
     @property
     def epsilon(self) -> float:
         """ε spent so far, at the plan's δ."""
-        if self.releases == 0:
-            return 0.0
-        if self.releases == self.limit:
+        if self.remaining == 0 and len(self.one_off) == len(self.run.releases):
             return self.planned_epsilon
-        return epsilon(
-            noise_multiplier=self.noise_multiplier,
-            sampling_rate=self.sampling_rate,
-            steps=self.releases,
-            delta=self.delta,
-            accountant=self.accountant,
-            adjacency=self.adjacency,
-        )
+        return run_epsilon(self.spent, self.delta, self.accountant, self.adjacency)

@@ -22,7 +22,7 @@ from lipdp.privacy._checks import is_number, positive, whole
 
 __all__ = ["Allocation", "add_noise", "allocate", "effective_multiplier", "noise_energy"]
 
-Allocation = Literal["global", "per_layer", "optimal"]
+Allocation = Literal["global", "per_layer", "optimal", "weights"]
 
 
 def allocate(
@@ -30,20 +30,24 @@ def allocate(
     sizes: Mapping[str, int],
     noise_multiplier: float,
     allocation: Allocation = "global",
+    weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """The noise std s_d of each group, such that the step has noise multiplier σ:
 
     - ``global``: s_d = σ·√(Σ Δ²), the same for all;
     - ``per_layer``: s_d = σ·√D·Δ_d, D the number of groups with Δ > 0 (each has the same signal-to-noise);
-    - ``optimal``: least total noise energy Σ p_d·s_d²: s_d² = σ²·(Σ Δ√p)·Δ_d/√p_d.
+    - ``optimal``: least total noise energy Σ p_d·s_d²: s_d² = σ²·(Σ Δ√p)·Δ_d/√p_d;
+    - ``weights``: s_d ∝ w_d as given, s_d = σ·w_d·√(Σ Δ²/w²).
 
-    Proof of the last: by Cauchy–Schwarz (Σ p s²)(Σ Δ²/s²) ≥ (Σ √p·Δ)², with equality for s² ∝ Δ/√p.
+    Proof that it is least: by Cauchy–Schwarz (Σ p s²)(Σ Δ²/s²) ≥ (Σ √p·Δ)², with equality for s² ∝ Δ/√p.
     A group with Δ = 0 is untouched by the data: it gets no noise and does not count.
     """
     _same_names("sensitivities", sensitivities, "sizes", sizes)
     sigma = positive("noise_multiplier", noise_multiplier)
     if allocation not in get_args(Allocation):
         raise ConfigurationError(f"allocation is {allocation!r}: choose one of {', '.join(get_args(Allocation))}.")
+    if (weights is None) != (allocation != "weights"):
+        raise ConfigurationError("weights are given with allocation='weights', and only with it")
     bounds = {name: _sensitivity(name, value) for name, value in sensitivities.items()}
     live = {name: bound for name, bound in bounds.items() if bound > 0}
     counts = {name: whole(f"the size of group {name!r}", sizes[name], int(name in live)) for name in sizes}
@@ -52,6 +56,11 @@ def allocate(
         stds = dict.fromkeys(live, total)
     elif allocation == "per_layer":
         stds = {name: sigma * math.sqrt(len(live)) * bound for name, bound in live.items()}
+    elif weights is not None:
+        _same_names("weights", weights, "sensitivities", sensitivities)
+        shares = {name: positive(f"the noise weight of group {name!r}", weights[name]) for name in live}
+        scale = sigma * math.hypot(*(bound / shares[name] for name, bound in live.items()))
+        stds = {name: scale * share for name, share in shares.items()}
     else:
         top = max(live.values(), default=1.0)  # ratios to it: no overflow
         total = math.fsum(bound / top * math.sqrt(counts[name]) for name, bound in live.items())

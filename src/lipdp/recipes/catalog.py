@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lipdp.errors import ConfigurationError
+from lipdp.recipes.clipping_paper import CLIPPING_PAPER
 from lipdp.recipes.recipe import Recipe
 
 __all__ = ["get", "names"]
@@ -71,7 +72,7 @@ _RECIPES = (
 
 # The dataset's name alone means the best recipe for it.
 _DEFAULTS = {"digits": "digits-mlp", "mnist": "mnist-lenet"}
-_BY_NAME = {recipe.name: recipe for recipe in _RECIPES}
+_BY_NAME = {recipe.name: recipe for recipe in (*_RECIPES, *CLIPPING_PAPER)}
 
 
 def names() -> tuple[str, ...]:

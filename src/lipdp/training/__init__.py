@@ -6,6 +6,7 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate, predict
 from lipdp.training.fit import fit
 from lipdp.training.history import History
+from lipdp.training.phases import Phase, cosine_schedule, linear_schedule
 from lipdp.training.plan import ParameterGroup, PrivacyPlan
 from lipdp.training.planning import plan
 
@@ -13,12 +14,15 @@ __all__ = [
     "Callback",
     "History",
     "ParameterGroup",
+    "Phase",
     "PrivacyEngine",
     "PrivacyPlan",
     "ProgressBar",
     "Run",
+    "cosine_schedule",
     "evaluate",
     "fit",
+    "linear_schedule",
     "load_checkpoint",
     "plan",
     "predict",

@@ -13,27 +13,32 @@ from typing import Any
 import torch
 
 from lipdp.bounds.trace import find_input_shape
+from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning
 from lipdp.parametrize import project_
 from lipdp.privacy._checks import whole
-from lipdp.privacy.accounting import epsilon as epsilon_of
+from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
-from lipdp.privacy.mechanism import add_noise, effective_multiplier
 from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
 from lipdp.privacy.sampling import poisson_indices
-from lipdp.training.averaging import WeightAverage
+from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, check_dataset, gather
-from lipdp.training.plan import PrivacyPlan, describe_loss
-from lipdp.training.query import query_of
+from lipdp.training.copies import Copies
+from lipdp.training.grouping import clip_layers
+from lipdp.training.plan import PrivacyPlan
+from lipdp.training.planning import STATISTICS
+from lipdp.training.query import Answer, Sample, query_of
+from lipdp.training.settings import describe_loss
+from lipdp.training.state import STATE_FORMAT, check_state
+from lipdp.training.statistics import find_standardize, release_moments
+from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.watch import ModelWatch, constant_buffers, project_trained
 
 __all__ = ["PrivacyEngine"]
 
-_STATE_FORMAT = 1
 _MOST_ROWS = 2048
 # Activations of so many rows stay in a processor's cache: measured 1.5 times as fast as 2048 on a small convolutional network.
 _MOST_ROWS_ON_CPU = 256
-_SAME = 1 + 1e-9
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
 
@@ -70,6 +75,9 @@ class PrivacyEngine:
         microbatch_size: rows that go through the model at once; caps the memory. It changes no result but rounding.
         device: where to compute; by default where the model is.
         ema_decay: keep an exponential moving average of the weights (post-processing, free); see :meth:`averaged`.
+        tail_average: average the weights of this last fraction of the run instead, each with the same weight.
+        augmentation: each example's gradient is the mean over its augmented copies (:mod:`lipdp.data`); no bound changes.
+        public: declare the training data public: :attr:`clipped_fraction` then shows the exact share of clipped examples.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
     """
 
@@ -84,6 +92,9 @@ class PrivacyEngine:
         microbatch_size: int | None = None,
         device: torch.device | str | None = None,
         ema_decay: float | None = None,
+        tail_average: float | None = None,
+        augmentation: Augmentation | None = None,
+        public: bool = False,
         input_shape: tuple[int, ...] | None = None,
     ) -> None:
         if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
@@ -94,7 +105,16 @@ class PrivacyEngine:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
         self._query = query_of(model, loss, plan, self._input_shape)
+        self._mechanism = StepMechanism(plan, self._query)
+        self._augmentation = augmentation
         self.loss = self._query.loss
+        self.ledger = Ledger(
+            run=plan.run,
+            delta=plan.delta,
+            planned_epsilon=plan.epsilon,
+            accountant=plan.accountant,
+            adjacency=plan.adjacency,
+        )
         self._check_plan()
         self._check_optimizer()
         secret = fresh_seed() if seed is None else whole("seed", seed, least=0)
@@ -105,20 +125,14 @@ class PrivacyEngine:
         if isinstance(self.loss, torch.nn.Module):
             self.loss.to(self.device)
         project_(model)
+        self._apply_clips()
         self._watch = ModelWatch(model)
-        self.ledger = Ledger(
-            noise_multiplier=plan.noise_multiplier,
-            sampling_rate=plan.sampling_rate,
-            limit=plan.steps,
-            delta=plan.delta,
-            planned_epsilon=plan.epsilon,
-            accountant=plan.accountant,
-            adjacency=plan.adjacency,
-        )
-        self.average = None if ema_decay is None else WeightAverage(self._parameters, ema_decay)
+        self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
         self._key = self._derive_key(secret)
         self._trail = ""  # a digest of the optimiser's settings in all steps so far
         self._drawn = 0  # batches drawn so far
+        self._public = bool(public)
+        self._clipped_share: float | None = None
         self._watch.remember()
 
     # ------------------------------------------------------------------ what was spent
@@ -168,31 +182,93 @@ class PrivacyEngine:
             project_(self.model)
             self._watch.remember()
         number = self.steps
+        settings = self._mechanism.at(number)
+        trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
+        copies = Copies(self._augmentation, self._draw(number, "augment"), self._input_shape) if self._augmentation else Copies()
+        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies)
         with self._model_randomness(number), constant_buffers(self.model):
-            sums = self._query.sums(self._parameters, inputs, targets, microbatch_size=self.microbatch_size, device=self.device)
-        noised = self._release(sums, number)
+            answer = self._query.ask(trained, batch, settings.clips)
+        if self._public and answer.clipped is not None:
+            self._clipped_share = answer.clipped[0] / max(1, answer.clipped[1])
+        noised = self._release(answer, settings, number)
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self.optimizer.zero_grad(set_to_none=True)
         self._watch.forget()  # until the projection is done, in case something below fails
         gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
-        for name, parameter in self._parameters.items():
+        for name, parameter in trained.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         project_trained(self.model)
+        self._apply_clips()
         self._watch.remember()
         if self.average is not None:
             self.average.update(self._parameters)
 
-    def _release(self, sums: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-        """The one place where something about the data leaves: charged first, then noised."""
+    def _release(self, answer: Answer, settings: StepSettings, number: int) -> dict[str, torch.Tensor]:
+        """The one place where something about the data leaves in a step: charged first, then noised."""
         self.ledger.charge()
         # The optimiser's settings so far are part of the noise's key: two runs from one seed that differ in, say, the learning
         # rate of some step must not share noise from there on, or the difference of their releases would be free of it.
-        settings = [sorted((k, repr(v)) for k, v in group.items() if k != "params") for group in self.optimizer.param_groups]
-        self._trail = hashlib.sha256(f"{self._trail}|{type(self.optimizer).__name__}|{settings}".encode()).hexdigest()
-        draw = generator(self._key, number, f"noise {self._trail}", self.device)
-        return add_noise(sums, self.plan.noise_stds, draw)
+        groups = [sorted((k, repr(v)) for k, v in group.items() if k != "params") for group in self.optimizer.param_groups]
+        self._trail = hashlib.sha256(f"{self._trail}|{type(self.optimizer).__name__}|{groups}".encode()).hexdigest()
+        return self._mechanism.release(answer, settings, self._draw(number, f"noise {self._trail}"))
+
+    def _draw(self, number: int, purpose: str) -> torch.Generator:
+        return generator(self._key, number, purpose, self.device)
+
+    def release_statistics(self, train: Any) -> None:
+        """Release mean and variance of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.
+
+        Once, before the first step. It is a Gaussian mechanism over all of ``train``; the plan has paid for it.
+        """
+        layer = find_standardize(self.model)
+        planned = {release.name: release.amount for release in self.plan.releases}
+        if STATISTICS not in planned:
+            raise ConfigurationError("the plan does not pay for statistics: make one with plan(…, statistics_budget=0.05)")
+        if self.steps > 0:
+            raise ConfigurationError("statistics are released before the first step: the weights were trained without them")
+        self.ledger.charge_release(STATISTICS)
+        moments = release_moments(
+            self.model,
+            layer,
+            train,
+            multiplier=planned[STATISTICS],
+            dataset_size=self.plan.dataset_size,
+            draw=self._draw(0, STATISTICS),
+            device=self.device,
+            rows=self.microbatch_size,
+            copies=1 if self._augmentation is None else self._augmentation.copies,
+            shape=self._input_shape,
+        )
+        layer.set_statistics(moments.mean.to(layer.mean), moments.variance.to(layer.std))
+        self._check_plan()
+        self._watch.remember()
+
+    @property
+    def noise_stds(self) -> dict[str, float]:
+        """Noise on the gradient sum in the next step, by parameter; the plan's, unless clipping norms or phases have changed."""
+        return dict(self._mechanism.at(min(self.steps, self.plan.steps - 1)).stds)
+
+    @property
+    def clipping(self) -> dict[str, float]:
+        """The clipping norms that change during the run, as they are now: private by construction, so free to look at."""
+        phase = self.plan.phase(min(self.steps, self.plan.steps - 1))
+        return {name: value * phase.clip for name, value in self._mechanism.clips.items()}
+
+    def _apply_clips(self) -> None:
+        """The layers that clip show the norm of the next step."""
+        layers, present = clip_layers(self.model), self.clipping
+        for name in present.keys() & layers.keys():
+            layers[name].max_norm = present[name]
+
+    @property
+    def clipped_fraction(self) -> float | None:
+        """Share of examples clipped in the last step: the released estimate with adaptive clipping; exact for public data."""
+        if self._public:
+            return self._clipped_share
+        shares = self._mechanism.shares.values()
+        return 1 - sum(shares) / len(shares) if shares else None
 
     @contextmanager
     def _model_randomness(self, number: int) -> Iterator[None]:
@@ -237,12 +313,14 @@ class PrivacyEngine:
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
         return copy.deepcopy(
             {
-                "format": _STATE_FORMAT,
+                "format": STATE_FORMAT,
                 "plan": self.plan.to_json(),
                 "steps": self.steps,
+                "one_off": list(self.ledger.one_off),
                 "key": f"{self._key:x}",
                 "trail": self._trail,
                 "proved": self._watch.values,
+                "clips": dict(self._mechanism.clips),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "average": None if self.average is None else self.average.state_dict(),
@@ -252,7 +330,7 @@ class PrivacyEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed."""
         try:
-            self._check_state(state)
+            check_state(state, self.plan, self.model, self.optimizer, self.average)
         except CheckpointError:
             raise
         except (LipdpError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -270,41 +348,10 @@ class PrivacyEngine:
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.ledger.releases = self._drawn = int(state["steps"])
+        self.ledger.one_off = [str(name) for name in state["one_off"]]
+        self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
+        self._apply_clips()
         self._key, self._trail, self._watch.values = int(state["key"], 16), str(state["trail"]), list(state["proved"])
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        missing = {"format", "plan", "steps", "key", "trail", "proved", "model", "optimizer", "average"} - set(state)
-        if missing:
-            raise CheckpointError(f"this is not an engine's state: it lacks {', '.join(sorted(missing))}")
-        if state["format"] != _STATE_FORMAT:
-            raise CheckpointError(f"this state has format {state['format']}; this lipdp reads format {_STATE_FORMAT}")
-        if PrivacyPlan.from_json(state["plan"]) != self.plan:
-            raise CheckpointError(
-                "this state belongs to another plan (or to a model with other sensitivities): its steps were paid for from "
-                "another budget. Use the plan that is stored with it: PrivacyPlan.from_json(state['plan'])."
-            )
-        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-        other = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
-        if own != other:
-            different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
-            raise CheckpointError(f"this state belongs to another model: {', '.join(different[:5])} differ(s)")
-        groups = self.optimizer.state_dict()["param_groups"], state["optimizer"]["param_groups"]
-        sizes = [[len(group["params"]) for group in part] for part in groups]
-        lacking = sorted({key for own, other in zip(*groups, strict=False) for key in own.keys() - other.keys()} - {"initial_lr"})
-        if sizes[0] != sizes[1] or lacking:
-            raise CheckpointError(
-                "this state belongs to another optimiser: "
-                + (f"it lacks the setting {lacking[0]!r}" if lacking else f"its parameters are grouped {sizes[1]}, not {sizes[0]}")
-            )
-        int(state["key"], 16)
-        if not 0 <= int(state["steps"]) <= self.plan.steps:
-            raise CheckpointError(f"this state says {state['steps']} steps were taken; the plan has {self.plan.steps}")
-        if (state["average"] is None) != (self.average is None):
-            raise CheckpointError("this state was made with another ema_decay setting (one keeps an average, the other doesn't)")
-        if self.average is not None and state["average"]["decay"] != self.average.decay:
-            raise CheckpointError(
-                f"this state was made with ema_decay={state['average']['decay']}, not {self.average.decay}; pass the same"
-            )
 
     # ------------------------------------------------------------------ checks
 
@@ -313,7 +360,7 @@ class PrivacyEngine:
 
         Runs that differ in any of them never share noise even if they share the seed.
         """
-        digest = hashlib.sha256(f"{seed}|{self.plan.to_json()}|{self.model}".encode())
+        digest = hashlib.sha256(f"{seed}|{self.plan.to_json()}|{self.model}|{self._augmentation!r}".encode())
         for parameter in self._parameters.values():
             digest.update(parameter.detach().to("cpu", torch.float64).numpy().tobytes())
         return int.from_bytes(digest.digest()[:16], "big")
@@ -327,7 +374,7 @@ class PrivacyEngine:
                 "example"
             )
         # Bounds are those of examples of one shape: on larger images a bias, say, has a larger gradient.
-        if self._input_shape is not None and tuple(inputs.shape[1:]) != self._input_shape:
+        if self._augmentation is None and self._input_shape is not None and tuple(inputs.shape[1:]) != self._input_shape:
             raise DataError(f"the plan is for examples of shape {self._input_shape}, not {tuple(inputs.shape[1:])}")
 
     def _check_plan(self) -> None:
@@ -337,22 +384,10 @@ class PrivacyEngine:
             raise ConfigurationError(
                 f"the plan was made for the loss {plan.loss}, not {describe_loss(self.loss)}. Make a new plan."
             )
-        found = self._query.bounds()
-        stds = {group.name: group.noise_std for group in plan.groups}
-        multiplier = effective_multiplier({name: bound * plan.slack for name, bound in found.items()}, stds)
-        if multiplier * _SAME < plan.noise_multiplier:
-            raise ConfigurationError(
-                f"the plan's noise has the multiplier {multiplier:.6g}, less than the {plan.noise_multiplier:.6g} that it "
-                "accounts for. Make a new plan."
-            )
-        spent = epsilon_of(
-            noise_multiplier=plan.noise_multiplier,
-            sampling_rate=plan.sampling_rate,
-            steps=plan.steps,
-            delta=plan.delta,
-            accountant=plan.accountant,
-            adjacency=plan.adjacency,
-        )
+        self._query.prove()
+        self._mechanism.forget()
+        self._mechanism.at(min(self.steps, plan.steps - 1))
+        spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
         if spent > plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
                 f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."

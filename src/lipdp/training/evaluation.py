@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lipdp.training.batches import check_dataset, gather
-from lipdp.training.planning import per_example_loss
+from lipdp.training.settings import per_example_loss
 
 __all__ = ["evaluate", "predict"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError
 from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
@@ -17,6 +18,8 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.history import History
 from lipdp.training.plan import PrivacyPlan
+from lipdp.training.planning import STATISTICS
+from lipdp.training.statistics import find_standardize
 
 __all__ = ["fit"]
 
@@ -35,6 +38,9 @@ def fit(
     microbatch_size: int | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ema_decay: float | None = None,
+    tail_average: float | None = None,
+    augmentation: Augmentation | None = None,
+    public: bool = False,
     evaluations: int = 10,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -55,6 +61,9 @@ def fit(
         microbatch_size: rows that go through the model at once.
         scheduler: a torch learning-rate scheduler, advanced after every step.
         ema_decay: average the weights; validation and the final model use the average.
+        tail_average: average over this last fraction of the steps instead.
+        augmentation: train on the mean over each example's augmented copies, see :mod:`lipdp.data`.
+        public: declare the training data public; the history then shows the exact share of clipped examples.
         evaluations: about how many rows the history gets, evenly spread, the last one at the end.
         checkpoint: file to save the run in at the start and at every evaluation (atomically).
         resume: continue from ``checkpoint`` if it exists. Without it an existing file is an error, so nothing is lost.
@@ -78,14 +87,24 @@ def fit(
         microbatch_size=microbatch_size,
         device=device,
         ema_decay=ema_decay,
+        tail_average=tail_average,
+        augmentation=augmentation,
+        public=public,
         input_shape=input_shape,
     )
+    pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
+    if pays_for_statistics:
+        find_standardize(model)
     history = History(delta=plan.delta)
     if file is not None and file.exists():
         history = _restore(file, engine, scheduler)
     elif file is not None:
         # With the run's key on disk, whatever is done again after an interruption is the same release.
         save_checkpoint(_state(engine, history, scheduler), file)
+    if pays_for_statistics and STATISTICS not in engine.ledger.one_off:
+        engine.release_statistics(train)
+        if file is not None:
+            save_checkpoint(_state(engine, history, scheduler), file)
     run = Run(engine, history)
     hooks = list(callbacks)
     before, started = history.seconds, time.monotonic()
@@ -122,6 +141,10 @@ def fit(
 
 def _row(engine: PrivacyEngine, validation: Any) -> dict[str, float]:
     row = {"step": float(engine.steps), "epoch": engine.steps * engine.plan.sampling_rate, "epsilon": engine.epsilon}
+    clipping = engine.clipping
+    row |= {f"clip {name}" if len(clipping) > 1 else "clip": value for name, value in clipping.items()}
+    if (share := engine.clipped_fraction) is not None:
+        row["clipped"] = share
     if validation is not None:
         with engine.averaged() as model:
             metrics = evaluate(model, engine.loss, validation, device=engine.device)

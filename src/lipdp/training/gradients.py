@@ -10,6 +10,8 @@ import torch
 from lipdp.errors import DataError
 from lipdp.losses import Loss
 from lipdp.training.batches import microbatches
+from lipdp.training.clip_counts import LayerCounts
+from lipdp.training.copies import Copies
 
 __all__ = ["arithmetic", "gradient_sum", "zeros_like_sum"]
 
@@ -40,20 +42,33 @@ def gradient_sum(
     microbatch_size: int,
     device: torch.device,
     precision: str = "float32",
+    copies: Copies | None = None,
+    counts: LayerCounts | None = None,
 ) -> dict[str, torch.Tensor]:
     """Σ_i ∂loss_i/∂θ for each parameter θ: a sum, never a mean, in float32 or better.
 
-    Examples whose contribution is not finite are left out (dropped one by one, so that no other example is affected).
+    With ``copies``, loss_i is the mean over the example's K copies; they go through the network as rows of their own, whose
+    gradients are summed and divided by K at the end, so that layers that clip cotangents see each copy's own. Rows whose
+    contribution is not finite are left out (one by one, so that no other is affected). ``counts`` notes norms on the way.
     """
+    many = copies or Copies()
+    size = max(1, microbatch_size // many.count)
     sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
-    for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
+    for x, y, mask in microbatches(inputs, targets, size, device):
         with arithmetic(precision, device):
-            _accumulate(sums, _backward(model, loss, parameters, x, y, mask))
+            _accumulate(sums, _backward(model, loss, parameters, many.rows(x), many.repeat(y), many.repeat(mask)))
+        if counts is not None:
+            counts.collect(mask, many.count)
     if not _all_finite(sums):
         sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
-        for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
+        for x, y, mask in microbatches(inputs, targets, size, device):
             with arithmetic(precision, device):
-                _accumulate_finite(sums, model, loss, parameters, x, y, mask)
+                _accumulate_finite(sums, model, loss, parameters, many.rows(x), many.repeat(y), many.repeat(mask))
+            if counts is not None:
+                counts.discard()  # they were counted in the first pass
+    if many.count > 1:
+        for total in sums.values():
+            total /= many.count
     return sums
 
 

@@ -6,41 +6,20 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import torch
-
-from lipdp.bounds.operator_norm import unit_roundoff
+from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
-from lipdp.privacy import Accountant, Adjacency, Allocation
+from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, allocate, noise_energy
 from lipdp.privacy._checks import is_number
+from lipdp.training.phases import Phase, segments
+from lipdp.training.settings import Method, Precision, Source, check_counts, check_method
 
-__all__ = [
-    "CLIPPED_GROUP",
-    "ROUNDOFF",
-    "Method",
-    "ParameterGroup",
-    "Precision",
-    "PrivacyPlan",
-    "check_counts",
-    "check_method",
-    "describe_loss",
-]
-
-Method = Literal["clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping"]
-Precision = Literal["float64", "float32", "tf32", "bfloat16"]
-Source = Literal["proved", "clipped"]
+__all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPlan"]
 
 CLIPPED_GROUP = "all parameters"
 
-_FORMAT = 1
-# u of the arithmetic inside matrix products. TF32 keeps 10 bits of the mantissa.
-ROUNDOFF = {
-    "float64": unit_roundoff(torch.float64),
-    "float32": unit_roundoff(torch.float32),
-    "tf32": 2.0**-11,
-    "bfloat16": unit_roundoff(torch.bfloat16),
-}
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -99,7 +78,17 @@ class PrivacyPlan:
         loss_lipschitz: L, ∞ where it is not known (clipping does not need it).
         output_norm: bound on the network's output, ∞ if there is none.
         groups: the parameter groups.
-        max_grad_norm: C, for clipping methods.
+        max_grad_norm: C, for clipping methods: the bound on an example's whole clipped gradient.
+        clipping_style: which parameters are clipped together, see :func:`lipdp.clipping.clipping_groups`.
+        clip: "clip", or "automatic" (normalise).
+        stability: γ of "automatic".
+        noise_weights: (group, weight) for ``allocation="weights"``.
+        phases: what changes on the way; one phase where nothing does. σ and the groups' noise are those of factor 1.
+        clips: (name, C at the start) of the clipping norms that change: ClipGradient layers, or clipping groups.
+        adaptive_clips: those of them that follow a private quantile.
+        adaptive: how they do.
+        releases: one-off releases beside the steps, paid for by the same (ε, δ).
+        notes: (operation, which bound was used and how tight it is), where the calculus has a choice.
     """
 
     method: Method
@@ -119,6 +108,16 @@ class PrivacyPlan:
     output_norm: float
     groups: tuple[ParameterGroup, ...]
     max_grad_norm: float | None = None
+    clipping_style: Style = "flat"
+    clip: Clip = "clip"
+    stability: float = 0.01
+    noise_weights: tuple[tuple[str, float], ...] = ()
+    phases: tuple[Phase, ...] = (Phase(0),)
+    clips: tuple[tuple[str, float], ...] = ()
+    adaptive_clips: tuple[str, ...] = ()
+    adaptive: AdaptiveClip | None = None
+    releases: tuple[Release, ...] = ()
+    notes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False)  # norms as they were when planned
 
     def __post_init__(self) -> None:
         check_method(self.method, self.max_grad_norm)
@@ -131,13 +130,30 @@ class PrivacyPlan:
         for name, known in choices.items():
             if getattr(self, name) not in get_args(known):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(get_args(known))}")
+        for name, known in {"clipping_style": Style, "clip": Clip}.items():
+            if getattr(self, name) not in get_args(known):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(get_args(known))}")
         if not self.groups:
             raise ConfigurationError("a plan without parameter groups trains nothing")
+        starts = [phase.start for phase in self.phases]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= self.steps:
+            raise ConfigurationError(
+                f"a plan's phases start at 0 and follow one another within its {self.steps} steps, not {starts}"
+            )
 
     @property
     def sampling_rate(self) -> float:
         """q = b/N."""
         return self.batch_size / self.dataset_size
+
+    @property
+    def run(self) -> PrivateRun:
+        """What the whole run releases, for the accountant."""
+        return PrivateRun(self.sampling_rate, segments(self.phases, self.steps, self.noise_multiplier), self.releases)
+
+    def phase(self, step: int) -> Phase:
+        """The phase that a step (counted from 0) is in."""
+        return max((phase for phase in self.phases if phase.start <= step), key=lambda phase: phase.start)
 
     @property
     def epochs(self) -> float:
@@ -164,6 +180,16 @@ class PrivacyPlan:
         """Σ_d p_d·s_d²: expected squared norm of the noise of one step."""
         return sum(group.size * group.noise_std**2 for group in self.groups)
 
+    @property
+    def noise_energies(self) -> dict[Allocation, float]:
+        """The noise energy that each allocation would have, at the same privacy."""
+        bounds = {group.name: group.sensitivity for group in self.groups}
+        sizes = {group.name: group.size for group in self.groups}
+        total = math.hypot(*(g.sensitivity / g.noise_std for g in self.groups if g.noise_std > 0)) or math.inf
+        known: tuple[Allocation, ...] = ("global", "per_layer", "optimal")
+        found = {name: noise_energy(allocate(bounds, sizes, 1 / total, name), sizes) for name in known}
+        return found if self.allocation != "weights" else {**found, "weights": self.noise_energy}
+
     def __str__(self) -> str:
         from lipdp.training.plan_table import render
 
@@ -184,8 +210,8 @@ class PrivacyPlan:
         """A plan from :meth:`to_json`'s text. The engine checks it against the model again before it trusts it."""
         try:
             content: dict[str, Any] = json.loads(text)
-            if content.pop("format") != _FORMAT:
-                raise ConfigurationError(f"this plan was written in another format; this lipdp reads format {_FORMAT}")
+            if content.pop("format") not in (1, _FORMAT):
+                raise ConfigurationError(f"this plan was written in another format; this lipdp reads formats up to {_FORMAT}")
             groups = tuple(
                 ParameterGroup(
                     **{
@@ -198,46 +224,20 @@ class PrivacyPlan:
                 for group in content.pop("groups")
             )
             unbounded = {field: _infinite_if_none(content[field]) for field in ("output_norm", "loss_lipschitz")}
-            return cls(**{**content, **unbounded}, groups=groups)
+            nested = {
+                "phases": tuple(
+                    Phase(**{**phase, "frozen": tuple(phase["frozen"])})
+                    for phase in content.pop("phases", [{"start": 0, "frozen": []}])
+                ),
+                "releases": tuple(Release(**release) for release in content.pop("releases", [])),
+                "adaptive": None if (found := content.pop("adaptive", None)) is None else AdaptiveClip(**found),
+                "adaptive_clips": tuple(content.pop("adaptive_clips", [])),
+                **{name: tuple((k, v) for k, v in content.pop(name, [])) for name in ("clips", "noise_weights", "notes")},
+            }
+            return cls(**{**content, **unbounded, **nested}, groups=groups)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"this is not a plan written by PrivacyPlan.to_json(): {error}") from error
 
 
 def _infinite_if_none(value: float | None) -> float:
     return math.inf if value is None else value
-
-
-def check_method(method: str, max_grad_norm: float | None) -> None:
-    """Refuse an unknown method, and a clipping norm that is missing or has no meaning."""
-    if method not in get_args(Method):
-        raise ConfigurationError(f"method={method!r} is not available in this version; available: {', '.join(get_args(Method))}")
-    if method == "clipless" and max_grad_norm is not None:
-        raise ConfigurationError("max_grad_norm has no meaning for method='clipless': its sensitivities are proved, not clipped")
-    if method != "clipless" and not (is_number(max_grad_norm) and max_grad_norm is not None and max_grad_norm > 0):
-        raise ConfigurationError(
-            f"method={method!r} clips every example's gradient to max_grad_norm, a positive finite number, not {max_grad_norm!r}. "
-            "Pass max_grad_norm=1.0, for example."
-        )
-
-
-def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: float | None) -> None:
-    """Refuse sizes and lengths that can't be meant."""
-    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")
-    if batch_size > dataset_size:
-        raise ConfigurationError(
-            f"batch_size={batch_size} is larger than dataset_size={dataset_size}: the sampling rate would exceed 1. Use at most "
-            f"{dataset_size}."
-        )
-    if steps is not None and epochs is not None:
-        raise ConfigurationError("give either epochs or steps, not both")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigurationError(f"steps must be a whole number of at least 1, not {steps!r}")
-    if epochs is not None and not (is_number(epochs) and epochs > 0):
-        raise ConfigurationError(f"epochs must be positive, not {epochs!r}")
-
-
-def describe_loss(loss: Any) -> str:
-    """How a plan names a loss: the engine compares it."""
-    return str(loss) if isinstance(loss, torch.nn.Module) else str(getattr(loss, "__qualname__", type(loss).__qualname__))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -36,6 +37,26 @@ def table(plan: PrivacyPlan) -> Table:
     return rows
 
 
+def _extras(plan: PrivacyPlan) -> Iterator[str]:
+    """What not every plan has: phases, adaptive clipping, one-off releases; and what the allocations would cost."""
+    for number, phase in enumerate(plan.phases if len(plan.phases) > 1 else ()):
+        frozen = f", frozen: {', '.join(phase.frozen)}" if phase.frozen else ""
+        yield f"phase {number + 1}, from step {phase.start}: noise × {phase.noise:.4g}, clipping × {phase.clip:.4g}{frozen}"
+    if plan.adaptive is not None:
+        yield (
+            f"adaptive clipping of {', '.join(plan.adaptive_clips)}: C follows the {plan.adaptive.quantile:.0%} quantile, rate "
+            f"{plan.adaptive.rate:g}, count noise {_number(plan.adaptive.count_noise or 0.0)}, inside the same multiplier"
+        )
+    for release in plan.releases:
+        what = "noise multiplier" if release.kind == "gaussian" else "epsilon"
+        yield f"released once beside the steps: {release.name} ({release.kind}, {what} {release.amount:.4g}), in the same epsilon"
+    if len(plan.groups) > 1:
+        energies = ", ".join(f"{name} {_number(value)}" for name, value in plan.noise_energies.items())
+        yield f"noise energy of a step by allocation: {energies}"
+    for where, note in plan.notes:
+        yield f"{where}: {note}"
+
+
 def render(plan: PrivacyPlan) -> str:
     """The whole plan as text."""
     neighbours = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}[plan.adjacency]
@@ -56,6 +77,8 @@ def render(plan: PrivacyPlan) -> str:
         else f"Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}"
     )
     console.print(f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}")
+    for line in _extras(plan):
+        console.print(f"  {line}")
     console.print(table(plan))
     console.print("X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise is added to the gradient sum.")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lipdp.bounds import Analysis, analyse
-from lipdp.bounds.operator_norm import unit_roundoff
-from lipdp.clipping import check_supported
+from lipdp.bounds import convolution_notes
+from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError, LipdpWarning
-from lipdp.losses import Loss, as_loss
-from lipdp.privacy import Accountant, Adjacency, Allocation, allocate, calibrate_noise, max_steps
-from lipdp.privacy import epsilon as epsilon_of
+from lipdp.losses import as_loss
+from lipdp.privacy import (
+    Accountant,
+    AdaptiveClip,
+    Adjacency,
+    Allocation,
+    PrivateRun,
+    Release,
+    calibrate_noise,
+    calibrate_run,
+    longest_run,
+    run_epsilon,
+)
 from lipdp.privacy._checks import is_number
-from lipdp.training.plan import (
-    CLIPPED_GROUP,
+from lipdp.training.grouping import adaptive_names, clips_of, make_groups, weights_by_group
+from lipdp.training.noise import NoiseSettings
+from lipdp.training.phases import Phase, Schedule, make_phases, segments
+from lipdp.training.plan import PrivacyPlan
+from lipdp.training.settings import (
     ROUNDOFF,
     Method,
-    ParameterGroup,
     Precision,
-    PrivacyPlan,
     check_counts,
     check_method,
+    choose_precision,
+    clipping_slack,
     describe_loss,
+    model_roundoff,
+    per_example_loss,
 )
 
-__all__ = ["clipping_slack", "groups_of", "per_example_loss", "plan"]
+__all__ = ["STATISTICS", "plan"]
 
-# Rounding of an example's norm, of its clip factor and of the product: sums of many terms, in blocks.
-_CLIPPING_OPERATIONS = 64
+STATISTICS = "statistics"
+"""Name of the one-off release that :class:`lipdp.nn.Standardize` is set from."""
 
 
 def plan(
@@ -47,8 +62,19 @@ def plan(
     epochs: float | None = None,
     steps: int | None = None,
     method: Method = "clipless",
-    max_grad_norm: float | None = None,
-    allocation: Allocation = "global",
+    max_grad_norm: float | Mapping[str, float] | None = None,
+    clipping_style: Style = "flat",
+    clipping_groups: Sequence[str] | None = None,
+    clip: Clip = "clip",
+    stability: float = 0.01,
+    clipped: Sequence[str] = (),
+    adaptive: AdaptiveClip | None = None,
+    clip_schedule: Schedule | None = None,
+    noise_schedule: Schedule | None = None,
+    freeze: Mapping[str, float] | None = None,
+    statistics_budget: float | None = None,
+    releases: Sequence[Release] = (),
+    allocation: Allocation | Mapping[str, float] = "global",
     adjacency: Adjacency = "add_remove",
     accountant: Accountant = "pld",
     precision: Precision | None = None,
@@ -72,9 +98,26 @@ def plan(
         epochs: length as expected passes over the data; T = ⌈epochs·N/b⌉.
         steps: length T.
         method: "clipless": sensitivities proved from the architecture. Or a clipping method, which enforces one:
-            "bookkeeping" (the fastest), "ghost", "reweight", "multiloss", "naive"; see :mod:`lipdp.clipping`.
-        max_grad_norm: C, the norm that clipping methods clip each example's gradient to.
-        allocation: "global", "per_layer" or "optimal", see :func:`lipdp.privacy.allocate`.
+            "bookkeeping" (the fastest), "ghost", "reweight", "multiloss", "naive"; see :mod:`lipdp.clipping`. Or "mixed":
+            proved where there is a proof, the other parameters clipped together (by book-keeping).
+        max_grad_norm: C, the norm that clipping methods clip each example's gradient to; C_g by group for other styles.
+        clipping_style: "flat", "per_layer" or "per_group", see :func:`lipdp.clipping.clipping_groups`.
+        clipping_groups: for "per_group": prefixes of parameter names.
+        clip: "clip" scales long gradients down, "automatic" normalises all of them: ν = C/(‖g‖ + γ).
+        stability: γ of "automatic".
+        clipped: for "mixed": prefixes of parameters to clip even where there is a proof.
+        adaptive: let clipping norms follow a private quantile: max_grad_norm for clipping methods, every
+            ``nn.ClipGradient(…, adaptive=True)`` for the others. Its cost is inside the step's own mechanism: the same ε.
+        clip_schedule: factor on all clipping norms over the run, e.g. ``((0.0, 1.0), (0.5, 0.5))``: halved from half-time on.
+            The noise follows. See :func:`lipdp.training.cosine_schedule`.
+        noise_schedule: factor on σ over the run; its phases are accounted for one by one.
+        freeze: prefix of parameter names → fraction of the run after which they are no longer trained. They get no noise from
+            then on and leave the sensitivity.
+        statistics_budget: share of ε set aside for the statistics of :class:`lipdp.nn.Standardize`: alone they would be
+            (share·ε, δ)-private; composed with the training the whole is still (ε, δ).
+        releases: other one-off releases to pay for, see :class:`lipdp.privacy.Release`.
+        allocation: "global", "per_layer" or "optimal", see :func:`lipdp.privacy.allocate`; or weights by parameter prefix: the
+            noise of each group is proportional to its weight.
         adjacency: "add_remove" (default) or "replace_one".
         accountant: "pld" (default) or "rdp".
         precision: arithmetic of the passes ("float32" unless the model's parameters are of another type). Coarser
@@ -93,29 +136,48 @@ def plan(
     check_method(method, max_grad_norm)
     check_counts(dataset_size, batch_size, steps, epochs)
     _check_privacy(epsilon, delta, dataset_size, noise_multiplier)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
+    shape = None if input_shape is None else tuple(input_shape)
+    groups, analysis = make_groups(
+        model,
+        loss,
+        method,
+        max_grad_norm=max_grad_norm,
+        style=clipping_style,
+        prefixes=clipping_groups,
+        clipped=clipped,
+        input_shape=shape,
+    )
+    arithmetic = choose_precision(precision, model_roundoff(model) if analysis is None else analysis.roundoff)
+    needed = [] if analysis is None else [analysis.slack(ROUNDOFF[arithmetic])]
+    slack = max(needed if method == "clipless" else [*needed, clipping_slack(arithmetic)])
+    paid = _paid_releases(statistics_budget, releases, epsilon, delta, accountant, adjacency)
     q = batch_size / dataset_size
     length = steps if steps is not None else None if epochs is None else math.ceil(epochs / q - 1e-9)
 
-    def solve() -> tuple[float, int, float]:
-        return _solve(epsilon, noise_multiplier, length, q, delta, accountant, adjacency)
+    def phases(count: int) -> tuple[Phase, ...]:
+        return make_phases(count, trained, clip=clip_schedule, noise=noise_schedule, freeze=freeze)
 
-    if method == "clipless":
-        known = as_loss(loss)
-        analysis = analyse(model, known, input_shape=None if input_shape is None else tuple(input_shape))
-        arithmetic = _precision(precision, analysis.roundoff)
-        slack = analysis.slack(ROUNDOFF[arithmetic])
-        sigma, length, spent = solve()
-        groups = groups_of(analysis, sigma, slack, allocation)
-        lipschitz, output_norm = analysis.loss_lipschitz, analysis.output.norm
-    else:
-        known = per_example_loss(loss)
-        check_supported(model)
-        assert max_grad_norm is not None
-        arithmetic = _precision(precision, _roundoff(model))
-        slack = clipping_slack(arithmetic)
-        sigma, length, spent = solve()
-        groups = (_clipped_group(model, max_grad_norm, sigma * slack),)
-        lipschitz, output_norm = math.inf, math.inf
+    def run(sigma: float, count: int) -> PrivateRun:
+        return PrivateRun(q, segments(phases(count), count, sigma), paid)
+
+    sigma, length, spent = _solve(epsilon, noise_multiplier, length, delta, accountant, adjacency, run)
+    clips = clips_of(model, groups, method, adaptive, scheduled=clip_schedule is not None, clip=clip)
+    followed = () if adaptive is None else adaptive_names(model, groups, clips)
+    if adaptive is not None:
+        adaptive = adaptive.completed(batch_size, sigma, len(followed))
+    weights = None if isinstance(allocation, str) else weights_by_group(groups, allocation)
+    settings = NoiseSettings(
+        multiplier=sigma,
+        slack=slack,
+        allocation=allocation if isinstance(allocation, str) else "weights",
+        weights=weights,
+        adaptive=adaptive,
+        counts=len(followed),
+    )
+    stds = settings.stds({group.name: group.sensitivity for group in groups}, {group.name: group.size for group in groups})
     return PrivacyPlan(
         method=method,
         dataset_size=dataset_size,
@@ -124,85 +186,61 @@ def plan(
         noise_multiplier=sigma,
         epsilon=spent,
         delta=delta,
-        allocation=allocation,
+        allocation=settings.allocation,
         adjacency=adjacency,
         accountant=accountant,
         precision=arithmetic,
         slack=slack,
-        loss=describe_loss(known),
-        loss_lipschitz=lipschitz,
-        output_norm=output_norm,
-        groups=groups,
-        max_grad_norm=max_grad_norm,
+        loss=describe_loss(as_loss(loss) if analysis is not None else per_example_loss(loss)),
+        loss_lipschitz=math.inf if analysis is None else analysis.loss_lipschitz,
+        output_norm=math.inf if analysis is None else analysis.output.norm,
+        groups=tuple(dataclasses.replace(group, noise_std=stds[group.name]) for group in groups),
+        max_grad_norm=None if method == "clipless" else math.hypot(*(g.sensitivity for g in groups if g.source == "clipped")),
+        clipping_style=clipping_style,
+        clip=clip,
+        stability=stability,
+        noise_weights=() if weights is None else tuple(weights.items()),
+        phases=phases(length),
+        clips=clips,
+        adaptive_clips=followed,
+        adaptive=adaptive,
+        releases=paid,
+        notes=() if analysis is None else tuple((n.layer, str(n)) for n in convolution_notes(model, input_shape=shape)),
     )
 
 
-def per_example_loss(loss: Any) -> Any:
-    """A loss for clipping methods: anything that returns one value per example."""
-    if not callable(loss):
-        raise ConfigurationError(f"a loss is called with outputs and targets; {type(loss).__name__} can't be called")
-    if getattr(loss, "reduction", "none") != "none" and not isinstance(loss, Loss):
+def _paid_releases(
+    share: float | None,
+    others: Sequence[Release],
+    epsilon: float | None,
+    delta: float,
+    accountant: Accountant,
+    adjacency: Adjacency,
+) -> tuple[Release, ...]:
+    """The one-off releases, with the statistics' noise calibrated to their share of ε."""
+    if share is None:
+        return tuple(others)
+    if not (is_number(share) and 0 < share < 1):
+        raise ConfigurationError(f"statistics_budget is a share of epsilon, between 0 and 1, not {share!r}")
+    if epsilon is None:
         raise ConfigurationError(
-            f"{type(loss).__name__} has reduction={loss.reduction!r}, which mixes the examples of a batch. Use reduction='none': "
-            "lipdp sums over examples itself."
+            "statistics_budget is a share of epsilon: give epsilon, or say the noise yourself with "
+            f"releases=[lipdp.privacy.Release({STATISTICS!r}, 'gaussian', multiplier)]"
         )
-    return loss
-
-
-def clipping_slack(precision: str) -> float:
-    """(1+u)^64: what rounding may add to a clipped gradient's norm."""
-    return float((1 + ROUNDOFF[precision]) ** _CLIPPING_OPERATIONS)
-
-
-def _roundoff(model: torch.nn.Module) -> float:
-    return max((unit_roundoff(p.dtype) for p in model.parameters() if p.is_floating_point()), default=ROUNDOFF["float32"])
-
-
-def _clipped_group(model: torch.nn.Module, max_grad_norm: float, std_per_norm: float) -> ParameterGroup:
-    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
-    return ParameterGroup(
-        name=CLIPPED_GROUP,
-        parameters=tuple(trained),
-        size=sum(trained.values()),
-        sensitivity=float(max_grad_norm),
-        source="clipped",
-        noise_std=float(max_grad_norm) * std_per_norm,
-        input_norm=math.inf,
-        cotangent_norm=math.inf,
+    multiplier = calibrate_noise(
+        epsilon=share * epsilon, delta=delta, sampling_rate=1.0, steps=1, accountant=accountant, adjacency=adjacency
     )
-
-
-def groups_of(analysis: Analysis, noise_multiplier: float, slack: float, allocation: Allocation) -> tuple[ParameterGroup, ...]:
-    """One group per parameter, each proved, with its share of the noise."""
-    if not analysis.parameters:
-        raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
-    sizes = {row.name: row.size for row in analysis.parameters}
-    stds = allocate(analysis.sensitivities, sizes, noise_multiplier, allocation)
-    return tuple(
-        ParameterGroup(
-            name=row.name,
-            parameters=(row.name,),
-            size=row.size,
-            sensitivity=row.sensitivity,
-            source="proved",
-            noise_std=stds[row.name] * slack,
-            input_norm=row.input_norm,
-            cotangent_norm=row.cotangent_norm,
-        )
-        for row in analysis.parameters
-    )
+    return (Release(STATISTICS, "gaussian", multiplier), *others)
 
 
 def _solve(
     epsilon: float | None,
     sigma: float | None,
     steps: int | None,
-    q: float,
     delta: float,
     accountant: Accountant,
     adjacency: Adjacency,
+    run: Callable[[float, int], PrivateRun],
 ) -> tuple[float, int, float]:
     """(σ, T, ε) from two of them."""
     if (epsilon is None) + (sigma is None) + (steps is None) > 1:
@@ -212,17 +250,13 @@ def _solve(
     if sigma is None:
         assert epsilon is not None
         assert steps is not None
-        sigma = calibrate_noise(
-            epsilon=epsilon, delta=delta, sampling_rate=q, steps=steps, accountant=accountant, adjacency=adjacency
-        )
+        length = steps
+        sigma = calibrate_run(lambda s: run(s, length), epsilon=epsilon, delta=delta, accountant=accountant, adjacency=adjacency)
     elif steps is None:
         assert epsilon is not None
-        steps = max_steps(
-            epsilon=epsilon, delta=delta, noise_multiplier=sigma, sampling_rate=q, accountant=accountant, adjacency=adjacency
-        )
-    spent = epsilon_of(
-        noise_multiplier=sigma, sampling_rate=q, steps=steps, delta=delta, accountant=accountant, adjacency=adjacency
-    )
+        noise = sigma
+        steps = longest_run(lambda n: run(noise, n), epsilon=epsilon, delta=delta, accountant=accountant, adjacency=adjacency)
+    spent = run_epsilon(run(sigma, steps), delta, accountant, adjacency)
     if math.isinf(spent):
         raise ConfigurationError(
             f"noise_multiplier={sigma:g} and {steps} steps have no finite epsilon at delta={delta:g} with the {accountant} "
@@ -249,14 +283,3 @@ def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise
             LipdpWarning,
             stacklevel=3,
         )
-
-
-def _precision(asked: str | None, roundoff: float) -> Precision:
-    native: Precision = (
-        "float64" if roundoff <= ROUNDOFF["float64"] else "float32" if roundoff <= ROUNDOFF["float32"] else "bfloat16"
-    )
-    if asked is None:
-        return native
-    if asked not in ROUNDOFF:
-        raise ConfigurationError(f"precision={asked!r} is not known; choose one of {', '.join(ROUNDOFF)}")
-    return asked if ROUNDOFF[asked] >= ROUNDOFF[native] else native  # type: ignore[return-value]

@@ -5,25 +5,58 @@ The engine is the same for every method; a query says how the sum is computed an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from lipdp.bounds import Analysis, analyse
-from lipdp.clipping import check_supported, clipped_gradients
+from lipdp.clipping import Method as ClippingMethod
+from lipdp.clipping import check_supported, clip_batch, clipping_groups
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import effective_leaves, pull_back
 from lipdp.training.batches import microbatches
+from lipdp.training.clip_counts import LayerCounts, centred_count
+from lipdp.training.copies import Copies
 from lipdp.training.gradients import arithmetic, gradient_sum, zeros_like_sum
-from lipdp.training.plan import CLIPPED_GROUP, ROUNDOFF, PrivacyPlan
-from lipdp.training.planning import clipping_slack, per_example_loss
+from lipdp.training.grouping import clip_layers
+from lipdp.training.plan import CLIPPED_GROUP, ParameterGroup, PrivacyPlan
+from lipdp.training.settings import ROUNDOFF, clipping_slack, per_example_loss
 
-__all__ = ["ClippedQuery", "ProvedQuery", "Query", "query_of"]
+__all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]
 
 # Bounds of the same model come out of the same arithmetic; anything above this is another model.
 _SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One Poisson sample and how it goes through the model."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    microbatch_size: int
+    device: torch.device
+    copies: Copies = field(default_factory=Copies)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the data say, not yet noised: private.
+
+    Attributes:
+        sums: the gradient sum by parameter.
+        counts: Σ(b_i − ½) by adaptive clipping norm.
+        clipped: how many examples were clipped, of how many; where examples are clipped.
+    """
+
+    sums: dict[str, torch.Tensor]
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    clipped: tuple[float, int] | None = None
 
 
 class Query(Protocol):
@@ -34,20 +67,16 @@ class Query(Protocol):
         """One value per example."""
         ...
 
-    def bounds(self) -> dict[str, float]:
-        """Group name → sensitivity that holds for the model as it is now; raises if the plan promises less."""
+    def prove(self) -> None:
+        """Bound the model as it is now; raises if the plan promises less."""
         ...
 
-    def sums(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        microbatch_size: int,
-        device: torch.device,
-    ) -> dict[str, torch.Tensor]:
-        """The query's answer, not yet noised."""
+    def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
+        """Group name → sensitivity, with clipping norms at these values."""
+        ...
+
+    def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
+        """The query's answer for these parameters, with clipping norms at these values."""
         ...
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -59,6 +88,8 @@ def query_of(model: torch.nn.Module, loss: Any, plan: PrivacyPlan, input_shape: 
     """The query that the plan's method stands for."""
     if plan.method == "clipless":
         return ProvedQuery(model, as_loss(loss), plan, input_shape)
+    if plan.method == "mixed":
+        return MixedQuery(model, as_loss(loss), plan, input_shape)
     return ClippedQuery(model, per_example_loss(loss), plan)
 
 
@@ -92,44 +123,51 @@ class ProvedQuery:
         self.model, self.plan, self.input_shape = model, plan, input_shape
         self.loss: Callable[..., torch.Tensor] = loss
         self._proved_loss = loss
+        self.groups = tuple(group for group in plan.groups if group.source == "proved")
+        self._analysis: Analysis | None = None
 
-    def bounds(self) -> dict[str, float]:
-        """The calculus, run again."""
-        analysis: Analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape)
-        planned, found = self.plan.sensitivities, analysis.sensitivities
-        if any(group.parameters != (group.name,) for group in self.plan.groups):
-            raise ConfigurationError("a clipless plan has one group for each parameter; this one was changed. Make a new plan.")
-        _check_names(self.plan, {row.name: row.size for row in analysis.parameters})
-        for name, bound in found.items():
-            if bound > planned[name] * _SAME:
+    def prove(self) -> None:
+        """The calculus, run again; clipping norms that change are taken where they start."""
+        self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
+        if any(group.parameters != (group.name,) for group in self.groups):
+            raise ConfigurationError("a proved group is one parameter; this plan was changed. Make a new plan.")
+        _check_names(self.plan, {row.name: row.size for row in self._analysis.parameters})
+        planned = {group.name: group.sensitivity for group in self.groups}
+        for name, bound in self.bounds(dict(self.plan.clips)).items():
+            if not bound <= planned[name] * _SAME:
                 raise ConfigurationError(
                     f"the plan was made for another model or loss: parameter '{name}' has sensitivity {bound:.6g} here, and "
                     f"{planned[name]:.6g} in the plan. Make a new plan."
                 )
-        _check_slack(self.plan, analysis.slack(ROUNDOFF[self.plan.precision]))
-        return found
+        _check_slack(self.plan, self._analysis.slack(ROUNDOFF[self.plan.precision]))
 
-    def sums(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        microbatch_size: int,
-        device: torch.device,
-    ) -> dict[str, torch.Tensor]:
+    def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
+        """Δ of each proved parameter."""
+        assert self._analysis is not None
+        found = self._analysis.at_limits(clips) if clips else self._analysis.sensitivities
+        return {group.name: found[group.name] for group in self.groups}
+
+    def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
-        with effective_leaves(self.model) as leaves:
-            return gradient_sum(
+        layers = clip_layers(self.model)
+        for name in clips.keys() & layers.keys():
+            layers[name].max_norm = clips[name]
+        counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
+        with effective_leaves(self.model) as leaves, counts.watching():
+            sums = gradient_sum(
                 self.model,
                 self._proved_loss,
-                {**parameters, **leaves},
-                inputs,
-                targets,
-                microbatch_size=microbatch_size,
-                device=device,
+                {**parameters, **{name: leaf for name, leaf in leaves.items() if name in parameters}},
+                batch.inputs,
+                batch.targets,
+                microbatch_size=batch.microbatch_size,
+                device=batch.device,
                 precision=self.plan.precision,
+                copies=batch.copies,
+                counts=counts if counts.layers else None,
             )
+        zero = torch.zeros((), dtype=torch.float64, device=batch.device)
+        return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
@@ -137,46 +175,138 @@ class ProvedQuery:
 
 
 class ClippedQuery:
-    """Sensitivity enforced: every example's gradient is clipped to ``max_grad_norm``."""
+    """Sensitivity enforced: every example's gradient is clipped, group by group."""
 
     def __init__(self, model: torch.nn.Module, loss: Callable[..., torch.Tensor], plan: PrivacyPlan) -> None:
         self.model, self.loss, self.plan = model, loss, plan
+        self.groups = tuple(group for group in plan.groups if group.source == "clipped")
 
-    def bounds(self) -> dict[str, float]:
-        """C for the one group; refuses layers whose per-example gradients can't be told."""
-        check_supported(self.model)
-        _check_names(self.plan, {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad})
-        assert self.plan.max_grad_norm is not None
-        if [group.name for group in self.plan.groups] != [CLIPPED_GROUP]:
-            raise ConfigurationError("a plan for clipping has one group of all parameters; this one was changed. Make a new plan.")
-        if self.plan.max_grad_norm > self.plan.sensitivity * _SAME:
+    def prove(self) -> None:
+        """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style."""
+        with _only_trained(self.model, {name for group in self.groups for name in group.parameters}):
+            check_supported(self.model)
+        trained = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
+        _check_names(self.plan, trained)
+        self._check_groups()
+        promised = math.hypot(*(group.sensitivity for group in self.groups))
+        if self.plan.max_grad_norm is None or self.plan.max_grad_norm > promised * _SAME:
             raise ConfigurationError(
-                f"the plan's sensitivity {self.plan.sensitivity:.6g} is below its max_grad_norm {self.plan.max_grad_norm:.6g}. "
-                "Make a new plan."
+                f"the plan's sensitivity {promised:.6g} is below its max_grad_norm {self.plan.max_grad_norm!r}. Make a new plan."
             )
         _check_slack(self.plan, clipping_slack(self.plan.precision))
-        return {CLIPPED_GROUP: self.plan.max_grad_norm}
 
-    def sums(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        microbatch_size: int,
-        device: torch.device,
-    ) -> dict[str, torch.Tensor]:
+    def _check_groups(self) -> None:
+        """The groups are exactly those that the style makes: what is clipped together is bounded together."""
+        names = [name for group in self.groups for name in group.parameters]
+        norms = {group.name: group.sensitivity for group in self.groups}
+        flat = self.plan.clipping_style == "flat"
+        made = clipping_groups(names, sum(norms.values()) if flat else norms, self.plan.clipping_style)
+        expected = {CLIPPED_GROUP if flat else group.name: set(group.parameters) for group in made}
+        if {group.name: set(group.parameters) for group in self.groups} != expected:
+            raise ConfigurationError("the plan's clipping groups are not those of its style; it was changed. Make a new plan.")
+
+    def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
+        """C of each group."""
+        return {group.name: clips.get(group.name, group.sensitivity) for group in self.groups}
+
+    def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """Σ_i ν_i·g_i by the plan's method, microbatch by microbatch."""
-        assert self.plan.max_grad_norm is not None
-        assert self.plan.method != "clipless"
+        plan, bounds = self.plan, self.bounds(clips)
+        active = [group for group in self.groups if any(name in parameters for name in group.parameters)]
+        followed = [group for group in active if group.name in plan.adaptive_clips]
         total = {name: zeros_like_sum(p) for name, p in parameters.items()}
-        for x, y, mask in microbatches(inputs, targets, microbatch_size, device):
-            with arithmetic(self.plan.precision, device):
-                found = clipped_gradients(self.model, self.loss, x, y, self.plan.max_grad_norm, self.plan.method, mask=mask)
-            for name, gradient in found.items():
-                total[name] += gradient
-        return total
+        counts = {group.name: torch.zeros((), dtype=torch.float64, device=batch.device) for group in followed}
+        clipped, seen = torch.zeros((), dtype=torch.float64, device=batch.device), 0
+        size = max(1, batch.microbatch_size // batch.copies.count)
+        with _only_trained(self.model, parameters):
+            for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device):
+                with arithmetic(plan.precision, batch.device):
+                    found = self._clip(active, bounds, batch.copies.rows(x), batch.copies.repeat(y), mask, batch.copies.count)
+                for name, gradient in found.sums.items():
+                    total[name] += gradient
+                clipped += ((found.factors < 1).any(1) & mask).sum()
+                seen += len(x)
+                for number, group in enumerate(active):
+                    if group.name in counts:
+                        counts[group.name] += centred_count(found.norms[:, number], bounds[group.name], mask)
+        return Answer(total, counts, (float(clipped), len(batch.inputs)) if plan.clip == "clip" else None)
+
+    def _clip(
+        self,
+        groups: list[ParameterGroup],
+        bounds: Mapping[str, float],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor,
+        copies: int,
+    ) -> Any:
+        plan = self.plan
+        flat = plan.clipping_style == "flat"
+        method: ClippingMethod = "bookkeeping" if plan.method in ("mixed", "clipless") else plan.method  # type: ignore[assignment]
+        return clip_batch(
+            self.model,
+            self.loss,
+            x,
+            y,
+            bounds[groups[0].name] if flat else {group.name: bounds[group.name] for group in groups},
+            method,
+            mask=mask,
+            clip=plan.clip,
+            style=plan.clipping_style,
+            stability=plan.stability,
+            copies=copies,
+        )
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """They are the parameters' own."""
         return dict(noised)
+
+
+class MixedQuery:
+    """Proved where there is a proof, clipped elsewhere: both are one Gaussian mechanism."""
+
+    def __init__(self, model: torch.nn.Module, loss: Loss, plan: PrivacyPlan, input_shape: tuple[int, ...] | None) -> None:
+        self.loss: Callable[..., torch.Tensor] = loss
+        self._proved = ProvedQuery(model, loss, plan, input_shape)
+        self._clipped = ClippedQuery(model, loss, plan)
+
+    def prove(self) -> None:
+        """Both parts."""
+        self._proved.prove()
+        self._clipped.prove()
+
+    def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
+        """Of both parts."""
+        return {**self._proved.bounds(clips), **self._clipped.bounds(clips)}
+
+    def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
+        """One pass for each part."""
+        enforced = {name for group in self._clipped.groups for name in group.parameters}
+        sums: dict[str, torch.Tensor] = {}
+        counts: dict[str, torch.Tensor] = {}
+        share = None
+        for query, names in ((self._proved, parameters.keys() - enforced), (self._clipped, parameters.keys() & enforced)):
+            if names:
+                part = query.ask({name: p for name, p in parameters.items() if name in names}, batch, clips)
+                sums |= part.sums
+                counts |= part.counts
+                share = part.clipped or share
+        return Answer(sums, counts, share)
+
+    def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The proved part is pulled back through parametrisations; clipped gradients already are the parameters' own."""
+        proved = {group.name for group in self._proved.groups}
+        return {**noised, **self._proved.gradients({name: g for name, g in noised.items() if name in proved})}
+
+
+@contextmanager
+def _only_trained(model: torch.nn.Module, parameters: Collection[str]) -> Iterator[None]:
+    """Parameters that this step does not train cost nothing: no gradients are computed for them."""
+    others = [p for name, p in model.named_parameters() if p.requires_grad and name not in parameters]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)

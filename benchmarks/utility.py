@@ -1,0 +1,122 @@
+"""Accuracy of the recipes on the test set: every (recipe, ε) with several seeds, through lipdp's own plan, engine and fit.
+
+    python benchmarks/utility.py run --seeds 0 1 2 --device cuda --out benchmarks/results/accuracy
+    python benchmarks/utility.py run --recipes cifar10-scattering-eps3 --epsilon 3 …
+    python benchmarks/utility.py table --out benchmarks/results/accuracy        the Markdown table of what has been run
+
+Settings were chosen on held-out parts of the training sets (benchmarks/accuracy_search.py); here the test set is read once for each
+seed. Every run is appended to OUT/runs.jsonl when it is done; runs that are there already are not repeated. OUT/table.csv and
+OUT/table.md are made from that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+import lipdp
+from lipdp.recipes.features import FeatureRecipe, train_on_features
+from lipdp.recipes.scattering import SCATTERING
+
+COLUMNS = ("dataset", "epsilon", "recipe", "runs", "accuracy", "deviation", "spent", "delta", "steps", "seconds", "method")
+
+
+def jobs(names: list[str], epsilons: list[float]) -> list[tuple[FeatureRecipe, float]]:
+    """The recipes with the budgets they were made for, restricted to what was asked for."""
+    chosen = [(recipe, epsilon) for (_, epsilon), recipe in SCATTERING.items()]
+    return [(r, e) for r, e in chosen if (not names or r.name in names or r.dataset in names) and (not epsilons or e in epsilons)]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    file = Path(arguments.out) / "runs.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    done = {(r["recipe"], r["epsilon"], r["seed"]) for r in read(file)}
+    for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon):
+        for seed in arguments.seeds:
+            if (recipe.name, epsilon, seed) in done:
+                continue
+            result = train_on_features(recipe, epsilon=epsilon, seed=seed, device=arguments.device, cache=arguments.cache)
+            place = torch.cuda.get_device_name() if arguments.device and "cuda" in arguments.device else "cpu"
+            record = {
+                **result.summary(),
+                "epsilon": epsilon,
+                "spent": result.epsilon,
+                "dataset": recipe.dataset,
+                "noise_multiplier": result.plan.noise_multiplier,
+                "sensitivities": result.plan.sensitivities,
+                "releases": [str(release) for release in result.plan.releases],
+                "device": place,
+                "torch": torch.__version__,
+                "lipdp": getattr(lipdp, "__version__", ""),
+                "command": " ".join(["python", *sys.argv]),
+            }
+            with file.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+            print(f"{recipe.name} eps={epsilon:g} seed={seed}: {100 * result.accuracy:.2f}% in {result.seconds:.1f} s", flush=True)
+    table(arguments)
+
+
+def read(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """CSV and Markdown of all runs, grouped by recipe and ε."""
+    out = Path(arguments.out)
+    groups: dict[tuple[str, float, str], list[dict[str, object]]] = {}
+    for record in read(out / "runs.jsonl"):
+        key = (str(record["dataset"]), float(str(record["epsilon"])), str(record["recipe"]))
+        groups.setdefault(key, []).append(record)
+    rows = []
+    for (dataset, epsilon, recipe), records in sorted(groups.items()):
+        accuracies = [100 * float(str(r["accuracy"])) for r in records]
+        rows.append(
+            {
+                "dataset": dataset,
+                "epsilon": epsilon,
+                "recipe": recipe,
+                "runs": len(records),
+                "accuracy": round(statistics.fmean(accuracies), 2),
+                "deviation": round(statistics.stdev(accuracies), 2) if len(records) > 1 else 0.0,
+                "spent": max(float(str(r["spent"])) for r in records),
+                "delta": records[0]["delta"],
+                "steps": records[0]["steps"],
+                "seconds": round(statistics.fmean(float(str(r["seconds"])) for r in records), 1),
+                "method": records[0]["method"],
+            }
+        )
+    with (out / "table.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = ["| dataset | ε | test accuracy % | runs | steps | seconds | recipe |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {r['dataset']} | {r['epsilon']:g} | {r['accuracy']:.2f} ± {r['deviation']:.2f} | {r['runs']} | {r['steps']} | "
+        f"{r['seconds']:g} | {r['recipe']} |"
+        for r in rows
+    ]
+    (out / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("run", "table"))
+    parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes or datasets; all by default")
+    parser.add_argument("--epsilon", type=float, nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device")
+    parser.add_argument("--cache", help="folder for features")
+    parser.add_argument("--out", default="benchmarks/results/accuracy")
+    arguments = parser.parse_args()
+    run(arguments) if arguments.action == "run" else table(arguments)
+
+
+if __name__ == "__main__":
+    main()

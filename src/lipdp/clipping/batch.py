@@ -1,0 +1,174 @@
+"""What is asked of a batch, checked before anything is computed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+
+from lipdp.clipping.arithmetic import HALF
+from lipdp.clipping.contribution import Form
+from lipdp.clipping.loops import sum_dtype
+from lipdp.clipping.styles import Clip, Group, Style, group_bounds
+from lipdp.errors import ConfigurationError, DataError
+
+__all__ = [
+    "TWO_PASSES",
+    "Batch",
+    "Clipped",
+    "Flag",
+    "Method",
+    "bounds_of",
+    "check_choice",
+    "check_choices",
+    "check_two_passes",
+    "eager",
+    "prepare",
+    "trainable",
+    "uncompiled",
+]
+
+Method = Literal["naive", "multiloss", "reweight", "ghost", "bookkeeping", "auto"]
+F = TypeVar("F", bound=Callable[..., Any])
+TWO_PASSES = ("reweight", "ghost")
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What clipping a batch gives. Only ``sums``, noised, may be released: all else is private."""
+
+    sums: dict[str, torch.Tensor]  # Σ_i ν_i·g_i by parameter name
+    norms: torch.Tensor  # ‖g_i‖ (batch, groups)
+    factors: torch.Tensor  # ν_i (batch, groups); 0 for an example that is left out
+    groups: tuple[Group, ...]
+    kept: torch.Tensor  # the mask (batch,)
+    bounds: torch.Tensor  # C_g (groups,)
+
+    @property
+    def within(self) -> torch.Tensor:
+        """How many of the kept examples have ‖g_i‖ ≤ C_g (groups,): for adaptive clipping, which must account for it."""
+        return ((self.norms <= self.bounds) & self.kept[:, None]).sum(0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets row by row, and which examples count."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    keep: torch.Tensor
+
+
+class Flag:
+    """One number on its way from the device: read without waiting for what was launched after it."""
+
+    def __init__(self) -> None:
+        self._value: torch.Tensor | None = None
+        self._event: Any = None
+
+    def __call__(self, value: torch.Tensor) -> None:
+        """Send for it."""
+        if value.device.type != "cuda":
+            self._value = value
+            return
+        self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._value.copy_(value, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def read(self) -> bool:
+        """Wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value is not None and bool(self._value)
+
+
+def check_choice(name: str, value: str, known: object) -> None:
+    """One of the words that a Literal allows."""
+    if value not in get_args(known):
+        raise ConfigurationError(f"{name}={value!r} is not known; choose one of {', '.join(get_args(known))}")
+
+
+def check_choices(method: Method, clip: Clip, form: Form, stability: float) -> None:
+    """The settings of :func:`lipdp.clipping.clip_batch`."""
+    for name, value, known in (("method", method, Method), ("clip", clip, Clip), ("form", form, Form)):
+        check_choice(name, value, known)
+    if not (math.isfinite(stability) and stability > 0):
+        raise ConfigurationError(f"stability must be a positive number, not {stability!r}")
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By name; a model has some."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigurationError(f"{type(model).__name__} has no trainable parameters")
+    return parameters
+
+
+def prepare(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, copies: int) -> Batch:
+    """The batch with a target for each row; refuses shapes that can't be meant."""
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise ConfigurationError(f"copies must be a whole number of at least 1, not {copies!r}")
+    if len(x) % copies:
+        raise DataError(f"{len(x)} rows are no whole number of examples with copies={copies} rows each")
+    examples = len(x) // copies
+    if len(y) not in (examples, len(x)):
+        raise DataError(f"{len(x)} inputs but {len(y)} targets" + (f" (copies={copies})" if copies > 1 else ""))
+    if copies > 1 and len(y) == examples:
+        y = y.repeat_interleave(copies, dim=0)
+    if mask is None:
+        keep = torch.ones(examples, dtype=torch.bool, device=x.device)
+    elif mask.shape != (examples,) or mask.dtype != torch.bool:
+        raise DataError(f"mask must be ({examples},) of booleans, not {tuple(mask.shape)} of {mask.dtype}")
+    else:
+        keep = mask.to(x.device)
+    return Batch(x, y, keep)
+
+
+def check_two_passes(method: str, parameters: Mapping[str, torch.Tensor], style: Style, device: torch.device) -> None:
+    """Reweighting losses clips whole gradients, and adds them up as autograd does."""
+    if style != "flat":
+        raise ConfigurationError(
+            f"method={method!r} reweights the losses, which scales an example's whole gradient: it only clips style='flat'. Use "
+            "method='bookkeeping'."
+        )
+    if torch.is_autocast_enabled(device.type) or any(p.dtype in HALF for p in parameters.values()):
+        raise ConfigurationError(
+            f"method={method!r} lets autograd add up the gradients, in half precision here: the rounding of the whole sum is not "
+            "bounded by any example's C. Use method='bookkeeping', which adds up in float32."
+        )
+
+
+def bounds_of(groups: tuple[Group, ...], parameters: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """C_g (groups,), in the dtype of the sums."""
+    double = any(sum_dtype(p) == torch.float64 for p in parameters.values())
+    return group_bounds(groups, torch.float64 if double else torch.float32, device)
+
+
+def uncompiled(function: F) -> F:
+    """Inside a function that torch.compile compiles, the decorated one runs as it is: hooks and graphs are its business."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            disable: Callable[[F], F] = torch.compiler.disable
+            return disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+@contextmanager
+def eager(model: torch.nn.Module) -> Iterator[None]:
+    """A compiled model is run uncompiled: a compiled graph shows nothing of its layers."""
+    compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
+    if compiled and not torch.compiler.is_compiling():
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield

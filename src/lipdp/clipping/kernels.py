@@ -1,0 +1,319 @@
+"""Norms of per-example gradients that are never written to memory: two small Triton kernels for CUDA.
+
+By torch's own operations, the norm of a convolution's gradient costs its patches (k² times the input) and the gradient itself, each
+written and read once; the Gram form costs two T×T matrices. Here both live in registers: a tile of ``Σ_t δ_t ⊗ patch_t``, or of
+the two Gram matrices, is computed by tensor cores, squared (or multiplied), added up, and forgotten.
+
+Products are in TF32 where that is allowed or exact, else in three TF32 products that make up one of float32 ("3xTF32").
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lipdp.errors import LipdpNotice
+
+__all__ = [
+    "MOST_OUTPUTS",
+    "CotangentSums",
+    "GramSums",
+    "Precision",
+    "Tiles",
+    "available",
+    "clip_factors",
+    "convolution_norms",
+    "cotangent_sums",
+    "gram_norms",
+    "gram_sums",
+    "gram_tiles",
+    "row_squares",
+    "with_rounding",
+]
+
+Precision = Literal["tf32", "tf32x3"]
+
+
+class Tiles(NamedTuple):
+    """Sides of the largest tile (of outputs × taps, or positions × positions), what it is summed over at a time, warps, stages."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+# Measured by benchmarks/clipping_kernels.py.
+_CONVOLUTION = Tiles(128, 64, 32, 8, 3)
+_GRAM = Tiles(64, 64, 32, 4, 3)
+# Outputs of a layer that cotangent_sums holds at a time; numbers of a tile; programs that keep a GPU busy.
+MOST_OUTPUTS = 512
+_TILE = 4096
+_BUSY = 512
+_TINY = float(torch.finfo(torch.float32).tiny)
+
+
+@cache
+def _triton() -> Any:
+    """The compiled kernels' module; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lipdp.clipping import triton_kernels
+
+    return triton_kernels
+
+
+def available(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels can be used on these tensors: in single or half precision, on an NVIDIA GPU that knows TF32."""
+    if not all(t.device.type == "cuda" and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in tensors):
+        return False
+    device = tensors[0].device
+    if device not in _tried:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _tried[device] = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8 and _work(device)
+    return _tried[device]
+
+
+_tried: dict[torch.device, bool] = {}
+
+
+def _work(device: torch.device) -> bool:
+    """A trial once per device: what does not compile here, or not compute what it should, is not used."""
+    if _triton() is None:
+        return False
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        x, delta = (torch.randn(2, size, 5, 7, device=device, generator=generator) for size in (3, 20))
+        found = convolution_norms(x, delta, (3, 3), (1, 1), (1, 1), (1, 1), 1, 1, "tf32x3").sum(1)
+        windows = torch.nn.functional.unfold(x, 3, padding=1).double()
+        expected = torch.bmm(delta.flatten(2).double(), windows.transpose(1, 2)).square().sum((1, 2))
+        a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
+        products = torch.bmm(a.double().transpose(1, 2), b.double()).square().sum((1, 2))
+        right = torch.allclose(found.double(), expected, rtol=1e-4)
+        right = right and torch.allclose(gram_sums(a, b, "tf32x3").products.double(), products, rtol=1e-3)
+        trouble = "" if right else "they do not compute what they should"
+    except Exception as error:  # a compiler that is missing or does not fit
+        right, trouble = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if not right:
+        warnings.warn(f"the Triton kernels for norms are not used on {device}, torch does it: {trouble}", LipdpNotice, stacklevel=2)
+    return right
+
+
+def _power(value: int, least: int, most: int) -> int:
+    """The power of two that holds ``value``, within limits."""
+    return max(least, min(most, 1 << (max(value, 1) - 1).bit_length()))
+
+
+def convolution_norms(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    copies: int,
+    precision: Precision,
+    tiles: Tiles = _CONVOLUTION,
+) -> torch.Tensor:
+    """Numbers (B, tiles) whose sum is ‖Σ_t δ_t ⊗ patch_t‖² of each example, over its ``copies`` rows.
+
+    x: (B·copies, in, H, W), δ: (B·copies, out, H', W'). Kernel, stride, padding and dilation have two numbers each.
+    """
+    x, delta = x.contiguous(), delta.contiguous()
+    examples, outputs, reads = len(x) // copies, delta.shape[1] // groups, x.shape[1] // groups * kernel[0] * kernel[1]
+    tile_p, tile_d = _power(outputs, 16, tiles.rows), _power(reads, 16, tiles.columns)
+    tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
+    partial = torch.empty(examples * groups, tiles_p * tiles_d, dtype=torch.float32, device=x.device)
+    _triton().convolution_tiles[(examples * groups, tiles_p * tiles_d)](
+        x,
+        delta,
+        partial,
+        x.shape[1] // groups,
+        x.shape[2],
+        x.shape[3],
+        outputs,
+        delta.shape[3],
+        delta.shape[2] * delta.shape[3],
+        *stride,
+        *padding,
+        *dilation,
+        groups,
+        copies,
+        tiles_d,
+        KH=kernel[0],
+        KW=kernel[1],
+        P=tile_p,
+        D=tile_d,
+        T=tiles.inner,
+        PRECISION=precision,
+        num_warps=tiles.warps if tile_p * tile_d >= tiles.rows * tiles.columns else 4,
+        num_stages=tiles.stages,
+    )
+    return partial.reshape(examples, -1)
+
+
+class GramSums(NamedTuple):
+    """Of each example (B,): Σ_{t,t'} (δ_t·δ_t')(x_t·x_t'), Σ_t ‖δ_t‖‖x_t‖, Σ_t ‖δ_t‖², Σ_t ‖x_t‖², max_t ‖δ_t‖²."""
+
+    products: torch.Tensor
+    scale: torch.Tensor
+    of_delta: torch.Tensor
+    of_x: torch.Tensor
+    largest: torch.Tensor
+
+
+def gram_tiles(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles: Tiles = _GRAM) -> torch.Tensor:
+    """(B, tiles, 5), whose sums over the tiles (the maximum of the last) are :class:`GramSums`; nothing T×T is written."""
+    delta, x = delta.contiguous(), x.contiguous()
+    batch, positions = delta.shape[:2]
+    tile = _power(positions, 16, tiles.rows)
+    count = -(-positions // tile)
+    pairs = count * count  # those below the diagonal stay zero
+    partial = torch.zeros(batch, pairs, 5, dtype=torch.float32, device=x.device)
+    _triton().gram_tiles[(batch, pairs)](
+        delta,
+        x,
+        partial,
+        positions,
+        delta.shape[2],
+        x.shape[2],
+        count,
+        T=tile,
+        K=tiles.inner,
+        PRECISION=precision,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return partial
+
+
+def gram_sums(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles: Tiles = _GRAM) -> GramSums:
+    """The Gram form and what its margins need, in one reading of δ (B, T, p) and x (B, T, d)."""
+    partial = gram_tiles(delta, x, precision, tiles)
+    products, scale, of_delta, of_x = partial[..., :4].sum(1).unbind(1)
+    return GramSums(products, scale, of_delta, of_x, partial[..., 4].amax(1))
+
+
+def gram_norms(
+    delta: torch.Tensor, x: torch.Tensor, precision: Precision, *, margin: float, of_sums: float, of_factors: float
+) -> torch.Tensor:
+    """(√(Gram form + margin·(Σ_t‖δ_t‖‖x_t‖)²) + (of_sums·‖δ‖_F + of_factors·max_t‖δ_t‖)·‖x‖_F)² of each example (B,).
+
+    Squares that underflow are counted as the most they could have been.
+    """
+    partial = gram_tiles(delta, x, precision)
+    batch, count = partial.shape[:2]
+    out = torch.empty(batch, dtype=torch.float32, device=x.device)
+    columns = _power(count, 1, 1 << 20)
+    rows = max(1, min(16, _TILE // columns))
+    tiny = _TINY * delta.shape[1]
+    _triton().gram_with_rounding[(-(-batch // rows),)](
+        partial,
+        out,
+        batch,
+        count,
+        margin,
+        tiny * delta.shape[2],
+        tiny * x.shape[2],
+        _TINY,
+        of_sums,
+        of_factors,
+        B=rows,
+        N=columns,
+        num_warps=4,
+    )
+    return out
+
+
+class CotangentSums(NamedTuple):
+    """Of each example: Σ_t ‖δ_t‖² (B,), max_t ‖δ_t‖² (B,), Σ_t δ_t (B, outputs)."""
+
+    total: torch.Tensor
+    largest: torch.Tensor
+    sums: torch.Tensor
+
+
+def _shares(rows: int, size: int, least: int) -> tuple[int, int]:
+    """Into how many parts, of what size, to cut rows of ``size`` numbers so that the GPU has enough to do."""
+    parts = max(1, min(_BUSY // max(rows, 1), size // least))
+    share = -(-size // parts)
+    return -(-size // share), share
+
+
+def cotangent_sums(delta: torch.Tensor) -> CotangentSums:
+    """In one reading of δ (B, outputs, positions), contiguous, of at most :data:`MOST_OUTPUTS` outputs."""
+    batch, outputs, positions = delta.shape
+    rows = _power(outputs, 16, MOST_OUTPUTS)
+    inner = max(16, _TILE // rows)
+    parts, share = _shares(batch, positions, inner)
+    totals, largest = (torch.empty(batch, parts, dtype=torch.float32, device=delta.device) for _ in range(2))
+    sums = torch.empty(batch, parts, outputs, dtype=torch.float32, device=delta.device)
+    _triton().cotangent_parts[(batch, parts)](
+        delta, totals, largest, sums, outputs, positions, share, _TINY * outputs * share, P=rows, T=inner, num_warps=4
+    )
+    if parts == 1:
+        return CotangentSums(totals[:, 0], largest[:, 0], sums[:, 0])
+    return CotangentSums(totals.sum(1), largest.amax(1), sums.sum(1))
+
+
+def row_squares(x: torch.Tensor) -> torch.Tensor:
+    """Σ x² of each row of a contiguous (B, n), with what squares can lose by underflow: (B,)."""
+    batch, size = x.shape
+    inner = _power(size, 64, 4096)
+    parts, share = _shares(batch, size, inner)
+    totals = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
+    _triton().row_squares[(batch, parts)](x, totals, size, share, _TINY * share, N=inner, num_warps=4)
+    return totals[:, 0] if parts == 1 else totals.sum(1)
+
+
+def with_rounding(
+    partial: torch.Tensor,
+    of_delta: torch.Tensor,
+    largest: torch.Tensor,
+    of_x: torch.Tensor,
+    *,
+    scale: float,
+    of_sums: float,
+    of_factors: float,
+) -> torch.Tensor:
+    """(scale·√Σ_n partial + (of_sums·√of_delta + of_factors·√largest)·√of_x)² of each example, from (B, n) and three (B,)."""
+    batch, count = partial.shape
+    out = torch.empty(batch, dtype=torch.float32, device=partial.device)
+    columns = _power(count, 1, 1 << 20)
+    rows = max(1, min(32, _TILE // columns))
+    _triton().with_rounding[(-(-batch // rows),)](
+        partial,
+        of_delta.contiguous(),
+        largest.contiguous(),
+        of_x.contiguous(),
+        out,
+        batch,
+        count,
+        scale,
+        of_sums,
+        of_factors,
+        B=rows,
+        N=columns,
+        num_warps=4,
+    )
+    return out
+
+
+def clip_factors(
+    squares: torch.Tensor, keep: torch.Tensor, bound: torch.Tensor, *, automatic: bool, stability: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norms and factors (B,) from squared norms (parameters, B), and whether one is not finite (1,), for one C."""
+    count, batch = squares.shape
+    norms, factors = (torch.empty(batch, dtype=torch.float32, device=squares.device) for _ in range(2))
+    spoiled = torch.zeros(1, dtype=torch.int32, device=squares.device)
+    _triton().factors_of[(-(-batch // 256),)](
+        squares, keep.view(torch.uint8), bound, norms, factors, spoiled, batch, count, stability, AUTOMATIC=automatic, B=256
+    )
+    return norms, factors, spoiled

@@ -1,0 +1,245 @@
+"""Augmentation multiplicity: each example becomes K copies, and its gradient is the mean of theirs.
+
+Copies do not change the sensitivity: each copy's gradient is at most Δ long (the bound holds for *every* input), and the mean of
+K vectors of norm ≤ Δ has norm ≤ Δ. What has to hold is that an example's copies depend on that example and on public randomness
+only. So nothing here mixes examples (no mixup), and random draws are independent of the data and, from one example to
+the next, of each other.
+
+An augmentation maps ``(batch, *shape)`` to ``(batch, K, *shape)``. Where pixels are moved, the last two dimensions are rows and
+columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Protocol, get_args, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lipdp.data.views import Copy, Padding, Shift, check_shift, source_index
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.privacy._checks import whole
+
+__all__ = [
+    "Augmentation",
+    "Compose",
+    "FixedAugmentation",
+    "Flip",
+    "Identity",
+    "PrecomputedCopies",
+    "RandomCrop",
+    "Shifts",
+    "TestTimeAverage",
+    "fixed_views",
+]
+
+
+@runtime_checkable
+class Augmentation(Protocol):
+    """K copies of each example, a function of the example and the generator alone."""
+
+    @property
+    def copies(self) -> int:
+        """K."""
+        ...
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """(batch, *shape) to (batch, K, *shape). Random augmentations need the generator, fixed ones ignore it."""
+        ...
+
+
+class FixedAugmentation:
+    """Copies that are the same functions for every example: no randomness, so they also serve at test time.
+
+    Attributes:
+        views: the K functions, as modules with bounds of their own.
+    """
+
+    def __init__(self, views: Sequence[torch.nn.Module]) -> None:
+        if not views:
+            raise ConfigurationError("an augmentation without copies leaves nothing to train on; give at least one view")
+        self.views = tuple(views)
+
+    @property
+    def copies(self) -> int:
+        """K."""
+        return len(self.views)
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Every view of every example."""
+        return torch.stack([view(x) for view in self.views], dim=1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Identity(FixedAugmentation):
+    """The example itself: K = 1."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Identity()])
+
+
+class Flip(FixedAugmentation):
+    """The image and its mirror (last dimension reversed): K = 2."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Identity(), Shift(0, 0, flip=True)])
+
+
+class Shifts(FixedAugmentation):
+    """The image moved by each of ``offsets`` (rows down, columns right), and with ``flip`` the mirrors of these too.
+
+    Example:
+        >>> from lipdp.data import Shifts
+        >>> Shifts([(0, 0), (2, 2), (-2, -2)], flip=True).copies
+        6
+    """
+
+    def __init__(self, offsets: Sequence[tuple[int, int]], *, flip: bool = False, mode: Padding = "reflect") -> None:
+        mirrors = (False, True) if flip else (False,)
+        super().__init__([Shift(down, right, flip=mirror, mode=mode) for mirror in mirrors for down, right in offsets])
+        self.offsets, self.flip, self.mode = tuple(offsets), flip, mode
+
+    def __repr__(self) -> str:
+        return f"Shifts({list(self.offsets)}, flip={self.flip}, mode={self.mode!r})"
+
+
+class PrecomputedCopies(FixedAugmentation):
+    """For datasets whose examples already are K copies, (K, *shape), e.g. features of augmented images, computed once."""
+
+    def __init__(self, copies: int) -> None:
+        count = whole("PrecomputedCopies copies", copies)
+        super().__init__([Copy(number, count) for number in range(count)])
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """x itself, checked."""
+        if x.ndim < 2 or x.shape[1] != self.copies:
+            raise DataError(
+                f"PrecomputedCopies({self.copies}) expects a batch of shape (batch, {self.copies}, …), not {tuple(x.shape)}: each "
+                "example has to hold its copies along its first dimension"
+            )
+        return x
+
+    def __repr__(self) -> str:
+        return f"PrecomputedCopies({self.copies})"
+
+
+class RandomCrop:
+    """K random crops, of the image's own size, of the image padded by ``padding`` on each side: shifts by up to ``padding``.
+
+    With ``flip`` each copy is mirrored with probability one half. Shifts and mirrors are drawn for each copy of each example.
+
+    Args:
+        padding: pixels, 0 and up; below the image's size for mode "reflect".
+        copies: K.
+        mode: what lies beyond the border: the image's reflection, or zeros.
+        flip: whether to mirror at random.
+    """
+
+    def __init__(self, padding: int, copies: int, *, mode: Padding = "reflect", flip: bool = True) -> None:
+        self.padding = whole("RandomCrop padding", padding, least=0)
+        self.copies = whole("RandomCrop copies", copies)
+        if mode not in get_args(Padding):
+            raise ConfigurationError(f"RandomCrop mode is {mode!r}: choose one of {', '.join(get_args(Padding))}.")
+        self.mode: Padding = mode
+        self.flip = flip
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draws on the generator's device, so that one CPU generator gives the same copies wherever the images are."""
+        if generator is None:
+            raise ConfigurationError(
+                "RandomCrop draws at random and was given no generator. Pass one: lipdp.privacy.generator(seed, step, 'augment'). "
+                "Where nothing should be random, as at test time, use Shifts or Flip."
+            )
+        check_shift(x, self.padding, self.padding, self.mode)
+        drawn, on = (len(x), self.copies), generator.device
+        down, right = torch.randint(-self.padding, self.padding + 1, (2, *drawn), generator=generator, device=on).to(x.device)
+        mirrored = None
+        if self.flip:
+            mirrored = torch.randint(0, 2, drawn, generator=generator, device=on).bool().to(x.device)
+        rows, inside_rows = source_index(x.shape[-2], down, None, self.mode)
+        columns, inside_columns = source_index(x.shape[-1], right, mirrored, self.mode)
+        copies = _gather(x, rows, columns)
+        if inside_rows is None or inside_columns is None:
+            return copies
+        outside = ~(inside_rows[..., :, None] & inside_columns[..., None, :])
+        return copies.masked_fill(outside.reshape(*drawn, *[1] * (x.ndim - 3), *x.shape[-2:]), 0)
+
+    def __repr__(self) -> str:
+        return f"RandomCrop({self.padding}, {self.copies}, mode={self.mode!r}, flip={self.flip})"
+
+
+def _gather(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """y[b, k, …, i, j] = x[b, …, rows[b, k, i], columns[b, k, j]]."""
+    batch, copies, height = rows.shape
+    width = columns.shape[-1]
+    planes = math.prod(x.shape[1:-2])
+    shape = (batch, copies, planes, height * width)
+    places = (rows[..., :, None] * width + columns[..., None, :]).reshape(batch, copies, 1, height * width)
+    flat = x.reshape(batch, 1, planes, height * width)
+    return flat.expand(shape).gather(3, places.expand(shape)).reshape(batch, copies, *x.shape[1:])
+
+
+class Compose:
+    """Every copy that the first augmentation makes goes through the second, and so on: K = the product of theirs."""
+
+    def __init__(self, *augmentations: Augmentation) -> None:
+        if not augmentations:
+            raise ConfigurationError("Compose() of nothing: give one augmentation or more, or use Identity()")
+        self.augmentations = augmentations
+
+    @property
+    def copies(self) -> int:
+        """The product of the parts' copies."""
+        return math.prod(augmentation.copies for augmentation in self.augmentations)
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """In order; the parts draw from the one generator, in order."""
+        copies = x.unsqueeze(1)
+        for augmentation in self.augmentations:
+            made = augmentation(copies.flatten(0, 1), generator)
+            copies = made.reshape(len(x), copies.shape[1] * augmentation.copies, *made.shape[2:])
+        return copies
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self.augmentations))})"
+
+
+def fixed_views(augmentation: Augmentation) -> tuple[torch.nn.Module, ...]:
+    """The functions that a fixed augmentation (or a composition of fixed ones) applies; refuses random ones."""
+    if isinstance(augmentation, FixedAugmentation):
+        return augmentation.views
+    if isinstance(augmentation, Compose):
+        parts = itertools.product(*map(fixed_views, augmentation.augmentations))
+        return tuple(torch.nn.Sequential(*chain) for chain in parts)
+    raise ConfigurationError(
+        f"{augmentation!r} is random: a prediction that averages over it is neither repeatable nor certifiable. Use fixed copies: "
+        "Flip(), Shifts([...]), PrecomputedCopies(K), or Compose of these."
+    )
+
+
+class TestTimeAverage(torch.nn.Module):
+    """The mean of the model's outputs over fixed copies of the input: x ↦ (1/K)·Σ_k model(view_k(x)).
+
+    Its Lipschitz constant is ℓ_model times the mean of the views' own constants (1 for mirrors and zero-filled shifts, √2 for each
+    axis of a reflected shift). The calculus derives that from the views' rules, so certificates of the average are sound.
+    """
+
+    __test__ = False  # not a test case, whatever its name says to test runners
+
+    def __init__(self, model: torch.nn.Module, augmentation: Augmentation) -> None:
+        super().__init__()
+        self.model = model
+        self.views = torch.nn.ModuleList(fixed_views(augmentation))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One pass for each view: copies along the batch dimension would look to the calculus like examples that mix."""
+        first, *others = self.views
+        total: Tensor = self.model(first(x))
+        for view in others:
+            total = total + self.model(view(x))
+        return total * (1 / len(self.views))

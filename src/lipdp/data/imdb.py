@@ -1,0 +1,165 @@
+"""IMDB reviews (two classes), as sequences of hashed words.
+
+A vocabulary that is built from the training text is a release: whether a rare word has a number tells that somebody wrote it. So
+no vocabulary is built. A word's number is a public hash of it, the same on every machine and for every dataset; words that share
+a bucket share an embedding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from lipdp.data.files import RemoteFile, ensure
+from lipdp.data.info import Availability, DatasetInfo, Loaded
+from lipdp.errors import ConfigurationError, DataError
+
+__all__ = ["BUCKETS", "IMDB", "LENGTH", "Reviews", "hashed_words"]
+
+BUCKETS = 16_384  # numbers that a word can have, the padding's 0 included
+LENGTH = 256  # words of a review that are kept, from its beginning
+_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
+_TAG = re.compile(r"<[^>]*>")
+_FIRST_POSITIVE = 7  # of ten stars; reviews with 5 and 6 are not in the dataset
+_PARTS = ("train", "test")
+
+
+class _Buckets(dict[str, int]):
+    """Word → bucket, computed once for each word that is met."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+        self[word] = 1 + int.from_bytes(digest, "big") % (self.count - 1)
+        return self[word]
+
+
+def hashed_words(texts: list[str], length: int = LENGTH, buckets: int = BUCKETS) -> torch.Tensor:
+    """Texts as (len(texts), length) numbers: the first ``length`` words of each, hashed; 0 where a text has ended.
+
+    Words are runs of letters and digits, lower case, inner apostrophes kept; mark-up in angle brackets is left out. The number
+    of a word is 1 + blake2b(word) mod (buckets − 1): it depends on the word alone, so nothing is learned from the texts.
+
+    Example:
+        >>> hashed_words(["Great, GREAT film!", "Don't<br />miss it"], length=4)[0, :2].unique().numel()
+        1
+    """
+    if length < 1 or buckets < 2:
+        raise ConfigurationError(f"length must be at least 1 and buckets at least 2, not {length} and {buckets}")
+    known = _Buckets(buckets)
+    numbers = np.zeros((len(texts), length), dtype=np.int64)
+    for row, text in zip(numbers, texts, strict=True):
+        words = [known[found.group()] for found in islice(_WORD.finditer(_TAG.sub(" ", text).lower()), length)]
+        row[: len(words)] = words
+    return torch.from_numpy(numbers)
+
+
+@dataclass(frozen=True)
+class Reviews:
+    """`train.tsv` and `test.tsv` (stars, a tab, the text; one review a line), or the publisher's archive to make them from."""
+
+    info: DatasetInfo
+    archive: RemoteFile
+
+    def availability(self, root: Path) -> Availability:
+        """On disk when both tables are, or the archive is."""
+        folder = root / self.info.name
+        on_disk = not self._absent(folder) or (folder / self.archive.name).is_file()
+        return Availability(self.info.name, on_disk, folder)
+
+    def load(self, root: Path, *, download: bool) -> Loaded:
+        """Fetch and unpack if need be, read, hash. The tables have no published checksum: their content is checked."""
+        folder = root / self.info.name
+        if absent := self._absent(folder):
+            archive = folder / self.archive.name
+            note = f"(unpacked, it would be {', '.join(absent)} in {folder})"
+            ensure(self.info.name, self.archive, archive, download=download, note=note)
+            _unpack(archive, folder, absent)
+        train, test = (self._read(folder / f"{part}.tsv", size) for part, size in zip(_PARTS, self._sizes, strict=True))
+        return train, test, self.info
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.info.train_size, self.info.test_size
+
+    @staticmethod
+    def _absent(folder: Path) -> list[str]:
+        return [f"{part}.tsv" for part in _PARTS if not (folder / f"{part}.tsv").is_file()]
+
+    def _read(self, path: Path, size: int) -> TensorDataset:
+        try:
+            lines = path.read_bytes().decode("utf8").removesuffix("\n").split("\n")
+            reviews = [(int(stars), text) for stars, text in (line.split("\t", 1) for line in lines)]
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise DataError(f"{self.info.name}: {path} can't be read ({error}). Delete it and load again.") from error
+        stars = torch.tensor([review[0] for review in reviews])
+        labels = (stars >= _FIRST_POSITIVE).long()
+        if len(reviews) != size or 2 * int(labels.sum()) != size or not bool(((stars >= 1) & (stars <= 10)).all()):
+            raise DataError(
+                f"{self.info.name}: {path} holds {len(reviews)} reviews, {int(labels.sum())} of them with {_FIRST_POSITIVE} stars "
+                f"or more, but {size} of 1 to 10 stars, half of each kind, should be there. Delete it and load again."
+            )
+        return TensorDataset(hashed_words([text for _, text in reviews], *self.info.shape), labels)
+
+
+def _unpack(archive: Path, folder: Path, names: list[str]) -> None:
+    """The tables from the archive's files, one per review; each appears under its name only once complete."""
+    try:
+        found: dict[str, list[tuple[str, int, str]]] = {name: [] for name in names}
+        with tarfile.open(archive, "r:gz") as tar:
+            for part, kind, number, review in _members(tar):
+                if f"{part}.tsv" in found:
+                    found[f"{part}.tsv"].append((kind, number, review))
+        for name, reviews in found.items():
+            reviews.sort(key=lambda review: (review[0] != "pos", review[1]))
+            temporary = folder / f".unpacking-{name}"
+            temporary.write_text("".join(f"{review}\n" for _, _, review in reviews), encoding="utf8", newline="\n")
+            temporary.replace(folder / name)
+    except (tarfile.TarError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{archive} is corrupt ({error}). Delete it and load again.") from error
+    except OSError as error:
+        raise DataError(f"{archive} cannot be unpacked in {folder} ({error}). Make that folder writable.") from error
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, int, str]]:
+    """(train or test, pos or neg, number, "stars<TAB>text") of the labelled reviews: aclImdb/train/pos/127_10.txt."""
+    for member in tar:
+        found = re.fullmatch(r"aclImdb/(train|test)/(pos|neg)/(\d+)_(\d+)\.txt", member.name)
+        file = tar.extractfile(member) if found is not None else None
+        if found is not None and file is not None:
+            text = " ".join(file.read().decode("utf8").split("\n"))
+            yield found[1], found[2], int(found[3]), f"{int(found[4])}\t{text}"
+
+
+IMDB = Reviews(
+    DatasetInfo(
+        name="imdb",
+        classes=2,
+        shape=(LENGTH,),
+        train_size=25_000,
+        test_size=25_000,
+        class_names=("negative", "positive"),
+        licence="none stated by the authors, who ask to be cited",
+        citation="A. L. Maas, R. E. Daly, P. T. Pham, D. Huang, A. Y. Ng and C. Potts. Learning Word Vectors for Sentiment "
+        "Analysis. ACL 2011.",
+        source="https://ai.stanford.edu/~amaas/data/sentiment/",
+    ),
+    RemoteFile(
+        "aclImdb_v1.tar.gz",
+        "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
+        ("https://ai.stanford.edu/~amaas/data/sentiment/",),
+    ),
+)

@@ -1,0 +1,174 @@
+"""What a computation depends on besides its inputs, as one hashable value: storages, modes, settings, hooks, closures.
+
+Whoever keeps something that was made for a model (a captured CUDA graph, a verdict) compares fingerprints to learn whether it
+still is that model. Values of parameters are no part of it; where they are stored is.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+__all__ = ["Watched", "fingerprint"]
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
+_TENSORS = ("_parameters", "_buffers")
+_DEPTH = 6
+
+
+def fingerprint(*objects: Any) -> Hashable:
+    """Equal for equal states of the same objects; different once a storage, a mode, a setting, a hook or a closure changes.
+
+    Modules are followed into their attributes, functions into their closures and defaults, containers into their items. What is
+    reached only through a global name, or deeper than a few references, is identified by its object alone.
+
+    Example:
+        >>> layer = torch.nn.Dropout(0.5)
+        >>> before = fingerprint(layer)
+        >>> layer.p = 0.1
+        >>> fingerprint(layer) == before
+        False
+    """
+    seen: set[int] = set()
+    return tuple(_sign(value, seen, _DEPTH) for value in objects)
+
+
+class Watched:
+    """Numbers the states of some objects: the same number for the same :func:`fingerprint`, computed only when a quick look
+    finds something changed.
+
+    The quick look compares attributes by identity (the old ones are kept, so no other object can take their place) and containers
+    by the identity of their items. Whatever could change inside without that showing is signed in full each time.
+    """
+
+    def __init__(self, *objects: Any) -> None:
+        self.objects = objects
+        self._modules: list[torch.nn.Module] = []
+        self._seen: list[Any] | None = None
+        self._numbers: dict[Hashable, int] = {}
+        self._present = 0
+
+    def __call__(self) -> int:
+        """The present state's number."""
+        if self._seen is None or not self._unchanged():
+            self._look()
+            self._present = self._numbers.setdefault(fingerprint(*self.objects), len(self._numbers))
+        return self._present
+
+    def _look(self) -> None:
+        self._modules = [module for value in self.objects if isinstance(value, torch.nn.Module) for module in value.modules()]
+        attributes = [tuple(vars(module).values()) for module in self._modules]
+        values = [value for found in attributes for value in found]
+        self._containers = [value for value in values if isinstance(value, dict | list | set)]
+        self._filled = [value for value in self._containers if value]  # most are empty: no hooks
+        contents = [_items(value) for value in self._filled]
+        within = [value for found in contents for value in found]
+        self._tensors = [t for t in (*values, *within) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        others = [value for value in self.objects if not isinstance(value, torch.nn.Module)]
+        nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
+        self._deep = [*nested, *(value for value in (*values, *within, *others) if not _settled(value))]
+        self._seen = [attributes, list(map(len, self._containers)), contents, self._places(), self._inside()]
+
+    def _unchanged(self) -> bool:
+        assert self._seen is not None
+        attributes, sizes, contents, places, inside = self._seen
+        return (
+            all(_same(old, tuple(vars(module).values())) for module, old in zip(self._modules, attributes, strict=True))
+            and sizes == list(map(len, self._containers))
+            and all(_same(old, _items(value)) for value, old in zip(self._filled, contents, strict=True))
+            and places == self._places()
+            and inside == self._inside()
+        )
+
+    def _places(self) -> list[Hashable]:
+        return [(t.data_ptr(), t.requires_grad, t.shape) for t in self._tensors]
+
+    def _inside(self) -> list[Hashable]:
+        return [_sign(value, set(), _DEPTH) for value in self._deep]
+
+
+def _items(container: Any) -> tuple[Any, ...]:
+    return tuple(container.values() if isinstance(container, dict) else container)
+
+
+def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    return len(old) == len(new) and all(map(operator.is_, old, new))
+
+
+def _settled(value: Any) -> bool:
+    """Whether nothing can change inside while it is the same object, or whether :class:`Watched` looks inside anyway."""
+    if isinstance(value, tuple):
+        return all(_settled(part) for part in value)
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None and value.__defaults__ is None and value.__kwdefaults__ is None
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided
+    if isinstance(value, dict | list | set):
+        return True  # their items are looked at one by one
+    return isinstance(value, (*_PLAIN, torch.nn.Module, type, types.BuiltinFunctionType))
+
+
+def _sign(value: Any, seen: set[int], depth: int) -> Hashable:
+    kind = value.__class__
+    if isinstance(value, _PLAIN):
+        return kind, value  # 1, 1.0 and True are equal, and not the same setting
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if id(value) in seen or depth == 0:
+        return kind, id(value)
+    seen.add(id(value))
+    deeper = depth - 1
+    if isinstance(value, torch.nn.Module):
+        return tuple(_module(module, seen, deeper) for module in value.modules())
+    if isinstance(value, tuple | list):
+        return kind, tuple(_sign(part, seen, deeper) for part in value)
+    if isinstance(value, dict):
+        return kind, tuple((_sign(key, seen, deeper), _sign(part, seen, deeper)) for key, part in value.items())
+    if isinstance(value, types.FunctionType):
+        inside = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return id(value.__code__), tuple(_sign(part, seen, deeper) for part in inside)
+    if isinstance(value, types.MethodType):
+        return _sign(value.__func__, seen, deeper), _sign(value.__self__, seen, deeper)
+    if isinstance(value, functools.partial):
+        return tuple(_sign(part, seen, deeper) for part in (value.func, value.args, value.keywords))
+    own = getattr(value, "__dict__", None)
+    return kind, id(value), _sign(own, seen, deeper) if isinstance(own, dict) and not isinstance(value, type) else None
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            found.append(None)
+    return found
+
+
+def _tensor(tensor: torch.Tensor) -> Hashable:
+    # Sparse and quantised tensors have no storage of their own to point to.
+    place = tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else id(tensor)
+    return place, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None, tensor.dtype, tensor.requires_grad
+
+
+def _module(module: torch.nn.Module, seen: set[int], depth: int) -> Hashable:
+    seen.add(id(module))
+    parts: list[Hashable] = [id(module), id(module.__class__)]
+    for name, value in vars(module).items():
+        if name in _TENSORS:
+            parts.append(tuple(None if tensor is None else _tensor(tensor) for tensor in value.values()))
+        elif name == "_modules":
+            parts.append(tuple(map(id, value.values())))
+        elif value.__class__ in (int, bool, str, float):
+            parts.append((name, value))
+        elif value:  # empty dictionaries of hooks are most of a module's attributes
+            parts.append((name, _sign(value, seen, depth)))
+        else:
+            parts.append(name)
+    return tuple(parts)

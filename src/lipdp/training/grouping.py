@@ -1,0 +1,180 @@
+"""The parameter groups of a plan, each with a bound and where it comes from; and the clipping norms that may change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lipdp import nn
+from lipdp.bounds import Analysis, analyse
+from lipdp.clipping import check_supported, clipping_groups
+from lipdp.clipping.styles import Clip, Style
+from lipdp.errors import ConfigurationError
+from lipdp.losses import as_loss
+from lipdp.privacy import AdaptiveClip
+from lipdp.privacy._checks import positive
+from lipdp.training.plan import CLIPPED_GROUP, ParameterGroup
+from lipdp.training.settings import Method, per_example_loss
+
+__all__ = ["adaptive_names", "clip_layers", "clips_of", "make_groups", "matches", "weights_by_group"]
+
+MaxNorm = float | Mapping[str, float]
+
+
+def make_groups(
+    model: torch.nn.Module,
+    loss: Any,
+    method: Method,
+    *,
+    max_grad_norm: MaxNorm | None,
+    style: Style,
+    prefixes: Sequence[str] | None,
+    clipped: Sequence[str],
+    input_shape: tuple[int, ...] | None,
+) -> tuple[tuple[ParameterGroup, ...], Analysis | None]:
+    """The groups (without noise yet) and, where something is proved, the analysis that proves it."""
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    if clipped and method != "mixed":
+        raise ConfigurationError("clipped= chooses the parameters that method='mixed' clips; other methods prove or clip them all")
+    if method == "clipless":
+        analysis = analyse(model, as_loss(loss), input_shape=input_shape)
+        return _proved(analysis), analysis
+    assert max_grad_norm is not None
+    if method in ("reweight", "ghost") and style != "flat":
+        raise ConfigurationError(
+            f"method={method!r} weights whole losses, so it clips whole gradients: clipping_style='flat'. Use method='bookkeeping'."
+        )
+    if method != "mixed":
+        per_example_loss(loss)
+        check_supported(model)
+        return _clipped(trained, max_grad_norm, style, prefixes), None
+    analysis = analyse(model, as_loss(loss), input_shape=input_shape, check=False)
+    for prefix in clipped:
+        if not any(matches(name, prefix) for name in trained):
+            raise ConfigurationError(
+                f"clipped names {prefix!r}, and no trained parameter is called that; they are {', '.join(trained)}"
+            )
+    proved = [group for group in _proved(analysis, finite=True) if not any(matches(group.name, prefix) for prefix in clipped)]
+    names = {group.name for group in proved}
+    rest = {name: size for name, size in trained.items() if name not in names}
+    if not rest or not proved:
+        other = "clipless" if not rest else "bookkeeping"
+        raise ConfigurationError(
+            f"method='mixed' has nothing to {'clip' if not rest else 'prove'} in this model: use method={other!r}, which does the "
+            "same for all parameters."
+        )
+    return (*proved, *_clipped(rest, max_grad_norm, style, prefixes)), analysis
+
+
+def matches(name: str, prefix: str) -> bool:
+    """Whether ``prefix`` is the parameter's name, or that of a module it is in."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _proved(analysis: Analysis, finite: bool = False) -> tuple[ParameterGroup, ...]:
+    """One group for each parameter with a proved bound."""
+    return tuple(
+        ParameterGroup(
+            name=row.name,
+            parameters=(row.name,),
+            size=row.size,
+            sensitivity=row.sensitivity,
+            source="proved",
+            noise_std=0.0,
+            input_norm=row.input_norm,
+            cotangent_norm=row.cotangent_norm,
+        )
+        for row in analysis.parameters
+        if math.isfinite(row.sensitivity) or not finite
+    )
+
+
+def _clipped(
+    trained: Mapping[str, int], max_norm: MaxNorm, style: Style, prefixes: Sequence[str] | None
+) -> tuple[ParameterGroup, ...]:
+    """The groups that a clipping style makes."""
+    found = clipping_groups(trained, max_norm, style, prefixes)
+    return tuple(
+        ParameterGroup(
+            name=CLIPPED_GROUP if style == "flat" else group.name,
+            parameters=group.parameters,
+            size=sum(trained[name] for name in group.parameters),
+            sensitivity=float(group.max_norm),
+            source="clipped",
+            noise_std=0.0,
+            input_norm=math.inf,
+            cotangent_norm=math.inf,
+        )
+        for group in found
+    )
+
+
+def clip_layers(model: torch.nn.Module) -> dict[str, nn.ClipGradient]:
+    """The model's ClipGradient layers, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.ClipGradient)}
+
+
+def clips_of(
+    model: torch.nn.Module,
+    groups: Sequence[ParameterGroup],
+    method: Method,
+    adaptive: AdaptiveClip | None,
+    *,
+    scheduled: bool,
+    clip: Clip,
+) -> tuple[tuple[str, float], ...]:
+    """(name, C) of the clipping norms that change during the run: adaptive ones, or all of them where there is a schedule."""
+    layers = clip_layers(model)
+    enforced = {group.name: group.sensitivity for group in groups if group.source == "clipped"}
+    marked = {name: layer for name, layer in layers.items() if layer.adaptive}
+    if method in ("clipless", "mixed") and marked and adaptive is None:
+        raise ConfigurationError(
+            f"the ClipGradient '{next(iter(marked))}' is adaptive: say how, with "
+            "plan(adaptive=lipdp.privacy.AdaptiveClip(quantile=…))"
+        )
+    if adaptive is not None and clip == "automatic" and enforced:
+        raise ConfigurationError(
+            "adaptive clipping has nothing to adapt with clip='automatic': every gradient is normalised, whatever its norm. Use "
+            "one of the two."
+        )
+    if adaptive is not None and not marked and not enforced:
+        raise ConfigurationError(
+            "adaptive= adapts clipping norms, and this plan has none: put nn.ClipGradient(C, adaptive=True) into the model, or use "
+            "a clipping method."
+        )
+    if scheduled and not layers and not enforced:
+        raise ConfigurationError(
+            "clip_schedule changes clipping norms, and this plan has none: put nn.ClipGradient(C) into the model, or use a "
+            "clipping method."
+        )
+    chosen = layers if scheduled else marked if adaptive is not None else {}
+    inner = {name: layer.max_norm for name, layer in chosen.items()} if method in ("clipless", "mixed") else {}
+    outer = enforced if scheduled or adaptive is not None else {}
+    both = sorted(inner.keys() & outer.keys())
+    if both:
+        raise ConfigurationError(f"a clipping group and a ClipGradient layer are both called {both[0]!r}; rename one")
+    return (*inner.items(), *outer.items())
+
+
+def adaptive_names(model: torch.nn.Module, groups: Sequence[ParameterGroup], clips: Sequence[tuple[str, float]]) -> tuple[str, ...]:
+    """Those of the changing clipping norms that follow a quantile: marked layers, and all clipping groups."""
+    marked = {name for name, layer in clip_layers(model).items() if layer.adaptive}
+    marked |= {group.name for group in groups if group.source == "clipped"}
+    return tuple(name for name, _ in clips if name in marked)
+
+
+def weights_by_group(groups: Sequence[ParameterGroup], weights: Mapping[str, float]) -> dict[str, float]:
+    """The weight of each group: that of the longest prefix of its name."""
+    found = {}
+    for group in groups:
+        fitting = [prefix for prefix in weights if matches(group.name, prefix)]
+        if not fitting:
+            raise ConfigurationError(f"allocation gives no weight for {group.name!r}; name it, or a module it is in")
+        found[group.name] = positive(f"the noise weight of {group.name!r}", weights[max(fitting, key=len)])
+    idle = [prefix for prefix in weights if not any(matches(group.name, prefix) for group in groups)]
+    if idle:
+        raise ConfigurationError(f"allocation names {idle[0]!r}, and no parameter group is called that")
+    return found

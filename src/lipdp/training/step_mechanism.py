@@ -1,0 +1,101 @@
+"""The mechanism of a step: which noise, at which clipping norms; and what the released counts do to those norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lipdp.errors import ConfigurationError
+from lipdp.privacy.mechanism import add_noise
+from lipdp.training.noise import NoiseSettings
+from lipdp.training.phases import Phase
+from lipdp.training.plan import PrivacyPlan
+from lipdp.training.query import Answer, Query
+
+__all__ = ["StepMechanism", "StepSettings"]
+
+_SAME = 1 + 1e-9
+# A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
+_LEAST, _MOST = 1e-6, 1e6
+_COUNT = "clip count of "
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What holds in one step.
+
+    Attributes:
+        phase: the plan's phase.
+        clips: clipping norms that change, by name.
+        stds: noise on the gradient sum, by parameter; frozen ones are left out.
+        count_std: noise on each count.
+    """
+
+    phase: Phase
+    clips: Mapping[str, float]
+    stds: Mapping[str, float]
+    count_std: float
+
+
+class StepMechanism:
+    """One Gaussian mechanism a step, of the multiplier that is accounted for, whatever the clipping norms are by then.
+
+    Bounds Δ_d follow from the present norms C, noise from the bounds: when C halves, so does the noise, in the same step.
+    """
+
+    def __init__(self, plan: PrivacyPlan, query: Query) -> None:
+        self.plan, self.query = plan, query
+        self.clips = dict(plan.clips)
+        self.shares: dict[str, float] = {}
+        self.settings = NoiseSettings(
+            multiplier=plan.noise_multiplier,
+            slack=plan.slack,
+            allocation=plan.allocation,
+            weights=dict(plan.noise_weights) or None,
+            adaptive=plan.adaptive,
+            counts=len(plan.adaptive_clips),
+        )
+        self._known: tuple[tuple[Phase, dict[str, float]], StepSettings] | None = None
+
+    def forget(self) -> None:
+        """The bounds have been proved anew."""
+        self._known = None
+
+    def at(self, step: int) -> StepSettings:
+        """Bounds and noise of a step."""
+        phase = self.plan.phase(step)
+        clips = {name: value * phase.clip for name, value in self.clips.items()}
+        if self._known is not None and self._known[0] == (phase, clips):
+            return self._known[1]
+        bounds = self.query.bounds(clips)
+        live = [group for group in self.plan.groups if not set(group.parameters) <= set(phase.frozen)]
+        kept = {group.name: bounds[group.name] for group in live}
+        stds = self.settings.stds(kept, {group.name: group.size for group in live}, phase.noise)
+        planned = {group.name: group.noise_std for group in self.plan.groups}
+        if phase == self.plan.phases[0] and clips == dict(self.plan.clips):
+            stds = planned  # the plan's own figures, which the engine has checked
+        real = self.settings.real_multiplier(kept, {name: stds[name] for name in kept}, phase.noise)
+        if real * _SAME < self.plan.noise_multiplier * phase.noise:
+            raise ConfigurationError(
+                f"the plan's noise has the multiplier {real:.6g}, less than the {self.plan.noise_multiplier * phase.noise:.6g} "
+                "that it accounts for. Make a new plan."
+            )
+        by_name = {name: stds[group.name] for group in live for name in group.parameters if name not in phase.frozen}
+        settings = StepSettings(phase, clips, by_name, self.settings.count_noise * phase.noise)
+        self._known = (phase, clips), settings
+        return settings
+
+    def release(self, answer: Answer, settings: StepSettings, draw: torch.Generator) -> dict[str, torch.Tensor]:
+        """Noise everything the data said, in one draw; adaptive norms then follow the released counts."""
+        counts = {_COUNT + name: value for name, value in answer.counts.items()}
+        noised = add_noise({**answer.sums, **counts}, {**settings.stds, **dict.fromkeys(counts, settings.count_std)}, draw)
+        adaptive = self.plan.adaptive
+        for name in self.plan.adaptive_clips:
+            if adaptive is not None and _COUNT + name in noised:
+                released = float(noised.pop(_COUNT + name))
+                start = dict(self.plan.clips)[name]
+                self.shares[name] = adaptive.share(released)
+                self.clips[name] = min(max(adaptive.updated(self.clips[name], released), _LEAST * start), _MOST * start)
+        return noised

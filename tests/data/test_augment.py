@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import lipdp
+from lipdp import losses, nn
+from lipdp.bounds import analyse
+from lipdp.clipping import per_example_norms
+from lipdp.data import Augmentation, Compose, Flip, Identity, PrecomputedCopies, RandomCrop, Shifts, TestTimeAverage
+from lipdp.data.views import Shift
+from lipdp.errors import ConfigurationError, DataError
+
+SIX = Shifts([(0, 0), (2, 2), (-2, -2)], flip=True)
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _images(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=_generator(seed), dtype=torch.float64)
+
+
+def _padded(x: torch.Tensor, p: int, mode: str) -> torch.Tensor:
+    return F.pad(x, (p, p, p, p), mode="reflect") if mode == "reflect" else F.pad(x, (p, p, p, p))
+
+
+AUGMENTATIONS = [
+    Identity(),
+    Flip(),
+    SIX,
+    Shifts([(1, 0)], mode="zeros"),
+    RandomCrop(2, 3),
+    RandomCrop(3, 2, mode="zeros", flip=False),
+    Compose(Flip(), RandomCrop(1, 2, flip=False), Shifts([(0, 0), (0, 1)])),
+]
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS, ids=repr)
+def test_each_example_is_treated_on_its_own(augmentation: Augmentation) -> None:
+    """Changing one example changes its copies only: what the sensitivity of the mean over copies rests on."""
+    x = _images(5, 3, 6, 7)
+    other = x.clone()
+    other[2] = _images(3, 6, 7, seed=9)
+    before, after = augmentation(x, _generator()), augmentation(other, _generator())
+    assert before.shape == (5, augmentation.copies, 3, 6, 7)
+    keep = [0, 1, 3, 4]
+    assert torch.equal(before[keep], after[keep])
+    assert not torch.equal(before[2], after[2])
+    assert torch.equal(before, augmentation(x, _generator()))
+    assert isinstance(augmentation, Augmentation)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "zeros"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_crops_are_crops_of_the_padded_image(mode: str, flip: bool) -> None:
+    """Every copy is one of the (2p+1)² windows of torch's own padding, or its mirror; and all of them come up."""
+    p, x = 1, _images(1, 2, 4, 5)
+    windows = [_padded(x, p, mode)[0, :, i : i + 4, j : j + 5] for i in range(3) for j in range(3)]
+    windows += [window.flip(-1) for window in windows] if flip else []
+    copies = RandomCrop(p, 400, mode=mode, flip=flip)(x, _generator())[0]  # type: ignore[arg-type]
+    found = torch.stack([(copies == window).all(dim=(1, 2, 3)) for window in windows])
+    assert bool((found.sum(0) == 1).all())
+    counts = found.sum(1)
+    assert bool((counts > 0.4 * 400 / len(windows)).all()), counts
+
+
+def test_draws_differ_between_examples_copies_and_generators() -> None:
+    x = torch.arange(64.0).reshape(1, 1, 8, 8).repeat(50, 1, 1, 1)
+    copies = RandomCrop(3, 2, flip=False)(x, _generator())
+    assert len(torch.unique(copies[:, 0, 0, 0, 0])) > 10
+    assert not torch.equal(copies[:, 0], copies[:, 1])
+    assert not torch.equal(copies, RandomCrop(3, 2, flip=False)(x, _generator(1)))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "zeros"])
+@pytest.mark.parametrize(("down", "right"), [(0, 0), (2, 0), (-1, 3), (1, -2)])
+def test_shifts_against_padding(mode: str, down: int, right: int) -> None:
+    x = _images(2, 3, 5, 6)
+    expected = _padded(x, 3, mode)[..., 3 - down : 8 - down, 3 - right : 9 - right]
+    assert torch.equal(Shift(down, right, mode=mode)(x), expected)  # type: ignore[arg-type]
+    assert torch.equal(Shift(down, right, flip=True, mode=mode)(x), expected.flip(-1))  # type: ignore[arg-type]
+
+
+def test_copies_and_order_of_a_composition() -> None:
+    x = _images(2, 1, 4, 4)
+    both = Compose(Flip(), Shifts([(0, 0), (1, 0)]))
+    assert both.copies == 4
+    made = both(x)
+    assert torch.equal(made[:, 0], x)
+    assert torch.equal(made[:, 1], Shift(1, 0)(x))
+    assert torch.equal(made[:, 3], Shift(1, 0)(x.flip(-1)))
+    stored = Flip()(x)
+    assert torch.equal(Compose(PrecomputedCopies(2), Shifts([(0, 0), (1, 0)]))(stored), made)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigurationError, match="generator"):
+        RandomCrop(1, 2)(_images(1, 1, 4, 4))
+    with pytest.raises(DataError, match="reflection"):
+        RandomCrop(4, 2)(_images(1, 1, 4, 4), _generator())
+    with pytest.raises(DataError, match="images"):
+        Flip()(_images(3, 4))
+    with pytest.raises(DataError, match="first dimension"):
+        PrecomputedCopies(3)(_images(5, 2, 4))
+    with pytest.raises(ConfigurationError, match="random"):
+        TestTimeAverage(torch.nn.Identity(), Compose(Flip(), RandomCrop(1, 2)))
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ConfigurationError):
+            RandomCrop(1, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="mode"):
+        Shifts([(0, 0)], mode="wrap")  # type: ignore[arg-type]
+
+
+@given(down=st.integers(-4, 4), right=st.integers(-4, 4), flip=st.booleans(), mode=st.sampled_from(["reflect", "zeros"]))
+@settings(max_examples=40, deadline=None)
+def test_the_rule_of_a_shift_is_its_operator_norm(down: int, right: int, flip: bool, mode: str) -> None:
+    """The matrix of the shift on 5×6 images, column by column: the rule's gain is its largest singular value."""
+    shift = Shift(down, right, flip=flip, mode=mode)  # type: ignore[arg-type]
+    matrix = shift(torch.eye(30, dtype=torch.float64).reshape(30, 5, 6)).reshape(30, 30)
+    true = float(torch.linalg.matrix_norm(matrix, 2))
+    claimed = analyse(torch.nn.Sequential(shift), 1.0, input_shape=(5, 6)).lipschitz
+    assert true <= claimed * (1 + 1e-12)
+    if true > 0:
+        assert claimed == pytest.approx(true, rel=1e-9)
+
+
+def _classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BoundedInput((1, 4, 4), norm=2.0), nn.Flatten(), nn.SpectralLinear(16, 8), nn.GroupSort(2), nn.SpectralLinear(8, 3)
+    )
+
+
+def test_mean_over_copies_stays_below_the_sensitivity() -> None:
+    """The gradient of the mean over copies, attacked with inputs far outside the ball, against Δ of the model alone."""
+    model, loss = _classifier().double(), losses.MulticlassKR()
+    bounds = lipdp.sensitivities(model, loss)
+    copies = RandomCrop(2, 4)(100 * _images(16, 1, 4, 4), _generator())
+    y = torch.arange(16) % 3
+
+    def mean_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(outputs.flatten(0, 1), targets.repeat_interleave(4)).reshape(16, 4).mean(1)
+
+    for row in range(16):
+        value = mean_loss(torch.stack([model(c) for c in copies.unbind(0)]), y)[row]
+        for (name, _), gradient in zip(model.named_parameters(), torch.autograd.grad(value, list(model.parameters())), strict=True):
+            assert float(gradient.norm()) <= bounds[name] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("augmentation", [Flip(), SIX, Compose(Flip(), Shifts([(0, 0), (1, 0)], mode="zeros"))], ids=repr)
+def test_test_time_average(augmentation: Augmentation) -> None:
+    model = _classifier().double()
+    average = TestTimeAverage(model, augmentation)
+    x = _images(6, 1, 4, 4)
+    copies = augmentation(x)
+    expected = model(copies.flatten(0, 1)).reshape(6, augmentation.copies, 3).mean(1)
+    assert torch.allclose(average(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_certificates_of_the_average_are_those_of_its_views() -> None:
+    """Mirrors keep the constant; reflected shifts raise it by √2 an axis, and the certificate falls accordingly."""
+    model = _classifier()
+    one = analyse(model, 1.0).lipschitz
+    assert analyse(TestTimeAverage(model, Flip()), 1.0, input_shape=(1, 4, 4)).lipschitz == pytest.approx(one)
+    shifted = TestTimeAverage(model, Shifts([(0, 0), (2, 0), (2, 2)]))
+    assert analyse(shifted, 1.0, input_shape=(1, 4, 4)).lipschitz == pytest.approx(one * (1 + math.sqrt(2) + 2) / 3)
+    x = _images(20, 1, 4, 4).float()
+    labels = shifted(x).argmax(1)
+    radii = lipdp.certify(shifted, x, labels)
+    assert bool((radii > 0).any())
+    for seed in range(5):
+        step = _images(20, 1, 4, 4, seed=seed).float()
+        step = step / step.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1) * radii.reshape(-1, 1, 1, 1).to(step) * 0.999
+        assert torch.equal(shifted(x + step).argmax(1), labels)
+
+
+def test_gradient_of_the_average_is_bounded_too() -> None:
+    """Trained through, an averaging model still has a proved Δ."""
+    model = TestTimeAverage(_classifier().double(), Shifts([(0, 0), (1, 1)]))
+    loss = losses.CrossEntropy()
+    bound = math.hypot(*analyse(model, loss, input_shape=(1, 4, 4)).sensitivities.values())
+    norms = per_example_norms(model, loss, 50 * _images(8, 1, 4, 4), torch.arange(8) % 3)
+    assert float(norms.max()) <= bound

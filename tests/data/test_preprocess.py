@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lipdp.data import Projection, map_inputs, project_inputs, rgb_to_yuv
+from lipdp.errors import ConfigurationError, DataError
+
+
+def _images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(1).norm(dim=1)
+
+
+def test_ball_and_sphere() -> None:
+    x = _images(50, 3, 4, 4) * torch.logspace(-3, 3, 50).reshape(-1, 1, 1, 1)
+    ball, sphere = project_inputs(x, 2.0, "ball"), project_inputs(x, 2.0, "sphere")
+    short = _norms(x) <= 2
+    assert bool(short.any())
+    assert not bool(short.all())
+    assert torch.allclose(ball[short], x[short])
+    assert torch.allclose(_norms(ball[~short]), torch.tensor(2.0))
+    assert torch.allclose(_norms(sphere), torch.tensor(2.0))
+    cosine = (sphere.flatten(1) * x.flatten(1)).sum(1) / (2 * _norms(x))
+    assert torch.allclose(cosine, torch.ones(50))
+    assert bool((project_inputs(torch.zeros(2, 3), 1.0, "sphere") == 0).all())
+
+
+def test_one_example_at_a_time_is_the_same() -> None:
+    x = _images(6, 3, 2)
+    for mode in ("ball", "sphere"):
+        transform = Projection(0.5, mode)  # type: ignore[arg-type]
+        assert torch.allclose(torch.stack([transform(example) for example in x]), project_inputs(x, 0.5, mode))  # type: ignore[arg-type]
+    assert repr(Projection(0.5)) == "Projection(norm=0.5, mode='ball')"
+
+
+def test_map_inputs_works_in_batches_and_keeps_targets() -> None:
+    data = TensorDataset(_images(25, 3, 4, 4), torch.arange(25))
+    mapped = map_inputs(data, rgb_to_yuv, batch_size=7)
+    assert torch.allclose(mapped.tensors[0], rgb_to_yuv(data.tensors[0]), atol=1e-6)
+    assert mapped.tensors[1] is data.tensors[1]
+
+
+def test_functions_that_mix_examples_are_refused() -> None:
+    data = TensorDataset(_images(25, 3), torch.arange(25))
+    for function in (
+        lambda x: x - x.mean(0),
+        lambda x: (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3),
+        lambda x: x + torch.randn_like(x),
+        lambda x: x.flip(0),
+    ):
+        with pytest.raises(DataError, match="mixes examples"):
+            map_inputs(data, function)
+    with pytest.raises(DataError, match="number and order"):
+        map_inputs(data, lambda x: x[:1])
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigurationError, match="mode"):
+        project_inputs(torch.zeros(2, 2), 1.0, "cube")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError):
+        Projection(-1.0)
+    with pytest.raises(DataError, match="batch"):
+        project_inputs(torch.zeros(2))
+    with pytest.raises(ConfigurationError, match="TensorDataset"):
+        map_inputs([1, 2], rgb_to_yuv)  # type: ignore[arg-type]

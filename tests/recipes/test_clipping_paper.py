@@ -1,0 +1,76 @@
+"""The clipping paper's recipes: each is planned without data and takes a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lipdp
+from lipdp import data, models, recipes
+from lipdp.data.imdb import BUCKETS
+from lipdp.errors import ConfigurationError
+from lipdp.recipes.clipping_paper import CLIPPING_PAPER, IMAGE_SIZES
+
+# The same networks with fewer channels: a step on one core in a second.
+NARROW = {"plain-resnet18": {"width": 4, "groups": 2}, "plain-vgg11": {"width": 4, "hidden": 16, "groups": 2}}
+
+
+def narrowed(recipe):
+    if recipe.model == "resized":
+        return recipe.but(options={**recipe.options, **NARROW[recipe.options["model"]]})
+    if recipe.model == "plain-transformer":
+        return recipe.but(options={**recipe.options, "dim": 16, "hidden": 16})
+    return recipe.but(options={**recipe.options, **NARROW.get(recipe.model, {})})
+
+
+def inputs(info, rows):
+    if info.name == "imdb":
+        return torch.randint(0, BUCKETS, (rows, *info.shape))
+    return torch.rand(rows, *info.shape)
+
+
+def test_the_paper_is_there():
+    names = {recipe.name for recipe in CLIPPING_PAPER}
+    assert names <= set(recipes.names())
+    for dataset in ("mnist", "fmnist"):
+        assert {f"clip-{dataset}-{model}" for model in ("mlp", "cnn", "rnn", "lstm")} <= names
+    for model in ("resnet18", "vgg11"):
+        assert {f"clip-cifar10-{model}-{side}" for side in IMAGE_SIZES} <= names
+    assert "clip-imdb-transformer" in names
+    assert all(recipe.method == "bookkeeping" and recipe.max_grad_norm for recipe in CLIPPING_PAPER)
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in CLIPPING_PAPER if not recipe.name.endswith(("-128", "-256"))])
+def test_a_step(name):
+    recipe = narrowed(recipes.get(name))
+    info = data.info(recipe.dataset)
+    ready = recipes.prepare(recipe.but(epochs=1.0), info, noise_multiplier=1.0, accountant="rdp", seed=0)
+    assert ready.plan.dataset_size == info.train_size
+    before = [parameter.detach().clone() for parameter in ready.model.parameters()]
+    engine = lipdp.PrivacyEngine(ready.model, ready.loss, ready.optimizer, ready.plan, seed=0, microbatch_size=4)
+    engine.step(inputs(info, 3), torch.randint(0, info.classes, (3,)))
+    assert engine.steps == 1
+    for old, new in zip(before, ready.model.parameters(), strict=True):
+        assert bool(torch.isfinite(new).all())
+        assert not torch.equal(old, new)
+
+
+@pytest.mark.parametrize("name", ["clip-cifar10-resnet18-128", "clip-cifar10-vgg11-256"])
+def test_larger_images_plan_and_differentiate(name):
+    recipe = narrowed(recipes.get(name))
+    info = data.info(recipe.dataset)
+    ready = recipes.prepare(recipe.but(epochs=1.0), info, noise_multiplier=1.0, accountant="rdp", seed=0)
+    x, y = inputs(info, 2), torch.tensor([0, 1])
+    assert ready.model[0](x).shape[-1] == recipe.options["side"]
+    found, expected = (
+        lipdp.clipping.clipped_gradients(ready.model, ready.loss, x, y, 1.0, method) for method in ("bookkeeping", "naive")
+    )
+    for key, value in expected.items():
+        assert float((found[key] - value).norm()) <= 5e-3 * float(value.norm()) + 1e-6, key
+
+
+def test_resized_refuses_what_is_no_image():
+    with pytest.raises(ConfigurationError, match="images"):
+        models.create("resized", input_shape=(10,), classes=2, side=8, model="plain-mlp")
+    with pytest.raises(ConfigurationError, match="side"):
+        models.create("resized", input_shape=(3, 8, 8), classes=2, side=0, model="plain-mlp")
