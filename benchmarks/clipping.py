@@ -25,9 +25,11 @@ import torch
 
 import lipdp.clipping
 from clipping_steps import METHODS, QUICK, Step
+from lipdp.errors import LipdpNotice
 from networks import NETWORKS
 
 warnings.filterwarnings("ignore")
+warnings.simplefilter("once", LipdpNotice)  # what is not replayed, or not done by a kernel, and why
 Row = dict[str, float | str | int]
 FIELDS = ("network", "batch", "method", "ms", "times", "mib", "memory", "held_mib", "error")
 

@@ -16,6 +16,7 @@ from lipdp.clipping import kernels
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.rules_conv import ConvSum
 from lipdp.clipping.styles import clip_factors
+from lipdp.errors import LipdpNotice
 from tests.clipping.helpers import quadratic
 
 ON_CUDA = torch.cuda.is_available()
@@ -44,6 +45,10 @@ def test_convolutions(examples, groups, channels, outputs, data):
     arguments = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, groups, copies)
     found = kernels.convolution_norms(x.to(DEVICE), delta.to(DEVICE), *arguments, "tf32x3").sum(1)
     assert torch.allclose(found.cpu().double(), expected, rtol=CLOSE)
+    held = torch.full((examples, *shape), float("nan"), device=DEVICE)
+    again = kernels.convolution_norms(x.to(DEVICE), delta.to(DEVICE), *arguments, "tf32x3", held=held).sum(1)
+    assert torch.equal(again, found)
+    assert torch.allclose(held.cpu().double(), part.materialise(), rtol=1e-4, atol=1e-4)
 
 
 @few
@@ -175,7 +180,15 @@ def test_whole_networks(by_kernel, copies):
         found = clipping.per_example_norms(model.float(), quadratic, x, y, form=form, copies=copies).double()
         assert torch.all(found >= true * (1 - 1e-5))
         assert torch.all(found <= true * 1.03), form
+    x[-1] = float("inf")  # and one example that is left out
     naive = clipping.clipped_gradients(model, quadratic, x, y, 0.5, "naive", copies=copies)
     fast = clipping.clipped_gradients(model, quadratic, x, y, 0.5, copies=copies)
     for name, value in naive.items():
         assert float((fast[name] - value).norm()) <= 0.03 * float(value.norm()) + 1e-4, name
+
+
+def test_the_trial(monkeypatch):
+    assert kernels._right(torch.device(DEVICE))
+    monkeypatch.setattr(kernels, "row_squares", lambda x: x.square().sum(1) * 1.1)
+    with pytest.warns(LipdpNotice, match="do not compute what they should"):
+        assert not kernels._work(torch.device(DEVICE))

@@ -20,7 +20,7 @@ from lipdp.models.scattering import Scattering2d
 from lipdp.models.scattering_textures import texture_images, texture_statistics
 from tests.soundness.harness import attack
 
-SMALL: dict[str, Any] = {"J": 1, "L": 2, "order": 1}
+SMALL: dict[str, Any] = {"scales": ((1, 2),), "order": 1}
 
 
 def images(count: int = 12, shape: tuple[int, ...] = (1, 8, 8)) -> TensorDataset:
@@ -88,7 +88,11 @@ def test_heads_hold_under_attack(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("scattering-mlp", {"hidden": ()}), ("scattering-linear", {"statistics": "mine"}), ("scattering-linear", {"J": 5})],
+    [
+        ("scattering-mlp", {"hidden": ()}),
+        ("scattering-linear", {"statistics": "mine"}),
+        ("scattering-linear", {"scales": ((5, 8),)}),
+    ],
 )
 def test_options_that_can_not_be_meant(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
@@ -116,7 +120,7 @@ def test_training_on_stored_features_is_training_the_network() -> None:
 
 
 def test_copies_are_those_of_the_images() -> None:
-    data, front = images(), Scattering2d((1, 8, 8), **SMALL)
+    data, front = images(), Scattering2d((1, 8, 8), J=1, L=2, order=1)
     copies = Shifts([(0, 0), (1, -1)], flip=True)
     features = extract_features(front, data, copies=copies, batch_size=5, dtype=torch.float64)
     assert features.tensors[0].shape == (12, 4, *front.output_shape)
@@ -181,7 +185,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(KeyboardInterrupt):
-        extract_features(Scattering2d((1, 8, 8), **SMALL), images(), cache=tmp_path)
+        extract_features(Scattering2d((1, 8, 8), J=1, L=2, order=1), images(), cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.models.features import split_front
 from lipdp.recipes.features import FeatureRecipe, head_optimizer, plan_head, train_on_features
 
-SMALL: dict[str, Any] = {"J": 1, "L": 2, "order": 1}
+SMALL: dict[str, Any] = {"scales": ((1, 2),), "order": 1}
 TINY = FeatureRecipe("tiny", "digits", "scattering-linear", SMALL, batch_size=256, steps=40, delta=1e-4)
 
 
@@ -24,7 +24,8 @@ TINY = FeatureRecipe("tiny", "digits", "scattering-linear", SMALL, batch_size=25
         {"shifts": ((0, 0), (1, 0)), "test_copies": "all"},
         {"shifts": ((0, 0), (1, 0)), "flip": True, "test_copies": "flip"},
         {"options": {**SMALL, "statistics": "private", "weights": (1, 2, 1, 1)}, "statistics_budget": 0.1},
-        {"options": {**SMALL, "compress": True, "shifts": ((0, 0), (0, 1))}},
+        {"options": {**SMALL, "compress": "log", "shifts": ((0, 0), (0, 1)), "whiten": 0.3}},
+        {"options": {"scales": ((1, 2), (2, 2)), "compress": "root", "whiten": 0.1, "corner": 0.5, "flip": True}},
         {"model": "scattering-mlp", "options": {**SMALL, "hidden": (16,)}, "temperature": 8.0, "learning_rate": 4.0},
         {"model": "scattering-mlp", "options": {**SMALL, "hidden": (16,), "normalise": True}, "learning_rate": 4.0},
     ],

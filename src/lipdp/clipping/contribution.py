@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from lipdp.clipping.arithmetic import Squares, accumulating, squared, unit_roundoff
+from lipdp.clipping.arithmetic import Squares, accumulating, matmuls, squared, unit_roundoff
 
-__all__ = ["Contribution", "Dense", "Form", "PositionSum", "Scatter", "rounding_matters", "runs", "summed", "zeroed"]
+__all__ = ["Contribution", "Dense", "Form", "PositionSum", "Scatter", "rounding_matters", "runs", "summed", "weighted", "zeroed"]
 
 # False while only norms of gradients as they are released are wanted: for those held as sums, no margin is needed then.
 rounding_matters: ContextVar[bool] = ContextVar("rounding_matters", default=True)
@@ -75,8 +75,10 @@ def runs(tensor: torch.Tensor, copies: int) -> torch.Tensor:
     return tensor.reshape(tensor.shape[0] // copies, copies * tensor.shape[1], *tensor.shape[2:])
 
 
-def _weighted(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    return (weights.to(gradients.dtype) @ gradients.flatten(1)).reshape(gradients.shape[1:])
+def weighted(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    """Σ_i w_i g_i, in float32 proper: what was measured is what is added up."""
+    with matmuls(gradients.device, tf32=False):
+        return (weights.to(gradients.dtype) @ gradients.flatten(1)).reshape(gradients.shape[1:])
 
 
 def _sum_rounding(terms: torch.Tensor, positions: int, dims: tuple[int, ...]) -> torch.Tensor:
@@ -121,7 +123,7 @@ class PositionSum(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Σ_i w_i Σ_t δ_it."""
-        return _weighted(weights, self.materialise())
+        return weighted(weights, self.materialise())
 
     def rounding(self) -> torch.Tensor:
         """2uT·‖δ‖_F ≥ 2u·√T·Σ_t‖δ_t‖: a sum over T positions, as measured and as released."""
@@ -171,7 +173,7 @@ class Dense(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Σ_i w_i g_i."""
-        return _weighted(weights, self.materialise())
+        return weighted(weights, self.materialise())
 
     def rounding(self) -> torch.Tensor:
         """As given."""

@@ -88,21 +88,36 @@ def _work(device: torch.device) -> bool:
     if _triton() is None:
         return False
     try:
-        generator = torch.Generator(device).manual_seed(0)
-        x, delta = (torch.randn(2, size, 5, 7, device=device, generator=generator) for size in (3, 20))
-        found = convolution_norms(x, delta, (3, 3), (1, 1), (1, 1), (1, 1), 1, 1, "tf32x3").sum(1)
-        windows = torch.nn.functional.unfold(x, 3, padding=1).double()
-        expected = torch.bmm(delta.flatten(2).double(), windows.transpose(1, 2)).square().sum((1, 2))
-        a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
-        products = torch.bmm(a.double().transpose(1, 2), b.double()).square().sum((1, 2))
-        right = torch.allclose(found.double(), expected, rtol=1e-4)
-        right = right and torch.allclose(gram_sums(a, b, "tf32x3").products.double(), products, rtol=1e-3)
-        trouble = "" if right else "they do not compute what they should"
+        trouble = "" if _right(device) else "they do not compute what they should"
     except Exception as error:  # a compiler that is missing or does not fit
-        right, trouble = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if not right:
+        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if trouble:
         warnings.warn(f"the Triton kernels for norms are not used on {device}, torch does it: {trouble}", LipdpNotice, stacklevel=2)
-    return right
+    return not trouble
+
+
+def _right(device: torch.device) -> bool:
+    """Every kernel against torch's arithmetic, on a few numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, delta = (torch.randn(2, size, 5, 7, device=device, generator=generator) for size in (3, 20))
+    tiles = convolution_norms(x, delta, (3, 3), (1, 1), (1, 1), (1, 1), 1, 1, "tf32x3")
+    windows = torch.nn.functional.unfold(x, 3, padding=1).double()
+    of_patches = torch.bmm(delta.flatten(2).double(), windows.transpose(1, 2)).square().sum((1, 2))
+    sums, of_x = cotangent_sums(delta.flatten(2)), row_squares(x.flatten(1))
+    norms = with_rounding(tiles, sums.total, sums.largest, of_x, scale=1.0, of_sums=0.0, of_factors=0.0)
+    a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
+    of_outer = torch.bmm(a.double().transpose(1, 2), b.double()).square().sum((1, 2))
+    keep, bound = torch.ones(2, dtype=torch.bool, device=device), torch.ones(1, device=device)
+    pairs = (
+        (norms, of_patches),
+        (sums.total, delta.double().square().sum((1, 2, 3))),
+        (sums.largest, delta.double().square().sum(1).flatten(1).amax(1)),
+        (sums.sums, delta.double().sum((2, 3))),
+        (of_x, x.double().square().sum((1, 2, 3))),
+        (gram_norms(a, b, "tf32x3", margin=0.0, of_sums=0.0, of_factors=0.0), of_outer),
+        (clip_factors(norms[None], keep, bound, automatic=False, stability=0.01)[1], of_patches.rsqrt().clamp_max(1.0)),
+    )
+    return all(torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-4) for found, expected in pairs)
 
 
 def _power(value: int, least: int, most: int) -> int:
@@ -121,10 +136,12 @@ def convolution_norms(
     copies: int,
     precision: Precision,
     tiles: Tiles = _CONVOLUTION,
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Numbers (B, tiles) whose sum is ‖Σ_t δ_t ⊗ patch_t‖² of each example, over its ``copies`` rows.
 
-    x: (B·copies, in, H, W), δ: (B·copies, out, H', W'). Kernel, stride, padding and dilation have two numbers each.
+    x: (B·copies, in, H, W), δ: (B·copies, out, H', W'). Kernel, stride, padding and dilation have two numbers each. The gradients
+    themselves are written to ``held`` (B, out, in/groups, …), contiguous, if that is given.
     """
     x, delta = x.contiguous(), delta.contiguous()
     examples, outputs, reads = len(x) // copies, delta.shape[1] // groups, x.shape[1] // groups * kernel[0] * kernel[1]
@@ -135,6 +152,7 @@ def convolution_norms(
         x,
         delta,
         partial,
+        partial if held is None else held,
         x.shape[1] // groups,
         x.shape[2],
         x.shape[3],
@@ -147,6 +165,7 @@ def convolution_norms(
         groups,
         copies,
         tiles_d,
+        HOLD=held is not None,
         KH=kernel[0],
         KW=kernel[1],
         P=tile_p,

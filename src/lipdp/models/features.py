@@ -115,7 +115,7 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
 
 def _belongs_to_head(layer: torch.nn.Module) -> bool:
     trained = any(p.requires_grad for p in layer.parameters())
-    return trained or isinstance(layer, nn.Standardize | nn.BoundedInput | nn.Boundary)
+    return trained or any(isinstance(part, nn.Standardize | nn.BoundedInput | nn.Boundary) for part in layer.modules())
 
 
 def extract_features(

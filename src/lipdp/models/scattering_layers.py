@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -10,52 +12,112 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.registry import Site, lowering
 
-__all__ = ["LogCompress"]
+__all__ = ["Compress", "Compression", "SideBySide", "Window", "window"]
+
+Compression = Literal["none", "log", "root"]
 
 
-class LogCompress(torch.nn.Module):
-    """``y_c = sign(x_c)·log(1 + |x_c|/a_c)`` per channel (dimension 1): large coefficients are drawn in, signs are kept.
+class Compress(torch.nn.Module):
+    """``y_c = sign(x_c)·f(|x_c|/a_c)`` per channel (dimension 1), f(u) = log(1+u) or √(1+2u) − 1: large values are drawn in.
 
-    Scattering coefficients are skewed, as energies are; their logarithms are not, which suits linear layers. The derivative is
-    1/(a_c + |x_c|), so it is 1/min a-Lipschitz.
+    Scattering coefficients are skewed, as energies are; their logarithms or roots are less so, which suits linear layers. In both
+    cases f(u) ≤ u and f' ≤ f'(0) = 1, so the layer is 1/min a-Lipschitz.
 
     Args:
-        levels: a, one positive number for each channel: where it turns from linear to logarithmic. Public constants.
+        levels: a, one positive number for each channel: where it turns from linear to compressing. Public constants.
+        kind: "log" or "root".
     """
 
     levels: torch.Tensor
 
-    def __init__(self, levels: Sequence[float]) -> None:
+    def __init__(self, levels: Sequence[float], kind: Literal["log", "root"] = "log") -> None:
         super().__init__()
         values = torch.tensor([float(level) for level in levels])
         if not len(values) or not bool((torch.isfinite(values) & (values > 0)).all()):
-            raise ConfigurationError("LogCompress needs a positive finite level for each channel")
+            raise ConfigurationError("Compress needs a positive finite level for each channel")
+        if kind not in ("log", "root"):
+            raise ConfigurationError(f"Compress kind must be 'log' or 'root', not {kind!r}")
+        self.kind = kind
         self.register_buffer("levels", values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compress each channel."""
         if x.ndim < 2 or x.shape[1] != len(self.levels):
-            raise DataError(f"LogCompress has {len(self.levels)} channels, and the tensor the shape {tuple(x.shape)}")
-        return _compressed(x, self.levels.to(x.dtype).reshape(-1, *([1] * (x.ndim - 2))))
+            raise DataError(f"Compress has {len(self.levels)} channels, and the tensor the shape {tuple(x.shape)}")
+        return self._compressed(x, x.ndim, x.dtype)
+
+    def _compressed(self, x: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        levels = self.levels.to(dtype).reshape(-1, *([1] * (rank - 2)))
+        # Two halves instead of sign(x)·f(|x|): the derivative at 0 of the latter comes out as 0.
+        up, down = torch.relu(x) / levels, torch.relu(-x) / levels
+        if self.kind == "log":
+            return torch.log1p(up) - torch.log1p(down)
+        return torch.sqrt(1 + 2 * up) - torch.sqrt(1 + 2 * down)
 
     def extra_repr(self) -> str:
         """Arguments, in short."""
-        return f"{len(self.levels)} channels, levels from {float(self.levels.min()):.3g} to {float(self.levels.max()):.3g}"
+        low, high = float(self.levels.min()), float(self.levels.max())
+        return f"{len(self.levels)} channels, levels from {low:.3g} to {high:.3g}, kind={self.kind!r}"
 
 
-def _compressed(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    # Not sign(x)·log1p(|x|/a): its derivative at 0 would be 0 instead of 1/a.
-    return torch.log1p(torch.relu(x) / levels) - torch.log1p(torch.relu(-x) / levels)
-
-
-@rule(LogCompress)
-def _log_compress(layer: LogCompress, call: Call) -> Transfer:
-    """|y| ≤ |x|/a, since log(1 + u) ≤ u, and the derivative is at most 1/a: reached as x → 0 in the channel of the least a."""
+@rule(Compress)
+def _compress(layer: Compress, call: Call) -> Transfer:
+    """|y| ≤ |x|/a and |dy/dx| ≤ 1/a, both approached as x → 0 in the channel of the least a."""
     x = call.inputs[0]
     gain = 1 / float(layer.levels.double().min())
     return Transfer(Bound(times(gain, x.norm), x.shape, max_abs=times(gain, x.max_abs)), (gain,), exact=False)
 
 
-@lowering(LogCompress)
-def _plain_log_compress(layer: LogCompress, site: Site) -> torch.Tensor:
-    return _compressed(site.x, layer.levels.to(site.dtype).reshape(-1, *([1] * (len(site.shape) - 1))))
+@lowering(Compress)
+def _plain_compress(layer: Compress, site: Site) -> torch.Tensor:
+    return layer._compressed(site.x, len(site.shape) + 1, site.dtype)
+
+
+class SideBySide(torch.nn.Module):
+    """The outputs of several branches, each flattened, one behind the other. The calculus traces through it."""
+
+    def __init__(self, *branches: torch.nn.Module) -> None:
+        super().__init__()
+        if not branches:
+            raise ConfigurationError("SideBySide() of no branches has no output")
+        self.branches = torch.nn.ModuleList(branches)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Join."""
+        return torch.cat([torch.flatten(branch(x), 1) for branch in self.branches], dim=1)
+
+
+class Window(torch.nn.Module):
+    """x times public constants of its own shape (or one that broadcasts to it): ‖y‖ ≤ max|c|·‖x‖."""
+
+    factors: torch.Tensor
+
+    def __init__(self, factors: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("factors", factors.detach().clone(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale each entry."""
+        return x * self.factors.to(x.dtype)
+
+
+@rule(Window)
+def _window(layer: Window, call: Call) -> Transfer:
+    x, gain = call.inputs[0], float(layer.factors.abs().max())
+    return Transfer(Bound(times(gain, x.norm), x.shape, times(gain, x.row_norm), times(gain, x.max_abs)), (gain,))
+
+
+@lowering(Window)
+def _plain_window(layer: Window, site: Site) -> torch.Tensor:
+    return site.x * layer.factors.to(site.dtype)
+
+
+def window(height: int, width: int, corner: float) -> torch.Tensor:
+    """1 in the middle, ``corner`` in the corners of an image: corner^(r²/r_max²)."""
+    if not (math.isfinite(corner) and corner > 0):
+        raise ConfigurationError(f"the weight of the corners must be a positive number, not {corner!r}")
+    y, x = (
+        torch.linspace(-1, 1, n, dtype=torch.float64) if n > 1 else torch.zeros(1, dtype=torch.float64) for n in (height, width)
+    )
+    factors: torch.Tensor = (corner ** ((y[:, None] ** 2 + x[None, :] ** 2) / 2)).float()
+    return factors

@@ -1,0 +1,249 @@
+"""What a sweep searches: named spaces of settings, those of the papers' tables among them.
+
+A setting is a field of a recipe (``learning_rate``) or, as ``options.NAME``, an option of its model (``options.clip``). Spaces say
+nothing of the data: they are fixed before the first run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from lipdp.errors import ConfigurationError
+from lipdp.models import registry
+
+__all__ = ["Choice", "Range", "Space", "Suggester", "changed", "default_space", "get_space", "space_names"]
+
+_OPTION = "options."
+
+
+class Suggester(Protocol):
+    """What proposes values: an Optuna trial."""
+
+    def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
+        """A number of the interval."""
+
+    def suggest_int(self, name: str, low: int, high: int, *, log: bool = False) -> int:
+        """A whole number of the interval."""
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        """One of the choices."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, by default evenly in their logarithm: most settings matter by their order of magnitude."""
+
+    name: str
+    low: float
+    high: float
+    scale: Literal["log", "linear"] = "log"
+    whole: bool = False
+
+    def suggest(self, trial: Suggester) -> float:
+        """One of them."""
+        if self.whole:
+            return trial.suggest_int(self.name, int(self.low), int(self.high), log=self.scale == "log")
+        return trial.suggest_float(self.name, self.low, self.high, log=self.scale == "log")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A few alternatives."""
+
+    name: str
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: Suggester) -> Any:
+        """One of them. Stored by its text: Optuna keeps numbers, texts and None only, and values can be tuples."""
+        by_text = {repr(value): value for value in self.values}
+        return by_text[trial.suggest_categorical(self.name, list(by_text))]
+
+
+Parameter = Range | Choice
+
+
+@dataclass(frozen=True)
+class Space:
+    """A named set of parameters.
+
+    Attributes:
+        name: what ``lipdp sweep --space`` calls it.
+        source: where it comes from, and where it differs from there.
+        parameters: all of them. Those that a recipe, or its model, does not have are left out for it.
+    """
+
+    name: str
+    source: str
+    parameters: tuple[Parameter, ...]
+
+    def fitting(self, recipe: Any) -> tuple[Parameter, ...]:
+        """The parameters that this recipe has."""
+        kept = tuple(parameter for parameter in self.parameters if _has(recipe, parameter.name))
+        if not kept:
+            raise ConfigurationError(f"space {self.name!r} has no setting that recipe {recipe.name!r} knows; choose another --space")
+        return kept
+
+    def suggest(self, trial: Suggester, recipe: Any, *, fixed: frozenset[str] = frozenset()) -> Any:
+        """The recipe with settings of this space, but for the ``fixed`` ones."""
+        return changed(recipe, {p.name: p.suggest(trial) for p in self.fitting(recipe) if p.name not in fixed})
+
+
+def changed(recipe: Any, settings: Mapping[str, Any]) -> Any:
+    """The recipe with these settings; ``options.NAME`` is one of its model's."""
+    fields = {name: value for name, value in settings.items() if not name.startswith(_OPTION)}
+    options = {name.removeprefix(_OPTION): value for name, value in settings.items() if name.startswith(_OPTION)}
+    if options:
+        fields["options"] = {**recipe.options, **options}
+    return recipe.but(**fields)
+
+
+def _has(recipe: Any, name: str) -> bool:
+    if not name.startswith(_OPTION):
+        known = name in {field.name for field in dataclasses.fields(recipe)}
+        return known and not (name == "max_grad_norm" and recipe.method == "clipless")
+    option = name.removeprefix(_OPTION)
+    return option in recipe.options or option in registry.option_names(recipe.model)
+
+
+# The papers' tables. Batches are in records; the temperature of the "CCE" rows is ours; the learning rate, which the image tables
+# leave out, is in units of the sensitivity. The tables' "automatic (90th percentile)" loss-gradient clip is searched as a constant.
+_IMAGE = (
+    Range("options.clip", 1e-2, 1.0),
+    Range("learning_rate", 1e-1, 1e1),
+    Choice("epochs", (10, 20, 40, 80)),
+)
+_SPACES = (
+    Space(
+        "paper-mnist",
+        "clipless paper, D.2.1",
+        (
+            Range("options.input_norm", 1e-1, 1.0),
+            Range("batch_size", 512, 10_000, whole=True),
+            Range("temperature", 1e-2, 18.0),
+            *_IMAGE,
+        ),
+    ),
+    Space(
+        "paper-fashion-mnist",
+        "clipless paper, D.2.2",
+        (
+            Range("options.input_norm", 1e-1, 1.0),
+            Range("batch_size", 5_000, 10_000, whole=True),
+            Range("temperature", 1e-2, 40.0),
+            *_IMAGE,
+        ),
+    ),
+    Space(
+        "paper-cifar10",
+        "clipless paper, D.2.3",
+        (
+            Range("options.input_norm", 1e-2, 1.0),
+            Range("batch_size", 512, 10_000, whole=True),
+            Range("temperature", 1e-3, 32.0),
+            *_IMAGE,
+        ),
+    ),
+    Space(
+        "paper-tabular",
+        "clipless paper, Table 8 (its learning rates are in other units, so they span the same five decades here)",
+        (
+            Range("batch_size", 512, 10_000, whole=True),
+            Range("temperature", 1e-2, 100.0),
+            Range("learning_rate", 1e-3, 1e2),
+            Range("options.clip", 1e-2, 1.0),
+        ),
+    ),
+    Space(
+        "paper-dpsgd",
+        "clipless paper, its grid for DP-SGD in D.2.3",
+        (
+            Range("batch_size", 500, 5_000, whole=True),
+            Range("epochs", 1, 400, whole=True),
+            Range("max_grad_norm", 1e-2, 1e2),
+            Range("learning_rate", 1e-5, 1.0),
+        ),
+    ),
+    Space(
+        "clipless",
+        "ours: around what worked for Lipschitz networks",
+        (
+            Range("options.clip", 0.025, 1.0),
+            Choice("options.centre", (True, False)),
+            Choice("options.hidden", ((64,), (128,), (256,), (128, 64))),
+            Range("temperature", 8.0, 180.0),
+            Choice("batch_size", (2048, 4096, 8192)),
+            Choice("epochs", (10, 20, 40, 60)),
+            Range("learning_rate", 0.2, 10.0),
+            Choice("schedule", ("constant", "cosine")),
+            Choice("ema_decay", (None, 0.9, 0.95, 0.98)),
+            Choice("allocation", ("global", "per_layer", "optimal")),
+        ),
+    ),
+    Space(
+        "clipping",
+        "ours: around what worked for DP-SGD",
+        (
+            Range("temperature", 0.5, 4.0),
+            Choice("batch_size", (1024, 2048, 4096, 8192)),
+            Choice("epochs", (20, 30, 40, 60)),
+            Range("learning_rate", 0.05, 3.0),
+            Choice("schedule", ("constant", "cosine")),
+            Choice("ema_decay", (None, 0.9, 0.95, 0.98)),
+            Range("max_grad_norm", 0.03, 2.0),
+        ),
+    ),
+    Space(
+        "features",
+        "ours: heads on fixed features",
+        (
+            Range("options.clip", 0.03, 1.0),
+            Range("temperature", 0.5, 16.0),
+            Choice("batch_size", (4096, 8192, 16384)),
+            Choice("steps", (250, 350, 500, 700)),
+            Range("learning_rate", 2.0, 60.0),
+            Choice("ema_decay", (0.9, 0.95, 0.98)),
+        ),
+    ),
+    Space(
+        "tabular",
+        "ours: random Fourier features or small boundary networks on the columns of a table",
+        (
+            Range("options.clip", 0.03, 0.7),
+            Range("options.scale", 0.3, 8.0),
+            Choice("options.fourier", (200, 400, 800)),
+            Range("temperature", 1.0, 8.0),
+            Choice("batch_size", (2048, 4096, 8192)),
+            Choice("steps", (60, 120, 240)),
+            Range("learning_rate", 1.0, 40.0),
+            Choice("class_weights", (None, (0.3, 1.0), (0.1, 1.0))),
+            Choice("ema_decay", (0.9, 0.95)),
+        ),
+    ),
+)
+_BY_NAME = {space.name: space for space in _SPACES}
+
+
+def space_names() -> tuple[str, ...]:
+    """All spaces."""
+    return tuple(_BY_NAME)
+
+
+def get_space(name: str) -> Space:
+    """A space by name."""
+    if name not in _BY_NAME:
+        raise ConfigurationError(f"there is no search space named {name!r}; there are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def default_space(recipe: Any) -> Space:
+    """Ours for this kind of recipe."""
+    if recipe.dataset.startswith("adbench/"):
+        return _BY_NAME["tabular"]
+    if not hasattr(recipe, "epochs"):
+        return _BY_NAME["features"]
+    return _BY_NAME["clipless" if getattr(recipe, "method", "clipless") == "clipless" else "clipping"]
