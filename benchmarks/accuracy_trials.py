@@ -202,7 +202,9 @@ def normalised(parts: tuple[list[Tensor], list[Tensor]], config: Config, generat
         weights = _channel_weights(learn.shape[2], config["fronts"][number], config, learn.device)
         weights = weights * _window(learn.shape[3], learn.shape[4], config["wp"], learn.device)
         if config["norm"] == "paid":
-            mean, std = _paid_statistics(learn, config["stats"], config["radius"], generator)
+            # One release for all fronts: its radius is that of all features together.
+            size = config["radius"] * math.sqrt(sum(part.shape[2] for part in parts[0]) / learn.shape[2])
+            mean, std = _paid_statistics(learn, config["stats"], size, generator)
             change = partial(_standardised, mean=mean, std=std / weights)
         elif config["norm"] == "group":
             change = partial(_group_norm, groups=math.gcd(learn.shape[2], 27), weights=weights)

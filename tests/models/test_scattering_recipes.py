@@ -26,6 +26,7 @@ TINY = FeatureRecipe("tiny", "digits", "scattering-linear", SMALL, batch_size=25
         {"options": {**SMALL, "statistics": "private", "weights": (1, 2, 1, 1)}, "statistics_budget": 0.1},
         {"options": {**SMALL, "compress": "log", "shifts": ((0, 0), (0, 1)), "whiten": 0.3}},
         {"options": {"scales": ((1, 2), (2, 2)), "compress": "root", "whiten": 0.1, "corner": 0.5, "flip": True}},
+        {"options": {"scales": ((2, 2), (1, 2)), "statistics": "private", "weights": (1, 1, 2, 1)}, "statistics_budget": 0.1},
         {"model": "scattering-mlp", "options": {**SMALL, "hidden": (16,)}, "temperature": 8.0, "learning_rate": 4.0},
         {"model": "scattering-mlp", "options": {**SMALL, "hidden": (16,), "normalise": True}, "learning_rate": 4.0},
     ],

@@ -205,8 +205,9 @@ def _finite(analysis: Analysis, model: torch.nn.Module) -> float:
     if math.isfinite(analysis.lipschitz):
         return analysis.lipschitz
     unbounded = [position for position, row in enumerate(analysis.layers) if not math.isfinite(row.cotangent)]
-    culprit = analysis.layers[min(unbounded[-1] + 1 if unbounded else 0, len(analysis.layers) - 1)].where
+    row = analysis.layers[min(unbounded[-1] + 1 if unbounded else 0, len(analysis.layers) - 1)]
+    why = f" ({row.note})" if row.note else ""
     raise UnboundedError(
-        f"{type(model).__name__} has no finite Lipschitz constant, so nothing can be certified: {culprit} is unboundedly steep. "
-        "Put another layer in its place, or bound what enters it (lipdp.nn.Boundary(norm=…), BoundedInput(mode='ball'))."
+        f"{type(model).__name__} has no finite Lipschitz constant, so nothing can be certified: {row.where} is unboundedly "
+        f"steep{why}. Put another layer in its place, or bound what enters it (lipdp.nn.Boundary(norm=…), BoundedInput(mode='ball'))."
     )

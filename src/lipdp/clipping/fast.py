@@ -91,9 +91,10 @@ class Fast:
                 rounding_matters.reset(token)
             norms, factors, spoiled = self._measure(contributions, len(losses), keep, bounds)
             if self.two_passes:
+                yield spoiled
                 sums = self._second_pass((losses * factors[:, 0].to(losses.dtype)).sum())
-        yield spoiled
         if sums is None:
+            yield spoiled
             if clean:
                 dropped = ~torch.isfinite(norms).all(1)
                 contributions = {name: part.without(dropped) for name, part in contributions.items()}

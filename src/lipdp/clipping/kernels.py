@@ -50,6 +50,7 @@ class Tiles(NamedTuple):
 
 # Measured by benchmarks/clipping_kernels.py.
 _CONVOLUTION = Tiles(128, 64, 32, 8, 3)
+_LONG_CONVOLUTION = Tiles(128, 128, 32, 8, 3)
 _GRAM = Tiles(64, 64, 32, 4, 3)
 # Outputs of a layer that cotangent_sums holds at a time; numbers of a tile; programs that keep a GPU busy.
 MOST_OUTPUTS = 512
@@ -135,7 +136,7 @@ def convolution_norms(
     groups: int,
     copies: int,
     precision: Precision,
-    tiles: Tiles = _CONVOLUTION,
+    tiles: Tiles | None = None,
     held: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Numbers (B, tiles) whose sum is ‖Σ_t δ_t ⊗ patch_t‖² of each example, over its ``copies`` rows.
@@ -145,6 +146,9 @@ def convolution_norms(
     """
     x, delta = x.contiguous(), delta.contiguous()
     examples, outputs, reads = len(x) // copies, delta.shape[1] // groups, x.shape[1] // groups * kernel[0] * kernel[1]
+    positions = delta.shape[2] * delta.shape[3]
+    if tiles is None:
+        tiles = _LONG_CONVOLUTION if outputs >= 128 and positions >= 128 else _CONVOLUTION
     tile_p, tile_d = _power(outputs, 16, tiles.rows), _power(reads, 16, tiles.columns)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
     partial = torch.empty(examples * groups, tiles_p * tiles_d, dtype=torch.float32, device=x.device)
@@ -158,7 +162,7 @@ def convolution_norms(
         x.shape[3],
         outputs,
         delta.shape[3],
-        delta.shape[2] * delta.shape[3],
+        positions,
         *stride,
         *padding,
         *dilation,

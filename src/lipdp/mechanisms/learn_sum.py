@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipdp.mechanisms.experts import additive, moments
-from lipdp.mechanisms.losses import smooth_loss
+from lipdp.mechanisms.losses import rank_between, with_ends
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import NoiseKind, draw_noise
 from lipdp.mechanisms.postprocess import Network, Sample
@@ -47,10 +47,17 @@ class _Run:
     """Datasets in the form that training needs, and the answers wanted."""
 
     problem: Problem
-    t: Tensor
     weights: Tensor
     truth: Tensor  # (M, queries)
     scales: Tensor  # losses are divided by these (queries,)
+    ends: Tensor | None  # for the quantile error: the datasets with their ends,
+    rank: Tensor | None  # and the truths' ranks in them (M, 1)
+
+    def losses(self, chosen: Tensor, answers: Tensor) -> Tensor:
+        """Of answers (batch, queries) to the chosen datasets, with useful derivatives."""
+        if self.ends is None or self.rank is None:
+            return (answers - self.truth[chosen]) ** 2
+        return (rank_between(self.ends[chosen], answers) - self.rank[chosen]).abs()
 
 
 def initial_table(knots: Tensor, m: int, query: Query | None) -> Tensor:
@@ -66,7 +73,7 @@ def initial_table(knots: Tensor, m: int, query: Query | None) -> Tensor:
 
 def train_sum(run: _Run, table: Tensor, noise: NoiseKind, steps: int, settings: SumSettings, seed: int) -> tuple[Tensor, Network]:
     """Minimise the expected loss over φ's values at the knots and the decoder; returns both."""
-    problem, epsilon = run.problem, run.problem.epsilon
+    epsilon = run.problem.epsilon
     generator = torch.Generator().manual_seed(seed)
     parameter = torch.nn.Parameter(table.clone())
     centre = run.weights.mean(0)
@@ -83,17 +90,12 @@ def train_sum(run: _Run, table: Tensor, noise: NoiseKind, steps: int, settings: 
     optimiser = torch.optim.Adam([parameter, *network.parameters()], lr=settings.rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, settings.rate, total_steps=max(steps, 20), pct_start=0.1)
     for _ in range(steps):
-        chosen = torch.randint(run.t.shape[0], (settings.batch,), generator=generator)
+        chosen = torch.randint(run.weights.shape[0], (settings.batch,), generator=generator)
         s = statistic(run.weights[chosen])
         uniform = torch.rand(s.shape, generator=generator).clamp(1e-7, 1 - 1e-7)
         answers = network.raw(s + draw_noise(noise, uniform, 1.0, epsilon))
-        truth = run.truth[chosen]
-        if problem.loss == "squared":
-            losses = (answers - truth) ** 2
-        else:
-            losses = smooth_loss(problem.loss, run.t[chosen], truth[:, 0], answers)
         optimiser.zero_grad()
-        (losses / run.scales).mean().backward()  # type: ignore[no-untyped-call]
+        (run.losses(chosen, answers) / run.scales).mean().backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
     final = parameter.detach()
@@ -112,7 +114,9 @@ def _prepare(problem: Problem, t: Tensor, queries: list[Query]) -> tuple[_Run, T
     knots = torch.linspace(0, 1, _KNOTS, dtype=torch.float64)
     truth = torch.stack([query(t) for query in queries], 1).float()
     scales = truth.var(0) if problem.loss == "squared" else torch.full((len(queries),), problem.n / 10)
-    return _Run(problem, t.float(), hats(t, knots).float(), truth, scales), knots
+    ends = with_ends(t.float()) if problem.loss == "quantile" else None
+    rank = None if ends is None else rank_between(ends, truth)
+    return _Run(problem, hats(t, knots).float(), truth, scales, ends, rank), knots
 
 
 @dataclass(frozen=True)

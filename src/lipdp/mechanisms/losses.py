@@ -14,7 +14,7 @@ from torch import Tensor
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.queries import Query
 
-__all__ = ["Loss", "check_loss", "response_loss", "smooth_loss"]
+__all__ = ["Loss", "check_loss", "rank_between", "response_loss", "smooth_loss", "with_ends"]
 
 Loss = Literal["squared", "quantile"]
 
@@ -45,17 +45,24 @@ def response_loss(loss: Loss, t: Tensor, truth: Tensor, answer: Tensor) -> Tenso
 def smooth_loss(loss: Loss, t: Tensor, truth: Tensor, answer: Tensor) -> Tensor:
     """The same with a useful derivative in the answer, for training; answers (batch, R) too.
 
-    For the quantile error, counts become the piecewise-linear interpolation of the empirical distribution between
+    For the quantile error, counts become ranks: the piecewise-linear interpolation of the empirical distribution between
     neighbouring points (0 at the low end of the domain, n at the high end).
     """
     if loss == "squared":
         return (answer - truth[:, None]) ** 2
-    return (_rank(t, answer) - _rank(t, truth[:, None])).abs()
+    ends = with_ends(t)
+    return (rank_between(ends, answer) - rank_between(ends, truth[:, None])).abs()
 
 
-def _rank(t: Tensor, value: Tensor) -> Tensor:
-    batch, n = t.shape
-    ends = torch.cat([t.new_zeros(batch, 1), t, t.new_ones(batch, 1)], 1)
+def with_ends(t: Tensor) -> Tensor:
+    """Sorted unit datasets with 0 before and 1 behind, (batch, n + 2)."""
+    batch = t.shape[0]
+    return torch.cat([t.new_zeros(batch, 1), t, t.new_ones(batch, 1)], 1)
+
+
+def rank_between(ends: Tensor, value: Tensor) -> Tensor:
+    """How many points lie below each value, interpolated between neighbouring points; from :func:`with_ends`."""
+    n = ends.shape[1] - 2
     inside = value.detach().clamp(0, 1).contiguous()
     place = (torch.searchsorted(ends, inside, right=True) - 1).clamp(0, n)
     left, right = ends.gather(1, place), ends.gather(1, place + 1)

@@ -21,6 +21,7 @@ from lipdp.mechanisms.problem import Problem
 __all__ = ["Decoder", "Network", "Sample", "Table", "best_responses", "decoder_from_state", "tabulate"]
 
 _ANSWERS = 1201  # answers tried, where the loss has no closed form: they contain the midpoints of every grid that experts use
+_NOTHING = 1e-30
 _STRIDE = 12  # … every 12th of them where the released value is continuous, and interpolation follows
 
 
@@ -69,7 +70,8 @@ def best_responses(weights: Tensor, sample: Sample, coarse: bool = False) -> Ten
         made = (weights * sample.truth[:, None]).sum(0) / total.clamp(min=1e-300)
         return torch.where(total > 1e-300, made, sample.truth.mean())
     answers, costs = sample.few if coarse else (sample.answers, sample.costs)
-    scaled = (weights / weights.amax(0).clamp(min=1e-300)).float()  # the largest is 1, so float32 does not lose them all
+    scaled = weights / weights.amax(0).clamp(min=1e-300)  # the largest is 1, so float32 does not lose them all;
+    scaled = torch.where(scaled > _NOTHING, scaled, 0.0).float()  # what it would hold as subnormals slows it down tenfold
     return answers[(costs @ scaled).argmin(0)]
 
 

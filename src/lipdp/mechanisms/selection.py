@@ -56,7 +56,8 @@ class _Flip(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, nodes: int) -> Tensor:
         places, weights = _legendre(nodes)
         w, c = torch.as_tensor(places, dtype=logits.dtype), torch.as_tensor(weights, dtype=logits.dtype)
-        a = logits.exp()
+        # Training is in float32, where less than e^-60 is nothing beside 1 but ends in subnormals, which are slow.
+        a = (logits.clamp(min=-60.0) if logits.dtype == torch.float32 else logits).exp()
         miss = 1 - w[:, None] * a[:, None, :]  # (batch, nodes, R); w < 1 keeps it above 0
         product = c * miss.log().sum(-1).exp()
         inverse = miss.reciprocal_()

@@ -18,6 +18,7 @@ from lipdp.models.resized import resized
 from lipdp.models.resnet import resnet, resnet6, resnet10, resnet18
 from lipdp.models.scattering import Scattering2d
 from lipdp.models.scattering_heads import scattering_linear, scattering_mlp
+from lipdp.models.tabular import tabular
 from lipdp.models.tanh_cnn import tanh_cnn
 from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
 
@@ -46,6 +47,7 @@ __all__ = [
     "scattering_linear",
     "scattering_mlp",
     "split_front",
+    "tabular",
     "tanh_cnn",
     "transformer",
     "vgg",

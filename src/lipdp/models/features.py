@@ -22,6 +22,7 @@ from lipdp import nn
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Augmentation, fixed_views
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
+from lipdp.models.scattering_layers import ToGrid
 
 __all__ = ["FrozenFeatures", "extract_features", "split_front"]
 
@@ -94,8 +95,8 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
     """(front, head) of a sequential model that starts with a fixed extractor (a Scattering2d, a FrozenFeatures). Layers are shared.
 
     The front is all that can be computed once: up to the first layer that is trained, that gets statistics of the data
-    (Standardize), or that bounds what enters the head. Training the head on the front's outputs is training the model; see
-    :func:`extract_features`.
+    (Standardize), that bounds what enters the head, or that only repeats values (ToGrid). Training the head on the front's
+    outputs is training the model; see :func:`extract_features`.
     """
     from lipdp.models.scattering import Scattering2d
 
@@ -115,7 +116,7 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
 
 def _belongs_to_head(layer: torch.nn.Module) -> bool:
     trained = any(p.requires_grad for p in layer.parameters())
-    return trained or any(isinstance(part, nn.Standardize | nn.BoundedInput | nn.Boundary) for part in layer.modules())
+    return trained or any(isinstance(part, ToGrid | nn.Standardize | nn.BoundedInput | nn.Boundary) for part in layer.modules())
 
 
 def extract_features(

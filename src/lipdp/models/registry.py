@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 
 from lipdp.errors import ConfigurationError
 
-__all__ = ["create", "names", "register"]
+__all__ = ["create", "names", "option_names", "register"]
 
 Builder = Callable[..., torch.nn.Module]
 B = TypeVar("B", bound=Builder)
@@ -29,6 +30,14 @@ def register(name: str) -> Callable[[B], B]:
 def names() -> tuple[str, ...]:
     """The models that :func:`create` knows."""
     return tuple(sorted(_builders))
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """The options that a model names in its signature."""
+    if name not in _builders:
+        raise ConfigurationError(f"there is no model named {name!r}; there are {', '.join(names())}")
+    parameters = inspect.signature(_builders[name]).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
 def create(name: str, *, input_shape: Sequence[int], classes: int, **options: Any) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from lipdp import nn
 from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.models.scattering import Colour, Padding, Scattering2d
-from lipdp.models.scattering_layers import Compress, Compression, SideBySide, Window, window
+from lipdp.models.scattering_layers import Compress, Compression, SideBySide, ToGrid, Window, window
 from lipdp.models.scattering_textures import texture_images
 
 __all__ = ["FrontOptions", "scattering_front"]
@@ -62,7 +62,8 @@ def scattering_front(
 
     Args:
         input_shape: (channels, height, width).
-        scales: (J, L) of each transform, see :class:`~lipdp.models.scattering.Scattering2d`; several stand side by side.
+        scales: (J, L) of each transform, see :class:`~lipdp.models.scattering.Scattering2d`; the maps of several are put on one
+            grid, the finest.
         order: the same.
         colour: the same; by default "yuv" for three channels.
         padding: the same.
@@ -84,52 +85,54 @@ def scattering_front(
         raise ConfigurationError(f"weights are four positive numbers (orders 0, 1, 2; colour), not {weights!r}")
     if compress not in ("none", "log", "root") or not 0 <= whiten <= 1:
         raise ConfigurationError(f"compress is 'none', 'log' or 'root' and whiten in [0, 1], not {compress!r} and {whiten!r}")
-    if statistics == "private" and len(scales) > 1:
-        raise ConfigurationError("private statistics are released for one scale; use statistics='textures' for several")
     chosen: Colour = colour if colour is not None else "yuv" if input_shape[:1] == (3,) else "rgb"
     copies = Shifts([(int(down), int(right)) for down, right in shifts], flip=flip)
-    branches, sizes = [], []
-    for J, L in scales:
-        transform = Scattering2d(input_shape, J, L, order, chosen, padding)
-        public = _constants(transform.input_shape, J, L, order, chosen, padding, compress, whiten)
-        branch = _branch(transform, public, copies, compress, statistics, radius)
-        height, width = transform.output_shape[1:]
-        factors = _channel_weights(transform, weights)[:, None, None] * window(height, width, corner)
-        if not bool((factors == 1).all()):
-            branch.append(Window(factors))
-        branches.append(branch)
-        sizes.append(math.prod(transform.output_shape))
-    if not branches:
+    if not scales:
         raise ConfigurationError("scattering needs at least one scale (J, L)")
+    # The finest grid first: the others are put on it.
+    transforms = [Scattering2d(input_shape, J, L, order, chosen, padding) for J, L in sorted(scales)]
+    branches = [_branch(transform, copies, compress, whiten, statistics != "none") for transform in transforms]
+    layers: list[torch.nn.Module] = branches[0]
+    shape = transforms[0].output_shape
+    factors = [_factors(transform, weights, corner) for transform in transforms]
     if len(branches) > 1:
-        joined = SideBySide(*(nn.Sequential(*branch) for branch in branches))
-        return [joined, nn.BoundedInput((sum(sizes),), mode=input_mode)], sum(sizes)
-    return [*branches[0], nn.BoundedInput(transform.output_shape, mode=input_mode), nn.Flatten()], sizes[0]
+        grid = ToGrid([transform.output_shape for transform in transforms])
+        layers = [SideBySide(*(nn.Sequential(*branch) for branch in branches)), grid]
+        shape, factors = grid.output_shape, [grid(torch.cat([f.flatten() for f in factors])[None])[0] * grid.evening]
+    if statistics == "private":
+        layers.append(nn.Standardize(shape[0], radius=radius * math.sqrt(math.prod(shape))))
+    if not bool((factors[0] == 1).all()):
+        layers.append(Window(factors[0]))
+    return [*layers, nn.BoundedInput(shape, mode=input_mode), nn.Flatten()], math.prod(shape)
 
 
-def _branch(
-    transform: Scattering2d,
-    public: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], torch.Tensor | None],
-    copies: Shifts,
-    compress: Compression,
-    statistics: Statistics,
-    radius: float,
-) -> list[torch.nn.Module]:
-    levels, mean, std, mixing = public
+def _factors(transform: Scattering2d, weights: tuple[float, float, float, float], corner: float) -> torch.Tensor:
+    _, height, width = transform.output_shape
+    return _channel_weights(transform, weights)[:, None, None] * window(height, width, corner)
+
+
+def _branch(transform: Scattering2d, copies: Shifts, compress: Compression, whiten: float, even: bool) -> list[torch.nn.Module]:
+    """One transform with what is public and follows it: compression, the mean over copies, the textures' statistics."""
+    levels, mean, std, mixing = _constants(
+        transform.input_shape,
+        transform.J,
+        transform.L,
+        transform.order,
+        transform.colour,
+        transform.padding,
+        compress,
+        whiten if even else 0.0,
+    )
     extractor: torch.nn.Module = transform
     if compress != "none":
         extractor = nn.Sequential(transform, Compress(levels, compress))
     layers = [extractor if copies.copies == 1 else TestTimeAverage(extractor, copies)]
-    if statistics == "none":
-        return layers
-    layers.append(nn.Normalize(mean, std))
-    channels = transform.output_shape[0]
+    if even:
+        layers.append(nn.Normalize(mean, std))
     if mixing is not None:
-        mixer = torch.nn.Conv2d(channels, channels, 1, bias=False).requires_grad_(False)
+        mixer = torch.nn.Conv2d(len(mixing), len(mixing), 1, bias=False).requires_grad_(False)
         mixer.weight.copy_(mixing[:, :, None, None])
         layers.append(mixer)
-    if statistics == "private":
-        layers.append(nn.Standardize(channels, radius=radius * math.sqrt(math.prod(transform.output_shape))))
     return layers
 
 

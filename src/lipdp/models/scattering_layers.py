@@ -12,7 +12,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.registry import Site, lowering
 
-__all__ = ["Compress", "Compression", "SideBySide", "Window", "window"]
+__all__ = ["Compress", "Compression", "SideBySide", "ToGrid", "Window", "window"]
 
 Compression = Literal["none", "log", "root"]
 
@@ -85,6 +85,69 @@ class SideBySide(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Join."""
         return torch.cat([torch.flatten(branch(x), 1) for branch in self.branches], dim=1)
+
+
+class ToGrid(torch.nn.Module):
+    """Takes what :class:`SideBySide` joined apart and puts all maps on one grid, as channels: coarse ones repeat their values.
+
+    Then one per-channel layer serves maps of all scales. :attr:`evening` holds, for every place, 1/√(how often its value is
+    repeated): multiplied by it, a map has the norm that it had before.
+
+    Args:
+        shapes: (channels, height, width) of each part; the first one's grid is used, and must be the finest.
+    """
+
+    evening: torch.Tensor
+
+    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.shapes = tuple((int(c), int(h), int(w)) for c, h, w in shapes)
+        _, height, width = self.shapes[0]
+        if any(h > height or w > width for _, h, w in self.shapes):
+            raise ConfigurationError(f"the first of the maps {self.shapes} has to be the finest: the others are put on its grid")
+        self.sizes = tuple(math.prod(shape) for shape in self.shapes)
+        self.input_shape = (sum(self.sizes),)
+        self.output_shape = (sum(c for c, _, _ in self.shapes), height, width)
+        parts = []
+        for number, (channels, h, w) in enumerate(self.shapes):
+            rows, columns = (torch.arange(n) * size // n for n, size in ((height, h), (width, w)))
+            self.register_buffer(f"rows_{number}", rows, persistent=False)
+            self.register_buffer(f"columns_{number}", columns, persistent=False)
+            repeats = torch.bincount(rows)[rows][:, None] * torch.bincount(columns)[columns][None, :]
+            parts.append(repeats.double().rsqrt().float().expand(channels, height, width))
+        self.register_buffer("evening", torch.cat(parts), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, features) → (batch, channels, height, width)."""
+        if x.shape[1:] != self.input_shape:
+            raise DataError(f"ToGrid expects {self.input_shape[0]} features, got a tensor of shape {tuple(x.shape)}")
+        return self._arranged(x)
+
+    def _arranged(self, x: torch.Tensor) -> torch.Tensor:
+        maps, start = [], 0
+        for number, (shape, size) in enumerate(zip(self.shapes, self.sizes, strict=True)):
+            part = torch.reshape(x[:, start : start + size], (-1, *shape))
+            rows, columns = self.get_buffer(f"rows_{number}"), self.get_buffer(f"columns_{number}")
+            maps.append(torch.index_select(torch.index_select(part, 2, rows), 3, columns))
+            start += size
+        return torch.cat(maps, dim=1)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"{self.shapes}"
+
+
+@rule(ToGrid)
+def _to_grid(layer: ToGrid, call: Call) -> Transfer:
+    """A selection that reads each value at most m times: ‖y‖² ≤ m·‖x‖², reached by a value that is read so often."""
+    x = call.inputs[0]
+    gain = 1 / float(layer.evening.double().min())
+    return Transfer(Bound(times(gain, x.norm), call.output_shape, max_abs=x.max_abs), (gain,))
+
+
+@lowering(ToGrid)
+def _plain_to_grid(layer: ToGrid, site: Site) -> torch.Tensor:
+    return layer._arranged(site.x)
 
 
 class Window(torch.nn.Module):

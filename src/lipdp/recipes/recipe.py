@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from lipdp import data, models
-from lipdp.data import DatasetInfo
+from lipdp.data import Augmentation, DatasetInfo
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
-from lipdp.privacy import Accountant, Adjacency, Allocation
+from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation
 from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
@@ -44,6 +44,9 @@ class Recipe:
         delta: δ of the guarantee.
         method: "clipless", or a clipping method of :func:`lipdp.plan`.
         max_grad_norm: C, for clipping methods.
+        tail_average: average the weights over this last fraction of the steps instead.
+        augmentation: train on the mean over each example's copies.
+        statistics_budget, adaptive, clip_schedule, noise_schedule, freeze: of :func:`lipdp.plan`.
         provenance: where the settings come from.
     """
 
@@ -62,6 +65,13 @@ class Recipe:
     delta: float = 1e-5
     method: Method = "clipless"
     max_grad_norm: float | None = None
+    tail_average: float | None = None
+    augmentation: Augmentation | None = None
+    statistics_budget: float | None = None
+    adaptive: AdaptiveClip | None = None
+    clip_schedule: tuple[tuple[float, float], ...] | None = None
+    noise_schedule: tuple[tuple[float, float], ...] | None = None
+    freeze: Mapping[str, float] | None = None
     provenance: str = ""
 
     def __post_init__(self) -> None:
@@ -154,6 +164,11 @@ def prepare(
         allocation=recipe.allocation,
         method=recipe.method,
         max_grad_norm=recipe.max_grad_norm,
+        statistics_budget=recipe.statistics_budget,
+        adaptive=recipe.adaptive,
+        clip_schedule=recipe.clip_schedule,
+        noise_schedule=recipe.noise_schedule,
+        freeze=recipe.freeze,
         adjacency=adjacency,
         accountant=accountant,
     )
@@ -232,6 +247,8 @@ def train(
         microbatch_size=microbatch_size,
         scheduler=ready.scheduler,
         ema_decay=recipe.ema_decay,
+        tail_average=recipe.tail_average,
+        augmentation=recipe.augmentation,
         evaluations=evaluations,
         checkpoint=checkpoint,
         resume=resume,

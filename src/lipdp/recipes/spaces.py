@@ -7,12 +7,11 @@ nothing of the data: they are fixed before the first run.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from lipdp.data import info
 from lipdp.errors import ConfigurationError
 from lipdp.models import registry
 
@@ -50,18 +49,26 @@ class Range:
             return trial.suggest_int(self.name, int(self.low), int(self.high), log=self.scale == "log")
         return trial.suggest_float(self.name, self.low, self.high, log=self.scale == "log")
 
+    def restore(self, stored: float) -> float:
+        """The value from what Optuna has stored of it."""
+        return stored
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A few alternatives."""
+    """A few alternatives; with ``model``, for that model only."""
 
     name: str
     values: tuple[Any, ...]
+    model: str | None = None
 
     def suggest(self, trial: Suggester) -> Any:
         """One of them. Stored by its text: Optuna keeps numbers, texts and None only, and values can be tuples."""
-        by_text = {repr(value): value for value in self.values}
-        return by_text[trial.suggest_categorical(self.name, list(by_text))]
+        return self.restore(trial.suggest_categorical(self.name, [repr(value) for value in self.values]))
+
+    def restore(self, stored: str) -> Any:
+        """The value from what Optuna has stored of it."""
+        return {repr(value): value for value in self.values}[stored]
 
 
 Parameter = Range | Choice
@@ -83,7 +90,7 @@ class Space:
 
     def fitting(self, recipe: Any) -> tuple[Parameter, ...]:
         """The parameters that this recipe has."""
-        kept = tuple(parameter for parameter in self.parameters if _has(recipe, parameter.name))
+        kept = tuple(p for p in self.parameters if _has(recipe, p.name) and getattr(p, "model", None) in (None, recipe.model))
         if not kept:
             raise ConfigurationError(f"space {self.name!r} has no setting that recipe {recipe.name!r} knows; choose another --space")
         return kept
@@ -174,7 +181,9 @@ _SPACES = (
         (
             Range("options.clip", 0.025, 1.0),
             Choice("options.centre", (True, False)),
-            Choice("options.hidden", ((64,), (128,), (256,), (128, 64))),
+            Choice("options.hidden", ((64,), (128,), (256,), (128, 64)), model="mlp"),
+            Choice("options.channels", ((8, 16), (16, 32), (16,), (32,)), model="lenet"),
+            Choice("options.kernel_size", (3, 5, 7), model="lenet"),
             Range("temperature", 8.0, 180.0),
             Choice("batch_size", (2048, 4096, 8192)),
             Choice("epochs", (10, 20, 40, 60)),
@@ -209,20 +218,26 @@ _SPACES = (
             Choice("ema_decay", (0.9, 0.95, 0.98)),
         ),
     ),
-    Space(
-        "tabular",
-        "ours: random Fourier features or small boundary networks on the columns of a table",
-        (
-            Range("options.clip", 0.03, 0.7),
-            Range("options.scale", 0.3, 8.0),
-            Choice("options.fourier", (200, 400, 800)),
-            Range("temperature", 1.0, 8.0),
-            Choice("batch_size", (2048, 4096, 8192)),
-            Choice("steps", (60, 120, 240)),
-            Range("learning_rate", 1.0, 40.0),
-            Choice("class_weights", (None, (0.3, 1.0), (0.1, 1.0))),
-            Choice("ema_decay", (0.9, 0.95)),
-        ),
+    *(
+        Space(
+            name,
+            f"ours: random Fourier features or small boundary networks on the columns of a table{size}",
+            (
+                Range("options.clip", 0.03, 0.7),
+                Choice("options.fourier", (200, 400, 800)),
+                Range("options.scale", 0.3, 8.0),
+                Range("temperature", 1.0, 8.0),
+                Choice("batch_size", batches),
+                Choice("epochs", (10, 20, 40, 80)),
+                Range("learning_rate", 1.0, 40.0),
+                Choice("class_weights", (None, (0.3, 1.0), (0.1, 1.0))),
+                Choice("ema_decay", (0.9, 0.95)),
+            ),
+        )
+        for name, size, batches in (
+            ("tabular", "", (2048, 4096, 8192)),
+            ("tabular-small", " of about a thousand rows", (128, 256, 512)),
+        )
     ),
 )
 _BY_NAME = {space.name: space for space in _SPACES}
@@ -243,7 +258,7 @@ def get_space(name: str) -> Space:
 def default_space(recipe: Any) -> Space:
     """Ours for this kind of recipe."""
     if recipe.dataset.startswith("adbench/"):
-        return _BY_NAME["tabular"]
+        return _BY_NAME["tabular" if info(recipe.dataset).train_size > 10_000 else "tabular-small"]
     if not hasattr(recipe, "epochs"):
         return _BY_NAME["features"]
     return _BY_NAME["clipless" if getattr(recipe, "method", "clipless") == "clipless" else "clipping"]

@@ -189,7 +189,7 @@ class PrivacyEngine:
         with self._model_randomness(number), constant_buffers(self.model):
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
-            self._clipped_share = answer.clipped[0] / max(1, answer.clipped[1])
+            self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         noised = self._release(answer, settings, number)
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from lipdp.bounds import Analysis, analyse
+from lipdp.clipping import CapturedClipping, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
-from lipdp.clipping import check_supported, clip_batch, clipping_groups
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import effective_leaves, pull_back
@@ -24,7 +24,7 @@ from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
 from lipdp.training.gradients import arithmetic, gradient_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
-from lipdp.training.plan import CLIPPED_GROUP, ParameterGroup, PrivacyPlan
+from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
 from lipdp.training.settings import ROUNDOFF, clipping_slack, per_example_loss
 
 __all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]
@@ -56,7 +56,7 @@ class Answer:
 
     sums: dict[str, torch.Tensor]
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
-    clipped: tuple[float, int] | None = None
+    clipped: tuple[torch.Tensor, int] | None = None
 
 
 class Query(Protocol):
@@ -180,6 +180,7 @@ class ClippedQuery:
     def __init__(self, model: torch.nn.Module, loss: Callable[..., torch.Tensor], plan: PrivacyPlan) -> None:
         self.model, self.loss, self.plan = model, loss, plan
         self.groups = tuple(group for group in plan.groups if group.source == "clipped")
+        self._made: dict[int, CapturedClipping] = {}
 
     def prove(self) -> None:
         """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style."""
@@ -216,46 +217,37 @@ class ClippedQuery:
         followed = [group for group in active if group.name in plan.adaptive_clips]
         total = {name: zeros_like_sum(p) for name, p in parameters.items()}
         counts = {group.name: torch.zeros((), dtype=torch.float64, device=batch.device) for group in followed}
-        clipped, seen = torch.zeros((), dtype=torch.float64, device=batch.device), 0
-        size = max(1, batch.microbatch_size // batch.copies.count)
+        clipped = torch.zeros((), dtype=torch.float64, device=batch.device)
+        clipping, size = self._clipping(batch.copies.count), max(1, batch.microbatch_size // batch.copies.count)
+        norms = {group.name: bounds[group.name] for group in active}
+        max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
         with _only_trained(self.model, parameters):
             for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device):
                 with arithmetic(plan.precision, batch.device):
-                    found = self._clip(active, bounds, batch.copies.rows(x), batch.copies.repeat(y), mask, batch.copies.count)
+                    found = clipping(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
                 for name, gradient in found.sums.items():
                     total[name] += gradient
                 clipped += ((found.factors < 1).any(1) & mask).sum()
-                seen += len(x)
                 for number, group in enumerate(active):
                     if group.name in counts:
                         counts[group.name] += centred_count(found.norms[:, number], bounds[group.name], mask)
-        return Answer(total, counts, (float(clipped), len(batch.inputs)) if plan.clip == "clip" else None)
+        return Answer(total, counts, (clipped, len(batch.inputs)) if plan.clip == "clip" else None)
 
-    def _clip(
-        self,
-        groups: list[ParameterGroup],
-        bounds: Mapping[str, float],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mask: torch.Tensor,
-        copies: int,
-    ) -> Any:
-        plan = self.plan
-        flat = plan.clipping_style == "flat"
-        method: ClippingMethod = "bookkeeping" if plan.method in ("mixed", "clipless") else plan.method  # type: ignore[assignment]
-        return clip_batch(
-            self.model,
-            self.loss,
-            x,
-            y,
-            bounds[groups[0].name] if flat else {group.name: bounds[group.name] for group in groups},
-            method,
-            mask=mask,
-            clip=plan.clip,
-            style=plan.clipping_style,
-            stability=plan.stability,
-            copies=copies,
-        )
+    def _clipping(self, copies: int) -> CapturedClipping:
+        """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""
+        if copies not in self._made:
+            plan = self.plan
+            method: ClippingMethod = "bookkeeping" if plan.method in ("mixed", "clipless") else plan.method  # type: ignore[assignment]
+            self._made[copies] = CapturedClipping(
+                self.model,
+                self.loss,
+                method,
+                clip=plan.clip,
+                style=plan.clipping_style,
+                stability=plan.stability,
+                copies=copies,
+            )
+        return self._made[copies]
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """They are the parameters' own."""

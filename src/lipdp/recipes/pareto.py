@@ -1,0 +1,197 @@
+"""Utility against privacy: every row of every run's history a dot, the front of what can be had, the best recipe for each ε.
+
+Runs are read from histories: files with a line of JSON for each run, written by sweeps (:func:`append_history`), or folders that
+``lipdp train --output`` has filled. Dots on validation records and on test records are never mixed in one front.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.recipes.recipe import Result
+
+__all__ = ["Dot", "append_history", "best_by_epsilon", "front", "grouped", "hull", "read_dots", "write_csv"]
+
+_METRICS = ("accuracy", "auroc")
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One (ε, score) pair: a run at the time of one evaluation.
+
+    Attributes:
+        epsilon: spent until then.
+        score: accuracy or AUROC; certified accuracy where ``radius`` > 0.
+        metric: which.
+        radius: of the certificate, 0 for none.
+        recipe: name of the recipe.
+        model: the architecture.
+        method: of bounding the sensitivity.
+        dataset: name of the dataset.
+        delta: δ.
+        evaluated_on: "validation" or "test".
+        step: of the run.
+        settings: of the run, as JSON.
+    """
+
+    epsilon: float
+    score: float
+    metric: str
+    radius: float
+    recipe: str
+    model: str
+    method: str
+    dataset: str
+    delta: float
+    evaluated_on: str
+    step: int
+    settings: str = dataclasses.field(default="{}", repr=False)
+
+
+def append_history(
+    file: str | Path, recipe: Any, result: Result, *, evaluated_on: str, certified: Mapping[float, float] | None = None
+) -> None:
+    """Add a line for this run. The seed stays out of it: results are published, seeds must not be."""
+    settings = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name not in ("name", "provenance")}
+    line = {
+        "recipe": recipe.name,
+        "dataset": recipe.dataset,
+        "model": recipe.model,
+        "method": result.method,
+        "delta": result.delta,
+        "epsilon": result.epsilon,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 3),
+        "evaluated_on": evaluated_on,
+        **{name: getattr(result, name) for name in _METRICS if hasattr(result, name)},
+        "certified": {f"{radius:.6g}": share for radius, share in (certified or {}).items()},
+        "history": result.history.metrics,
+        "settings": settings,
+    }
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One write of one line: processes that share the file don't tear each other's lines.
+    with path.open("a", encoding="utf-8") as target:
+        target.write(json.dumps(line, default=str) + "\n")
+
+
+def read_dots(paths: Iterable[str | Path], metric: str = "accuracy") -> list[Dot]:
+    """All dots of these history files and output folders."""
+    if metric not in _METRICS:
+        raise ConfigurationError(f"metric must be one of {', '.join(_METRICS)}, not {metric!r}")
+    dots: list[Dot] = []
+    for path in map(Path, paths):
+        runs = [_folder_run(path)] if path.is_dir() else _file_runs(path)
+        for run in runs:
+            dots += _dots_of(run, metric, path)
+    if not dots:
+        raise DataError(f"the histories hold no {metric}: give files of lipdp sweep, or folders of lipdp train --output")
+    return dots
+
+
+def _file_runs(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"'{path}' can't be read: {error.strerror or error}") from None
+    runs = []
+    for number, line in enumerate(lines, 1):
+        try:
+            run = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"line {number} of '{path}' is no JSON ({error}): it is not a history file, or it was cut off") from None
+        if not isinstance(run, dict):
+            raise DataError(f"line {number} of '{path}' is not a run")
+        runs.append(run)
+    return runs
+
+
+def _folder_run(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        history = json.loads((path / "history.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(f"'{path}' is not a folder of lipdp train --output: {error}") from None
+    return {**result, "history": history["metrics"]}
+
+
+def _dots_of(run: dict[str, Any], metric: str, path: Path) -> list[Dot]:
+    try:
+        common = {name: run[name] for name in ("recipe", "model", "method", "dataset", "evaluated_on")}
+        common |= {"delta": float(run["delta"]), "metric": metric, "settings": json.dumps(run.get("settings", {}), sort_keys=True)}
+        history = run["history"]
+        last = {"epsilon": float(run["epsilon"]), "step": int(run["steps"])}
+        dots = [
+            Dot(epsilon=float(epsilon), score=float(score), radius=0.0, step=int(step), **common)
+            for epsilon, score, step in zip(
+                history.get("epsilon", ()), history.get(f"validation_{metric}", ()), history.get("step", ()), strict=False
+            )
+            if run["evaluated_on"] == "validation"
+        ]
+        if not dots and metric in run:
+            dots = [Dot(score=float(run[metric]), radius=0.0, **last, **common)]
+        if metric == "accuracy":
+            certified = run.get("certified", {}).items()
+            dots += [Dot(score=float(share), radius=float(radius), **last, **common) for radius, share in certified if float(radius) > 0]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"a run in '{path}' lacks or garbles {error}: it is not a history of this library") from None
+    return [dot for dot in dots if math.isfinite(dot.epsilon) and math.isfinite(dot.score)]
+
+
+def grouped(dots: Iterable[Dot], key: Callable[[Dot], str]) -> dict[str, list[Dot]]:
+    """Dots by a label, labels in order."""
+    found: dict[str, list[Dot]] = {}
+    for dot in dots:
+        found.setdefault(key(dot), []).append(dot)
+    return dict(sorted(found.items()))
+
+
+def front(dots: Iterable[Dot]) -> list[Dot]:
+    """The dots that no other dominates: none has at most their ε and at least their score (and one of the two better)."""
+    kept: list[Dot] = []
+    for dot in sorted(dots, key=lambda d: (d.epsilon, -d.score)):
+        if not kept or dot.score > kept[-1].score:
+            kept.append(dot)
+    return kept
+
+
+def hull(dots: Iterable[Dot]) -> list[Dot]:
+    """The corners of the upper convex hull of the front (the papers' blue line): slopes fall from each to the next."""
+    corners: list[Dot] = []
+    for dot in front(dots):
+        while len(corners) > 1 and _above_or_on(corners[-2], dot, corners[-1]):
+            corners.pop()
+        corners.append(dot)
+    return corners
+
+
+def _above_or_on(left: Dot, right: Dot, middle: Dot) -> bool:
+    """Whether the line from left to right passes above the middle or through it."""
+    return (right.score - left.score) * (middle.epsilon - left.epsilon) >= (middle.score - left.score) * (right.epsilon - left.epsilon)
+
+
+def best_by_epsilon(dots: Sequence[Dot], budgets: Iterable[float]) -> dict[float, Dot]:
+    """For each budget the best dot that it pays for; budgets that pay for none are left out."""
+    chosen = {}
+    for budget in budgets:
+        affordable = [dot for dot in dots if dot.epsilon <= budget]
+        if affordable:
+            chosen[budget] = max(affordable, key=lambda dot: (dot.score, -dot.epsilon))
+    return chosen
+
+
+def write_csv(dots: Iterable[Dot], path: str | Path) -> None:
+    """One line for each dot."""
+    names = [f.name for f in dataclasses.fields(Dot)]
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(dot, name) for name in names] for dot in dots)

@@ -1,0 +1,222 @@
+"""Recipes for tables of two classes, scored by the area under the ROC curve."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from lipdp import data, models
+from lipdp.data import DatasetInfo
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.losses import CrossEntropy
+from lipdp.privacy import Accountant, Adjacency
+from lipdp.recipes.recipe import Prepared, Recipe, Result
+from lipdp.training import Callback, evaluate, fit, plan
+from lipdp.training.callbacks import Run
+
+__all__ = ["AUROC", "TabularRecipe", "TabularResult", "auroc", "prepare_table", "train_table"]
+
+AUROC = "validation_auroc"
+"""The name of the validation AUROC in a history."""
+
+
+@dataclass(frozen=True)
+class TabularRecipe(Recipe):
+    """A recipe for a table.
+
+    Its ``learning_rate`` is in units of *each weight's* sensitivity: that weight's step is lr·(noised sum)/(b·Δ).
+
+    Attributes:
+        class_weights: of the loss, by class. Public constants: never computed from the labels.
+        statistics_budget: share of ε for the columns' means and deviations, where the model standardises.
+    """
+
+    model: str = "tabular"
+    class_weights: tuple[float, float] | None = None
+    statistics_budget: float | None = None
+
+
+@dataclass(frozen=True)
+class TabularResult(Result):
+    """What a run gave. ``auroc`` is on the test set, or on what was held out of the training set."""
+
+    auroc: float = field(kw_only=True)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {**super().summary(), "auroc": self.auroc}
+
+
+def auroc(scores: torch.Tensor, positive: torch.Tensor) -> float:
+    """The chance that a random positive row scores above a random negative one, ties counting half.
+
+    By ranks (Mann & Whitney): (Σ ranks of the positives − p(p + 1)/2)/(p·n), equal scores sharing their mean rank.
+    """
+    if scores.ndim != 1 or scores.shape != positive.shape:
+        raise DataError(f"auroc takes a score and a label for each row, not shapes {tuple(scores.shape)}, {tuple(positive.shape)}")
+    labels = positive.bool()
+    p, n = int(labels.sum()), int((~labels).sum())
+    if p == 0 or n == 0:
+        raise DataError("auroc needs rows of both classes")
+    if bool(torch.isnan(scores).any()):
+        raise DataError("a score is NaN: it has no rank")
+    _, place, counts = torch.unique(scores.double(), sorted=True, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0).double() - (counts.double() - 1) / 2)[place]
+    return float((ranks[labels].sum() - p * (p + 1) / 2) / (p * n))
+
+
+def table_scores(model: torch.nn.Module, rows: torch.Tensor, *, batch_size: int = 8192) -> torch.Tensor:
+    """How much each row looks like the second class: ŷ₁ − ŷ₀."""
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = torch.cat([model(part.to(place)) for part in rows.split(batch_size)]).double().cpu()
+    finally:
+        model.train(was)
+    return outputs[:, 1] - outputs[:, 0]
+
+
+class _ValidationAuroc(Callback):
+    """Adds the AUROC on the held-out rows to each row of the history, before other callbacks see it."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self._rows = rows
+
+    def on_evaluation(self, run: Run, row: dict[str, float]) -> None:
+        """Compute it with the averaged weights, as the other metrics."""
+        inputs, labels = self._rows.tensors
+        with run.engine.averaged() as model:
+            row[AUROC] = auroc(table_scores(model, inputs), labels.cpu() == 1)
+        run.history.metrics.setdefault(AUROC, []).append(row[AUROC])
+
+
+def prepare_table(
+    recipe: TabularRecipe,
+    info: DatasetInfo,
+    *,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    dataset_size: int | None = None,
+    adjacency: Adjacency = "add_remove",
+    accountant: Accountant = "pld",
+    seed: int | None = None,
+) -> Prepared:
+    """Model, loss, plan and optimiser. Only the table's public description is used."""
+    if info.classes != 2:
+        raise ConfigurationError(f"{recipe.name}: tabular recipes are for two classes, and {info.name} has {info.classes}")
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        else:
+            torch.seed()
+        model = models.create(recipe.model, input_shape=info.shape, classes=2, **recipe.options)
+    loss = CrossEntropy(tau=recipe.temperature, class_weights=recipe.class_weights)
+    made = plan(
+        model,
+        loss,
+        dataset_size=info.train_size if dataset_size is None else dataset_size,
+        batch_size=recipe.batch_size,
+        delta=recipe.delta,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        epochs=None if epsilon is not None and noise_multiplier is not None else recipe.epochs,
+        allocation=recipe.allocation,
+        method=recipe.method,
+        max_grad_norm=recipe.max_grad_norm,
+        statistics_budget=recipe.statistics_budget,
+        adjacency=adjacency,
+        accountant=accountant,
+    )
+    groups = [
+        {"params": [weight], "lr": recipe.learning_rate / made.sensitivities.get(name, made.sensitivity)}
+        for name, weight in model.named_parameters()
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=recipe.momentum)
+    scheduler = None
+    if recipe.schedule == "cosine":
+        total = made.steps
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, total) / total))
+        )
+    return Prepared(recipe, model, loss, made, optimizer, scheduler)
+
+
+def train_table(
+    recipe: TabularRecipe,
+    *,
+    epsilon: float | None = 1.0,
+    noise_multiplier: float | None = None,
+    adjacency: Adjacency = "add_remove",
+    accountant: Accountant = "pld",
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    root: str | Path | None = None,
+    validation_fraction: float | None = None,
+    callbacks: Iterable[Callback] = (),
+    microbatch_size: int | None = None,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    evaluations: int = 10,
+) -> TabularResult:
+    """Run a recipe from the table to the AUROC; the arguments are those of :func:`lipdp.recipes.train`."""
+    learn, test, info = data.load(recipe.dataset, root=root)
+    validation = None
+    hooks = list(callbacks)
+    if validation_fraction is not None:
+        learn, test = data.split(learn, validation_fraction)
+        validation = test
+        hooks.insert(0, _ValidationAuroc(test))
+    ready = prepare_table(
+        recipe,
+        info,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        dataset_size=len(learn),
+        adjacency=adjacency,
+        accountant=accountant,
+        seed=seed,
+    )
+    started = time.monotonic()
+    history = fit(
+        ready.model,
+        ready.loss,
+        ready.optimizer,
+        ready.plan,
+        learn,
+        validation=validation,
+        callbacks=hooks,
+        seed=seed,
+        device=device,
+        microbatch_size=microbatch_size,
+        scheduler=ready.scheduler,
+        ema_decay=recipe.ema_decay,
+        evaluations=evaluations,
+        checkpoint=checkpoint,
+        resume=resume,
+    )
+    seconds = time.monotonic() - started
+    figures = evaluate(ready.model, ready.loss, test, device=device, batch_size=8192)
+    inputs, labels = test.tensors
+    return TabularResult(
+        recipe=recipe.name,
+        accuracy=figures["accuracy"],
+        epsilon=history.epsilon,
+        delta=ready.plan.delta,
+        steps=int(history.last.get("step", 0)),
+        seconds=seconds,
+        method=ready.plan.method,
+        seed=seed,
+        history=history,
+        model=ready.model,
+        plan=ready.plan,
+        auroc=auroc(table_scores(ready.model, inputs), labels == 1),
+    )
