@@ -258,3 +258,21 @@ def test_precision_never_promises_more_than_the_model_has():
     assert coarse.precision == "bfloat16"
     assert coarse.slack > 1.01 > planned(small()).slack
     assert coarse.noise_energy > planned(small()).noise_energy
+
+
+def test_the_plan_says_which_bound_each_convolution_has_and_how_tight_it_is():
+    from lipdp.parametrize import constraint
+
+    front = nn.BoundedInput((2, 8, 8))
+    convolutions = [
+        nn.SpectralConv2d(2, 4, 3, padding=1),
+        nn.FourierConv2d(4, 4, 3, padding=1),
+        nn.SpectralConv2d(4, 4, 3, padding=1, padding_mode="circular", constraint=constraint.AOC()),
+    ]
+    model = nn.Sequential(front, *convolutions, nn.Flatten(), nn.SpectralLinear(256, 3))
+    plan = planned(model)
+    notes = dict(plan.notes)
+    assert set(notes) == {"1", "2", "3"}
+    assert all(note in str(plan) for note in notes.values())
+    assert len({note.split()[0] for note in notes.values()}) > 1  # not the same bound for all
+    assert lipdp.PrivacyPlan.from_json(plan.to_json()).notes == plan.notes

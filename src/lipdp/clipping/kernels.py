@@ -137,12 +137,10 @@ def convolution_norms(
     copies: int,
     precision: Precision,
     tiles: Tiles | None = None,
-    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Numbers (B, tiles) whose sum is ‖Σ_t δ_t ⊗ patch_t‖² of each example, over its ``copies`` rows.
 
-    x: (B·copies, in, H, W), δ: (B·copies, out, H', W'). Kernel, stride, padding and dilation have two numbers each. The gradients
-    themselves are written to ``held`` (B, out, in/groups, …), contiguous, if that is given.
+    x: (B·copies, in, H, W), δ: (B·copies, out, H', W'). Kernel, stride, padding and dilation have two numbers each.
     """
     x, delta = x.contiguous(), delta.contiguous()
     examples, outputs, reads = len(x) // copies, delta.shape[1] // groups, x.shape[1] // groups * kernel[0] * kernel[1]
@@ -156,7 +154,6 @@ def convolution_norms(
         x,
         delta,
         partial,
-        partial if held is None else held,
         x.shape[1] // groups,
         x.shape[2],
         x.shape[3],
@@ -169,7 +166,6 @@ def convolution_norms(
         groups,
         copies,
         tiles_d,
-        HOLD=held is not None,
         KH=kernel[0],
         KW=kernel[1],
         P=tile_p,

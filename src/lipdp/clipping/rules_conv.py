@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lipdp.clipping import kernels
 from lipdp.clipping.arithmetic import HALF, Squares, accumulating, input_roundoff, squared
-from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, runs, weighted, zeroed
+from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, zeroed
 from lipdp.clipping.outer import OuterSum, factor_margin, kernel_margin, rounding_of, sum_margin
 from lipdp.clipping.registry import Contributions, norm_rule
 from lipdp.errors import UnsupportedError
@@ -24,8 +24,6 @@ __all__ = ["ConvSum", "patches"]
 _PATCHES = 2**25
 # How much faster than other arithmetic tensor cores are, in the kernel for norms.
 _TENSOR_CORES = 4.0
-# Numbers of a per-example gradient that is held, for each number of the factors that it is made of.
-_HOLD = 2
 
 ConvNd = torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d
 
@@ -138,46 +136,12 @@ class ConvSum(Contribution):
         gram = 2.0 * positions**2 * (p + d) + 32.0 * positions * (d + 2 * positions)
         return form == "materialise" or in_kernel < gram
 
-    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
-        """Where the gradients are held, of those: the sum is made of them, and needs no margin."""
-        if form == "gram" or not self._has_kernel(form) or not self._is_worth_holding:
-            return self.squared_norms(form)
-        found, _ = self._held
-        squares = found[:, 0] if found.shape[1] == 1 else found.sum(1)
-        return squares if self.scale == 1.0 else squares * self.scale**2
-
-    @property
-    def _is_worth_holding(self) -> bool:
-        """Per-example gradients that are not much larger than the factors they are made of: early layers, many positions."""
-        positions, p, d = self.copies * self.cotangents[0, 0].numel(), self.shape[0], _product(self.shape[1:])
-        return p * d <= _HOLD * positions * (p + self.inputs.shape[1])
-
-    @cached_property
-    def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, tiles) whose sums are the squared norms, and the gradients without scale (B, out, in/groups, …)."""
-        gradients = torch.empty(self.batch, *self.shape, dtype=torch.float32, device=self.inputs.device)
-        return self._in_tiles(gradients), gradients
-
     def _by_kernel(self) -> torch.Tensor:
-        delta, coarse = self.cotangents, input_roundoff(self.cotangents, convolution=True)
-        squares, scale, positions = self._of_cotangents, abs(self.scale), self.copies * delta[0, 0].numel()
-        of_sums = sum_margin(positions, delta.dtype) + kernel_margin(positions, delta.dtype)
-        return kernels.with_rounding(
-            self._in_tiles(),
-            squares.total,
-            squares.largest if coarse else squares.total,
-            self._of_patches,
-            scale=scale,
-            of_sums=scale * of_sums,
-            of_factors=scale * factor_margin(coarse),
-        )
-
-    def _in_tiles(self, held: torch.Tensor | None = None) -> torch.Tensor:
         x, delta = self.inputs, self.cotangents
         more = 2 - len(self.stride)
         ones, none = (1,) * more, (0,) * more
-        exact = x.dtype in HALF and delta.dtype in HALF
-        return kernels.convolution_norms(
+        exact, coarse = x.dtype in HALF and delta.dtype in HALF, input_roundoff(delta, convolution=True)
+        found = kernels.convolution_norms(
             x.reshape(*x.shape[:2], *ones, *x.shape[2:]),
             delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:]),
             (*ones, *self.shape[2:]),
@@ -186,8 +150,18 @@ class ConvSum(Contribution):
             (*ones, *self.dilation),
             self.groups,
             self.copies,
-            "tf32" if exact or input_roundoff(delta, convolution=True) else "tf32x3",
-            held=held,
+            "tf32" if exact or coarse else "tf32x3",
+        )
+        squares, scale, positions = self._of_cotangents, abs(self.scale), self.copies * delta[0, 0].numel()
+        of_sums = sum_margin(positions, delta.dtype) + kernel_margin(positions, delta.dtype)
+        return kernels.with_rounding(
+            found,
+            squares.total,
+            squares.largest if coarse else squares.total,
+            self._of_patches,
+            scale=scale,
+            of_sums=scale * of_sums,
+            of_factors=scale * factor_margin(coarse),
         )
 
     def materialise(self) -> torch.Tensor:
@@ -196,9 +170,7 @@ class ConvSum(Contribution):
         return torch.cat(parts) * self.scale
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """The ordinary kernel gradient, with the smaller factor reweighted: as fast as without privacy; or of what is held."""
-        if "_held" in vars(self):
-            return weighted(weights if self.scale == 1.0 else weights * self.scale, self._held[1])
+        """The ordinary kernel gradient, with the smaller factor reweighted: as fast as without privacy."""
         delta, x = accumulating(self.cotangents, self.inputs)
         weights = weights.to(delta.dtype) if self.scale == 1.0 else weights.to(delta.dtype) * self.scale
         weights = weights.repeat_interleave(self.copies) if self.copies > 1 else weights
@@ -232,10 +204,8 @@ class ConvSum(Contribution):
             return self.squares
         return Squares(runs(self.cotangents.flatten(2).transpose(1, 2), self.copies))
 
-    def without(self, dropped: torch.Tensor) -> Contribution:
-        """Zeros in both factors; or in what is held, of which the norms were taken."""
-        if "_held" in vars(self):
-            return Dense(zeroed(self._held[1] * self.scale, dropped))
+    def without(self, dropped: torch.Tensor) -> ConvSum:
+        """Zeros in both factors."""
         dropped = dropped.repeat_interleave(self.copies)
         cotangents, inputs = zeroed(self.cotangents, dropped), zeroed(self.inputs, dropped)
         return replace(self, cotangents=cotangents, inputs=inputs, squares=None)

@@ -13,7 +13,6 @@ def convolution_tiles(
     x,
     delta,
     partial,
-    held,
     channels,
     height,
     width,
@@ -29,7 +28,6 @@ def convolution_tiles(
     groups,
     copies,
     tiles_d,
-    HOLD: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     P: tl.constexpr,
@@ -37,7 +35,7 @@ def convolution_tiles(
     T: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile (P outputs × D taps) of one example's, one group's gradient: the sum of its squares; itself, if it is held."""
+    """One tile (P outputs × D taps) of one example's, one group's gradient: the sum of its squares."""
     row = tl.program_id(0)
     tile = tl.program_id(1)
     example, group = row // groups, row % groups
@@ -65,10 +63,6 @@ def convolution_tiles(
             b = tl.load(images + channel[:, None] * plane + i * width + j, mask=read, other=0.0).to(tl.float32)
             gradient = tl.dot(a, tl.trans(b), gradient, input_precision=PRECISION)
     tl.store(partial + row.to(tl.int64) * tl.num_programs(1) + tile, tl.sum(gradient * gradient))
-    if HOLD:
-        taps = channels * KH * KW
-        place = held + row.to(tl.int64) * outputs * taps + p[:, None] * taps + d[None, :]
-        tl.store(place, gradient, mask=(p < outputs)[:, None] & (d < taps)[None, :])
 
 
 @triton.jit

@@ -48,11 +48,8 @@ class Compress(torch.nn.Module):
 
     def _compressed(self, x: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
         levels = self.levels.to(dtype).reshape(-1, *([1] * (rank - 2)))
-        # Two halves instead of sign(x)·f(|x|): the derivative at 0 of the latter comes out as 0.
-        up, down = torch.relu(x) / levels, torch.relu(-x) / levels
-        if self.kind == "log":
-            return torch.log1p(up) - torch.log1p(down)
-        return torch.sqrt(1 + 2 * up) - torch.sqrt(1 + 2 * down)
+        u = torch.abs(x) / levels
+        return torch.sign(x) * (torch.log1p(u) if self.kind == "log" else torch.sqrt(1 + 2 * u) - 1)
 
     def extra_repr(self) -> str:
         """Arguments, in short."""
@@ -108,12 +105,13 @@ class ToGrid(torch.nn.Module):
         self.sizes = tuple(math.prod(shape) for shape in self.shapes)
         self.input_shape = (sum(self.sizes),)
         self.output_shape = (sum(c for c, _, _ in self.shapes), height, width)
-        parts = []
+        parts, self.most_reads = [], 1
         for number, (channels, h, w) in enumerate(self.shapes):
             rows, columns = (torch.arange(n) * size // n for n, size in ((height, h), (width, w)))
             self.register_buffer(f"rows_{number}", rows, persistent=False)
             self.register_buffer(f"columns_{number}", columns, persistent=False)
             repeats = torch.bincount(rows)[rows][:, None] * torch.bincount(columns)[columns][None, :]
+            self.most_reads = max(self.most_reads, int(repeats.max()))
             parts.append(repeats.double().rsqrt().float().expand(channels, height, width))
         self.register_buffer("evening", torch.cat(parts), persistent=False)
 
@@ -141,7 +139,7 @@ class ToGrid(torch.nn.Module):
 def _to_grid(layer: ToGrid, call: Call) -> Transfer:
     """A selection that reads each value at most m times: ‖y‖² ≤ m·‖x‖², reached by a value that is read so often."""
     x = call.inputs[0]
-    gain = 1 / float(layer.evening.double().min())
+    gain = math.sqrt(layer.most_reads)
     return Transfer(Bound(times(gain, x.norm), call.output_shape, max_abs=x.max_abs), (gain,))
 
 

@@ -7,7 +7,9 @@ nothing of the data: they are fixed before the first run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,7 +17,7 @@ from lipdp.data import info
 from lipdp.errors import ConfigurationError
 from lipdp.models import registry
 
-__all__ = ["Choice", "Range", "Space", "Suggester", "changed", "default_space", "get_space", "space_names"]
+__all__ = ["Choice", "RandomSuggester", "Range", "Space", "Suggester", "changed", "default_space", "get_space", "space_names"]
 
 _OPTION = "options."
 
@@ -29,8 +31,29 @@ class Suggester(Protocol):
     def suggest_int(self, name: str, low: int, high: int, *, log: bool = False) -> int:
         """A whole number of the interval."""
 
-    def suggest_categorical(self, name: str, choices: Any) -> Any:
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """One of the choices."""
+
+
+class RandomSuggester:
+    """Proposes values at random, whatever came of others: what private tuning needs."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
+        """A number of the interval."""
+        if not log:
+            return self._draw.uniform(low, high)
+        return min(max(math.exp(self._draw.uniform(math.log(low), math.log(high))), low), high)
+
+    def suggest_int(self, name: str, low: int, high: int, *, log: bool = False) -> int:
+        """A whole number of the interval."""
+        return round(self.suggest_float(name, low, high, log=log)) if log else self._draw.randint(low, high)
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """One of the choices."""
+        return self._draw.choice(choices)
 
 
 @dataclass(frozen=True)
@@ -95,9 +118,13 @@ class Space:
             raise ConfigurationError(f"space {self.name!r} has no setting that recipe {recipe.name!r} knows; choose another --space")
         return kept
 
-    def suggest(self, trial: Suggester, recipe: Any, *, fixed: frozenset[str] = frozenset()) -> Any:
-        """The recipe with settings of this space, but for the ``fixed`` ones."""
-        return changed(recipe, {p.name: p.suggest(trial) for p in self.fitting(recipe) if p.name not in fixed})
+    def without(self, names: Collection[str]) -> Space:
+        """The same space, but for the settings of these names."""
+        return dataclasses.replace(self, parameters=tuple(p for p in self.parameters if p.name not in names))
+
+    def settings(self, trial: Suggester, recipe: Any) -> dict[str, Any]:
+        """Settings for this recipe, by name."""
+        return {parameter.name: parameter.suggest(trial) for parameter in self.fitting(recipe)}
 
 
 def changed(recipe: Any, settings: Mapping[str, Any]) -> Any:

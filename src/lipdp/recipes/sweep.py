@@ -223,7 +223,7 @@ class _Report(Callback):
 def _objective(sweep: Sweep, trial: Any) -> float:
     import optuna
 
-    recipe = sweep.chosen_space.suggest(trial, sweep.recipe)
+    recipe = changed(sweep.recipe, sweep.chosen_space.settings(trial, sweep.recipe))
     report = _Report(trial, f"validation_{metric(recipe)}")
     result = run(
         recipe,

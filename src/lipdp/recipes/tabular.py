@@ -35,12 +35,9 @@ class TabularRecipe(Recipe):
 
     Attributes:
         class_weights: of the loss, by class. Public constants: never computed from the labels.
-        statistics_budget: share of ε for the columns' means and deviations, where the model standardises.
     """
 
-    model: str = "tabular"
     class_weights: tuple[float, float] | None = None
-    statistics_budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +130,10 @@ def prepare_table(
         method=recipe.method,
         max_grad_norm=recipe.max_grad_norm,
         statistics_budget=recipe.statistics_budget,
+        adaptive=recipe.adaptive,
+        clip_schedule=recipe.clip_schedule,
+        noise_schedule=recipe.noise_schedule,
+        freeze=recipe.freeze,
         adjacency=adjacency,
         accountant=accountant,
     )
@@ -199,6 +200,8 @@ def train_table(
         microbatch_size=microbatch_size,
         scheduler=ready.scheduler,
         ema_decay=recipe.ema_decay,
+        tail_average=recipe.tail_average,
+        augmentation=recipe.augmentation,
         evaluations=evaluations,
         checkpoint=checkpoint,
         resume=resume,

@@ -78,7 +78,7 @@ def render(plan: PrivacyPlan) -> str:
     )
     console.print(f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}")
     for line in _extras(plan):
-        console.print(f"  {line}")
+        console.print(f"  {line}", markup=False, soft_wrap=True)
     console.print(table(plan))
     console.print("X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise is added to the gradient sum.")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

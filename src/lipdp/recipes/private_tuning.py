@@ -1,0 +1,153 @@
+"""Choosing settings inside the privacy budget: the best of a random number of runs, see :mod:`lipdp.privacy.tuning`.
+
+What the reported (ε, δ) covers: every record of the training set, those trained on and those held out to judge alike, and everything
+that comes back: the chosen settings, the model, its noised score. What it does not cover, and must not be published: the number of
+runs, the other runs, the storage of an ordinary sweep over the same data, and how long it took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from lipdp import data
+from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
+from lipdp.privacy import Accountant, derive_seed, fresh_seed, generator
+from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
+from lipdp.recipes.recipe import Prepared, Recipe, prepare
+from lipdp.recipes.spaces import RandomSuggester, changed
+from lipdp.recipes.sweep import Sweep
+from lipdp.training import evaluate, fit
+
+__all__ = ["PrivateFinding", "tune_privately"]
+
+# What decides how much a run releases: the same for all runs, so that one curve holds for each of them.
+_FIXED = frozenset(
+    ("batch_size", "epochs", "method", "statistics_budget", "adaptive", "clip_schedule", "noise_schedule", "freeze", "delta")
+)
+# All settings that the runs here know how to follow.
+_KNOWN = _FIXED | frozenset(
+    "name dataset model options temperature learning_rate momentum schedule ema_decay tail_average allocation max_grad_norm "
+    "augmentation provenance".split()
+)
+
+
+@dataclass(frozen=True)
+class PrivateFinding:
+    """The best run; all of it may be published.
+
+    Attributes:
+        recipe: with the chosen settings.
+        settings: those, by name.
+        score: its accuracy on the held-out records, noised.
+        epsilon: of the whole choice.
+        delta: δ.
+        run_epsilon: what one run alone would cost.
+        repetitions: the distribution of the number of runs.
+        score_noise: standard deviation of the noise in ``score``.
+        model: trained.
+    """
+
+    recipe: Recipe
+    settings: dict[str, Any]
+    score: float
+    epsilon: float
+    delta: float
+    run_epsilon: float
+    repetitions: Repetitions
+    score_noise: float
+    model: torch.nn.Module = field(repr=False)
+
+
+def tune_privately(
+    sweep: Sweep, repetitions: Repetitions, *, accountant: Accountant = "pld", progress: Callable[[], None] | None = None
+) -> PrivateFinding:
+    """Train K times with random settings of the space, K drawn from ``repetitions``, and return the best.
+
+    Batch size, epochs and all else that decides how much a run releases stay as in the recipe. ``sweep.epsilon`` is the budget of
+    the whole; the noise of each run follows from it. It is not resumed: a second call is a second release.
+
+    Args:
+        sweep: recipe, space, budget, held-out share, device. Its storage, sampler and pruning are not used: a run may not depend
+            on the results of others.
+        repetitions: the distribution of the number of runs.
+        accountant: that plans a single run; the whole is always analysed by Rényi divergences.
+        progress: called after each run. How often is a secret.
+    """
+    recipe = _plain(sweep.recipe)
+    space = sweep.chosen_space.without(_FIXED)
+    space.fitting(recipe)
+    learn, held_out, info = _parts(sweep, recipe)
+
+    def ready(settings: dict[str, Any], epsilon: float, seed: int | None = None) -> Prepared:
+        chosen = changed(recipe, settings)
+        return prepare(chosen, info, epsilon=epsilon, dataset_size=len(learn), accountant=accountant, seed=seed)
+
+    one, total = affordable_run(lambda e: ready({}, e).plan.run, repetitions, epsilon=sweep.epsilon, delta=recipe.delta)
+    reference = ready({}, one).plan.run
+    noise = score_multiplier(reference) / len(held_out)
+    key = fresh_seed() if sweep.seed is None else sweep.seed
+    best: PrivateFinding | None = None
+    for number in range(repetitions.draw(generator(key, 0, "repetitions"))):
+        settings = space.settings(RandomSuggester(derive_seed(key, number, "settings")), recipe)
+        made = ready(settings, one, derive_seed(key, number, "weights"))
+        if made.plan.run != reference:
+            raise BudgetError(f"the settings {settings} change what a run releases, so its curve is another than the one accounted for")
+        figure = _accuracy(made, learn, held_out, sweep.device, derive_seed(key, number, "run"))
+        score = figure + noise * float(torch.randn((), generator=generator(key, number, "score"), dtype=torch.float64))
+        if best is None or score > best.score:
+            best = PrivateFinding(made.recipe, settings, score, total, recipe.delta, one, repetitions, noise, made.model)
+        if progress is not None:
+            progress()
+    if best is None:
+        raise BudgetError("the Poisson draw gave no run at all: that is this release. Trying again would spend the budget again.")
+    return best
+
+
+def _plain(recipe: Any) -> Recipe:
+    if type(recipe) is not Recipe:
+        raise UnsupportedError(
+            f"private tuning judges runs by a count of correct records, to which one record adds at most 1; a "
+            f"{type(recipe).__name__} is judged otherwise or trained otherwise. Use an ordinary recipe."
+        )
+    strange = [
+        f.name
+        for f in dataclasses.fields(recipe)
+        if f.name not in _KNOWN and f.default is not dataclasses.MISSING and getattr(recipe, f.name) != f.default
+    ]
+    if strange:
+        raise ConfigurationError(f"private tuning does not know the setting {', '.join(strange)}; leave it at its default")
+    return recipe
+
+
+def _parts(sweep: Sweep, recipe: Recipe) -> tuple[TensorDataset, TensorDataset, Any]:
+    train, _, info = data.load(recipe.dataset, root=sweep.root)
+    coins = record_coins(len(train), sweep.validation_fraction)
+    learn, held_out = (TensorDataset(*(tensor[side] for tensor in train.tensors)) for side in (~coins, coins))
+    if len(held_out) == 0 or len(learn) == 0:
+        raise ConfigurationError(f"a share of {sweep.validation_fraction} of {len(train)} records leaves one side empty")
+    return learn, held_out, info
+
+
+def _accuracy(made: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
+    recipe = made.recipe
+    fit(
+        made.model,
+        made.loss,
+        made.optimizer,
+        made.plan,
+        learn,
+        seed=seed,
+        device=device,
+        scheduler=made.scheduler,
+        ema_decay=recipe.ema_decay,
+        tail_average=recipe.tail_average,
+        augmentation=recipe.augmentation,
+        evaluations=1,
+    )
+    return evaluate(made.model, made.loss, held_out, device=device)["accuracy"]
