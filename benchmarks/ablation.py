@@ -99,6 +99,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         train,
         seed=seed,
         device=job["device"],
+        microbatch_size=None if job["device"] == "cpu" else 1 << 16,
         ema_decay=0.95 if has(row, "+ EMA") else None,
         augmentation=CROSS if has(row, "+ augmentation") else None,
         evaluations=1,

@@ -50,6 +50,7 @@ def _lines(axes: Axes, cells: Cells, places: list[tuple[str, int]], labels: list
 
 
 def _bars(axes: Axes, cells: Cells, networks: dict[str, str], batch: int) -> None:
+    networks = {name: title for name, title in networks.items() if (name, batch, "non-private") in cells}
     width = 0.8 / len(STYLES)
     for number, (method, (colour, _)) in enumerate(STYLES.items()):
         found = [(k, cells[(name, batch, method)]) for k, name in enumerate(networks) if (name, batch, method) in cells]

@@ -19,10 +19,14 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils.data import TensorDataset
 
 import lipdp
-from lipdp.recipes.features import FeatureRecipe, train_on_features
+from lipdp import data, models
+from lipdp.models.features import split_front
+from lipdp.recipes.features import FeatureRecipe, plan_head, train_on_features
 from lipdp.recipes.scattering import SCATTERING
+from lipdp.training import PrivacyPlan
 
 COLUMNS = ("dataset", "epsilon", "recipe", "runs", "accuracy", "deviation", "spent", "delta", "steps", "seconds", "method")
 
@@ -37,11 +41,20 @@ def run(arguments: argparse.Namespace) -> None:
     file = Path(arguments.out) / "runs.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["recipe"], r["epsilon"], r["seed"]) for r in read(file)}
+    store: dict[str, tuple[TensorDataset, TensorDataset]] = {}
     for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon):
         for seed in arguments.seeds:
             if (recipe.name, epsilon, seed) in done:
                 continue
-            result = train_on_features(recipe, epsilon=epsilon, seed=seed, device=arguments.device, cache=arguments.cache)
+            result = train_on_features(
+                recipe,
+                epsilon=epsilon,
+                seed=seed,
+                device=arguments.device,
+                cache=arguments.cache,
+                made=planned(recipe, epsilon, Path(arguments.plans)),
+                store=store,
+            )
             place = torch.cuda.get_device_name() if arguments.device and "cuda" in arguments.device else "cpu"
             record = {
                 **result.summary(),
@@ -60,6 +73,20 @@ def run(arguments: argparse.Namespace) -> None:
                 stream.write(json.dumps(record) + "\n")
             print(f"{recipe.name} eps={epsilon:g} seed={seed}: {100 * result.accuracy:.2f}% in {result.seconds:.1f} s", flush=True)
     table(arguments)
+
+
+def planned(recipe: FeatureRecipe, epsilon: float, folder: Path) -> PrivacyPlan:
+    """The plan, from its file if it was made before: calibration takes seconds, and the engine checks a plan anyway."""
+    file = folder / f"{recipe.name}.json"
+    if file.exists():
+        return PrivacyPlan.from_json(file.read_text())
+    info = data.info(recipe.dataset)
+    model = models.create(recipe.model, input_shape=info.shape, classes=info.classes, **recipe.options)
+    assert isinstance(model, torch.nn.Sequential)
+    made = plan_head(recipe, split_front(model)[1], info.train_size, epsilon=epsilon)
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(made.to_json())
+    return made
 
 
 def read(file: Path) -> list[dict[str, object]]:
@@ -107,15 +134,22 @@ def table(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("run", "table"))
+    parser.add_argument("action", choices=("plan", "run", "table"))
     parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes or datasets; all by default")
     parser.add_argument("--epsilon", type=float, nargs="*", default=[])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device")
     parser.add_argument("--cache", help="folder for features")
+    parser.add_argument("--plans", default="benchmarks/results/accuracy/plans", help="folder for plans")
     parser.add_argument("--out", default="benchmarks/results/accuracy")
     arguments = parser.parse_args()
-    run(arguments) if arguments.action == "run" else table(arguments)
+    if arguments.action == "plan":
+        for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon):
+            print(recipe.name, planned(recipe, epsilon, Path(arguments.plans)).noise_multiplier, flush=True)
+    elif arguments.action == "run":
+        run(arguments)
+    else:
+        table(arguments)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ def test_gradient() -> None:
     assert torch.autograd.gradcheck(lambda u: probabilities("permute_and_flip", u, 1.0, 2.0), (wide,))
 
 
+def test_float32_is_close_also_where_weights_vanish() -> None:
+    """Training cuts weights off at e^-60, so that they do not become subnormal: nothing that counts is lost."""
+    utilities = -200 * torch.rand(50, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    short, exact = (probabilities("permute_and_flip", u, 1.0, 2.0) for u in (utilities.float(), utilities))
+    assert torch.allclose(short.double(), exact, atol=1e-5)
+    assert float(short.min()) > 1.2e-38  # the smallest normal number
+
+
 def test_unknown_method() -> None:
     with pytest.raises(ConfigurationError, match="choose one of"):
         probabilities("softmax", torch.zeros(1, 2), 1.0, 1.0)  # type: ignore[arg-type]

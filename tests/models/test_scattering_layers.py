@@ -11,7 +11,7 @@ from lipdp import models, nn
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.models.features import split_front
 from lipdp.models.scattering_front import scattering_front
-from lipdp.models.scattering_layers import Compress, SideBySide, ToGrid, Window, window
+from lipdp.models.scattering_layers import Compress, Mix, SideBySide, ToGrid, Window, window
 from tests.soundness.harness import attack, impulse_jacobian
 
 
@@ -44,11 +44,16 @@ def test_joined_and_taken_apart() -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [ToGrid([(1, 2, 3), (2, 1, 1)]), Window(torch.tensor([[0.5, -2.0, 1.0]])), SideBySide(torch.nn.Identity(), torch.nn.Flatten())],
+    [
+        ToGrid([(1, 2, 3), (2, 1, 1)]),
+        Mix(torch.tensor([[1.0, 2.0], [0.5, -1.0], [0.0, 3.0]])),
+        Window(torch.tensor([[0.5, -2.0, 1.0]])),
+        SideBySide(torch.nn.Identity(), torch.nn.Flatten()),
+    ],
     ids=lambda layer: type(layer).__name__,
 )
 def test_gains(layer: torch.nn.Module) -> None:
-    shape = getattr(layer, "input_shape", (1, 3))
+    shape = getattr(layer, "input_shape", (2, 1, 2) if isinstance(layer, Mix) else (1, 3))
     model = nn.Sequential(nn.BoundedInput(shape), layer)
     report = attack(model, 1.0, steps=15, draws=3)
     jacobian = impulse_jacobian(layer.double(), shape)

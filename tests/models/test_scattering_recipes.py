@@ -48,7 +48,7 @@ def test_runs_repeat_and_the_cache_changes_nothing(tmp_path: Path) -> None:
     weights = [[p.detach() for p in r.model.parameters()][-1] for r in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2  # training and test set
 
 
 def test_a_part_of_the_training_set_is_held_out() -> None:

@@ -12,7 +12,7 @@ from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lipdp.data import DatasetInfo
-    from lipdp.recipes import Recipe
+    from lipdp.recipes.running import AnyRecipe
 
 __all__ = ["DEFAULT_EPSILON", "budget", "configured", "dataset_info", "training_size"]
 
@@ -29,11 +29,15 @@ def configured(
     batch_size: int | None = None,
     learning_rate: float | None = None,
     validation_fraction: float | None = None,
-) -> Recipe:
-    """The recipe of this name with what the command line changes. An option of its own beats ``--set``."""
+    epsilon: float | None = None,
+) -> AnyRecipe:
+    """The recipe of this name with what the command line changes. An option of its own beats ``--set``.
+
+    Where a name stands for several recipes, one for each budget, ``epsilon`` chooses.
+    """
     from lipdp import recipes
 
-    recipe = recipes.get(name)
+    recipe = recipes.get(name, epsilon)
     changes, options = _assignments(settings or (), recipe)
     flags = {"delta": delta, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
     changes.update({key: value for key, value in flags.items() if value is not None})
@@ -76,7 +80,7 @@ def training_size(info: DatasetInfo, validation_fraction: float | None) -> int:
     return info.train_size - round(validation_fraction * info.train_size)
 
 
-def _assignments(settings: Sequence[str], recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+def _assignments(settings: Sequence[str], recipe: AnyRecipe) -> tuple[dict[str, Any], dict[str, Any]]:
     """The changes that ``--set`` asks for: of the recipe, and of its model's options."""
     hints = typing.get_type_hints(type(recipe))
     changes: dict[str, Any] = {}

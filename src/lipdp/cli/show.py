@@ -11,7 +11,7 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.output import console, number, print_json, print_plan, table
-from lipdp.cli.settings import budget, configured, dataset_info, training_size
+from lipdp.cli.settings import DEFAULT_EPSILON, budget, configured, dataset_info, training_size
 
 __all__ = ["BOUNDS_EXAMPLE", "PLAN_EXAMPLE", "bounds", "plan"]
 
@@ -44,6 +44,7 @@ def plan(
         batch_size=batch_size,
         learning_rate=learning_rate,
         validation_fraction=validation_fraction,
+        epsilon=epsilon,
     )
     from lipdp import recipes
 
@@ -69,8 +70,9 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
     from lipdp import recipes
     from lipdp.bounds import analyse
 
-    # Any noise will do: the plan is not looked at, the model and the loss are those of `lipdp train`.
-    ready = recipes.prepare(chosen, dataset_info(chosen.dataset), noise_multiplier=1.0)
+    # Any noise will do: the plan is not looked at, the model and the loss are those of `lipdp train`. Statistics need a budget.
+    noise = {"epsilon": DEFAULT_EPSILON} if chosen.statistics_budget is not None else {"noise_multiplier": 1.0}
+    ready = recipes.prepare(chosen, dataset_info(chosen.dataset), **noise)
     found = analyse(ready.model, ready.loss)
     total = ready.plan.sensitivity
     if as_json:

@@ -15,7 +15,8 @@ from lipdp.cli.settings import budget, configured, dataset_info, training_size
 from lipdp.errors import ConfigurationError, LipdpWarning
 
 if TYPE_CHECKING:
-    from lipdp.recipes import Recipe, Result
+    from lipdp.recipes import Result
+    from lipdp.recipes.running import AnyRecipe
 
 __all__ = ["EXAMPLE", "train"]
 
@@ -73,6 +74,7 @@ def train(
         batch_size=batch_size,
         learning_rate=learning_rate,
         validation_fraction=validation_fraction,
+        epsilon=epsilon,
     )
     if seed is not None and seed >= 2**63:
         raise ConfigurationError("--seed must be below 2^63")
@@ -124,7 +126,7 @@ def train(
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 
 
-def _report(result: Result, recipe: Recipe, validation_fraction: float | None, device: str) -> dict[str, Any]:
+def _report(result: Result, recipe: AnyRecipe, validation_fraction: float | None, device: str) -> dict[str, Any]:
     return {
         **result.summary(),
         # Of the whole run, also where this call only resumed it.

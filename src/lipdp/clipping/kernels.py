@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -35,6 +36,7 @@ __all__ = [
     "with_rounding",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
 Precision = Literal["tf32", "tf32x3"]
 
 
@@ -121,11 +123,23 @@ def _right(device: torch.device) -> bool:
     return all(torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-4) for found, expected in pairs)
 
 
+def _where_the_data_are(function: F) -> F:
+    """Triton launches on the current device; that must be the first argument's."""
+
+    @wraps(function)
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            return function(first, *args, **kwargs)
+
+    return cast(F, call)
+
+
 def _power(value: int, least: int, most: int) -> int:
     """The power of two that holds ``value``, within limits."""
     return max(least, min(most, 1 << (max(value, 1) - 1).bit_length()))
 
 
+@_where_the_data_are
 def convolution_norms(
     x: torch.Tensor,
     delta: torch.Tensor,
@@ -188,6 +202,7 @@ class GramSums(NamedTuple):
     largest: torch.Tensor
 
 
+@_where_the_data_are
 def gram_tiles(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles: Tiles = _GRAM) -> torch.Tensor:
     """(B, tiles, 5), whose sums over the tiles (the maximum of the last) are :class:`GramSums`; nothing T×T is written."""
     delta, x = delta.contiguous(), x.contiguous()
@@ -220,6 +235,7 @@ def gram_sums(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles:
     return GramSums(products, scale, of_delta, of_x, partial[..., 4].amax(1))
 
 
+@_where_the_data_are
 def gram_norms(
     delta: torch.Tensor, x: torch.Tensor, precision: Precision, *, margin: float, of_sums: float, of_factors: float
 ) -> torch.Tensor:
@@ -266,6 +282,7 @@ def _shares(rows: int, size: int, least: int) -> tuple[int, int]:
     return -(-size // share), share
 
 
+@_where_the_data_are
 def cotangent_sums(delta: torch.Tensor) -> CotangentSums:
     """In one reading of δ (B, outputs, positions), contiguous, of at most :data:`MOST_OUTPUTS` outputs."""
     batch, outputs, positions = delta.shape
@@ -282,6 +299,7 @@ def cotangent_sums(delta: torch.Tensor) -> CotangentSums:
     return CotangentSums(totals.sum(1), largest.amax(1), sums.sum(1))
 
 
+@_where_the_data_are
 def row_squares(x: torch.Tensor) -> torch.Tensor:
     """Σ x² of each row of a contiguous (B, n), with what squares can lose by underflow: (B,)."""
     batch, size = x.shape
@@ -292,6 +310,7 @@ def row_squares(x: torch.Tensor) -> torch.Tensor:
     return totals[:, 0] if parts == 1 else totals.sum(1)
 
 
+@_where_the_data_are
 def with_rounding(
     partial: torch.Tensor,
     of_delta: torch.Tensor,
@@ -325,6 +344,7 @@ def with_rounding(
     return out
 
 
+@_where_the_data_are
 def clip_factors(
     squares: torch.Tensor, keep: torch.Tensor, bound: torch.Tensor, *, automatic: bool, stability: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

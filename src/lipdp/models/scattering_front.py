@@ -13,7 +13,7 @@ from lipdp import nn
 from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.models.scattering import Colour, Padding, Scattering2d
-from lipdp.models.scattering_layers import Compress, Compression, SideBySide, ToGrid, Window, window
+from lipdp.models.scattering_layers import Compress, Compression, Mix, SideBySide, ToGrid, Window, window
 from lipdp.models.scattering_textures import texture_images
 
 __all__ = ["FrontOptions", "scattering_front"]
@@ -130,9 +130,7 @@ def _branch(transform: Scattering2d, copies: Shifts, compress: Compression, whit
     if even:
         layers.append(nn.Normalize(mean, std))
     if mixing is not None:
-        mixer = torch.nn.Conv2d(len(mixing), len(mixing), 1, bias=False).requires_grad_(False)
-        mixer.weight.copy_(mixing[:, :, None, None])
-        layers.append(mixer)
+        layers.append(Mix(mixing))
     return layers
 
 

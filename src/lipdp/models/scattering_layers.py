@@ -12,7 +12,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.registry import Site, lowering
 
-__all__ = ["Compress", "Compression", "SideBySide", "ToGrid", "Window", "window"]
+__all__ = ["Compress", "Compression", "Mix", "SideBySide", "ToGrid", "Window", "window"]
 
 Compression = Literal["none", "log", "root"]
 
@@ -68,6 +68,45 @@ def _compress(layer: Compress, call: Call) -> Transfer:
 @lowering(Compress)
 def _plain_compress(layer: Compress, site: Site) -> torch.Tensor:
     return layer._compressed(site.x, len(site.shape) + 1, site.dtype)
+
+
+class Mix(torch.nn.Module):
+    """A fixed matrix M over the channels (dimension 1) of images: ‖y‖ ≤ ‖M‖₂·‖x‖."""
+
+    matrix: torch.Tensor
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        if matrix.ndim != 2:
+            raise ConfigurationError(f"Mix needs a matrix (channels out, channels in), not a tensor of shape {tuple(matrix.shape)}")
+        self.register_buffer("matrix", matrix.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix the channels of each position."""
+        if x.ndim != 4 or x.shape[1] != self.matrix.shape[1]:
+            raise DataError(f"Mix expects (batch, {self.matrix.shape[1]}, height, width), got the shape {tuple(x.shape)}")
+        return self._mixed(x, tuple(x.shape[2:]), x.dtype)
+
+    def _mixed(self, x: torch.Tensor, grid: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        product = torch.matmul(self.matrix.to(dtype), torch.flatten(x, 2))
+        return torch.reshape(product, (-1, self.matrix.shape[0], *grid))
+
+    def extra_repr(self) -> str:
+        """The matrix, in short."""
+        return f"{self.matrix.shape[1]} → {self.matrix.shape[0]} channels"
+
+
+@rule(Mix)
+def _mix(layer: Mix, call: Call) -> Transfer:
+    """‖y‖² = Σ_p‖M·x_p‖² ≤ ‖M‖₂²·‖x‖². Singular values in float64 are right to 1e-12."""
+    x = call.inputs[0]
+    norm = float(torch.linalg.matrix_norm(layer.matrix.double(), 2)) * (1 + 1e-9)
+    return Transfer(Bound(times(norm, x.norm), call.output_shape), (norm,))
+
+
+@lowering(Mix)
+def _plain_mix(layer: Mix, site: Site) -> torch.Tensor:
+    return layer._mixed(site.x, site.shape[1:], site.dtype)
 
 
 class SideBySide(torch.nn.Module):

@@ -122,7 +122,9 @@ class RandomFourier(torch.nn.Module):
         """(batch, features) → (batch, D)."""
         if x.ndim != 2 or x.shape[1] != self.features:
             raise DataError(f"RandomFourier expects (batch, {self.features}), not a tensor of shape {tuple(x.shape)}")
-        return math.sqrt(2 / self.outputs) * torch.cos(torch.nn.functional.linear(x, self.weight.to(x.dtype), self.phase.to(x.dtype)))
+        return math.sqrt(2 / self.outputs) * torch.cos(
+            torch.nn.functional.linear(x, self.weight.to(x.dtype), self.phase.to(x.dtype))
+        )
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
@@ -157,8 +159,8 @@ def tabular(
     input_mode: Literal["ball", "sphere"] = "sphere",
     constant: float = 1.0,
     hidden: Sequence[int] = (),
-    hidden_clip: float = 0.3,
-    clip: float = 0.3,
+    hidden_clip: float | None = 0.3,
+    clip: float | None = 0.3,
     init: float = 1.0,
 ) -> nn.Sequential:
     """A linear layer from zero, or a small network of plain weights, on bounded features of a row: no weight has a constraint.
@@ -178,8 +180,8 @@ def tabular(
         input_mode: how rows without Fourier features are brought to norm 1, "sphere" or "ball" (of radius ``reach``).
         constant: value of the column that serves as bias, relative to the rest; columns themselves only.
         hidden: widths of hidden layers.
-        hidden_clip: bound on the gradient at their outputs.
-        clip: bound on the logits' gradient.
+        hidden_clip: bound on the gradient at their outputs; ``None`` for none, where per-example gradients are clipped.
+        clip: bound on the logits' gradient; ``None`` likewise.
         init: deviation of hidden layers' first weights.
     """
     if len(input_shape) != 1:
@@ -205,8 +207,9 @@ def tabular(
     for size in hidden:
         layer = torch.nn.Linear(width, size, bias=False)
         torch.nn.init.normal_(layer.weight, std=init)
-        layers += [layer, nn.Boundary(cotangent=hidden_clip), torch.nn.ReLU(), nn.Boundary(norm=1.0)]
+        bound = [] if hidden_clip is None else [nn.Boundary(cotangent=hidden_clip)]
+        layers += [layer, *bound, torch.nn.ReLU(), nn.Boundary(norm=1.0)]
         width = size
     last = torch.nn.Linear(width, classes, bias=False)
     torch.nn.init.zeros_(last.weight)
-    return nn.Sequential(*layers, last, nn.ClipGradient(clip))
+    return nn.Sequential(*layers, last, *([] if clip is None else [nn.ClipGradient(clip)]))

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ _MOST = 1_000_000  # where the sum over a distribution's tail is cut: 10,000 tim
 class Repetitions:
     """The distribution of the number of runs K.
 
-    P(K = k) = (1 − γ)^k/(γ^−η − 1)·Π_{l<k} (l + η)/(l + 1) for k ≥ 1; the limit (1 − γ)^k/(k·log(1/γ)) for η = 0; Poisson for η = ∞,
-    where K may be 0. γ is the one that gives the mean: E K = η(1 − γ)/(γ(1 − γ^η)), or (1/γ − 1)/log(1/γ) for η = 0.
+    P(K = k) = (1 − γ)^k/(γ^−η − 1)·Π_{l<k} (l + η)/(l + 1) for k ≥ 1; its limit (1 − γ)^k/(k·log(1/γ)) for η = 0; Poisson for
+    η = ∞, where K may be 0. γ is the one that gives the mean: E K = η(1 − γ)/(γ(1 − γ^η)), or (1/γ − 1)/log(1/γ) for η = 0.
 
     Attributes:
         mean: E K, at least 1.
@@ -61,9 +62,11 @@ class Repetitions:
             raise ConfigurationError(f"the mean number of runs is {self.mean!r}: it has to be a finite number above 1")
         shaped = not isinstance(self.shape, bool) and isinstance(self.shape, int | float)
         if not shaped or math.isnan(self.shape) or self.shape < 0:
-            raise ConfigurationError(f"the shape is {self.shape!r}: 0 (logarithmic), 1 (geometric), inf (Poisson) or any number above 0")
+            raise ConfigurationError(
+                f"the shape is {self.shape!r}: 0 (logarithmic), 1 (geometric), inf (Poisson) or any number above 0"
+            )
 
-    @property
+    @cached_property
     def gamma(self) -> float:
         """γ, rounded down by less than 1e-12 of itself (a smaller γ costs more); not for Poisson."""
         if math.isinf(self.shape):
@@ -128,29 +131,28 @@ def score_multiplier(run: PrivateRun) -> float:
 def affordable_run(
     describe: Callable[[float], PrivateRun], repetitions: Repetitions, *, epsilon: float, delta: float, precision: float = 1e-2
 ) -> tuple[float, float]:
-    """The largest ε of one run whose tuning costs at most ``epsilon``, and what it then costs: (ε of one run, ε of all).
+    """About the largest ε of one run whose tuning costs at most ``epsilon``, and what it then costs: (ε of one run, ε of all).
 
     Args:
         describe: the run planned for an ε of its own; its cost has to rise with it.
         repetitions: the distribution of the number of runs.
         epsilon: target for the whole.
         delta: δ of the whole.
-        precision: relative, of the ε of one run.
+        precision: how much of ``epsilon`` may stay unspent, relative.
     """
     target, d = positive("epsilon", epsilon), probability(delta)
-    low, high, cost = 0.0, target, math.inf
-    guess = target / 4
+    low, high = 0.0, target
+    guess = target / 3
     for _ in range(60):
         spent = tuning_epsilon(describe(guess), repetitions, d)
-        if spent <= target:
-            low, cost = guess, spent
-        else:
-            high = guess
-        if low > 0 and high - low <= precision * low:
-            return low, cost
+        if target * (1 - precision) <= spent <= target:
+            return guess, spent
+        low, high = (guess, high) if spent <= target else (low, guess)
         if high < 1e-3 * target:
             break
-        guess = math.sqrt(low * high) if low > 0 else high / 2
+        # The cost is nearly proportional; where that leads out of the bracket, halve it.
+        aim = guess * target / spent * (1 - precision / 2)
+        guess = aim if low < aim < high else (low + high) / 2
     raise BudgetError(
         f"no run is small enough for the best of {repetitions.mean:g} in expectation to cost at most epsilon={target:g} at "
         f"delta={d:g}: the choice alone costs more. Take fewer runs, a smaller shape, or a larger epsilon."

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from lipdp.errors import ConfigurationError
+from lipdp.recipes.adbench import ADBENCH_RECIPES
 from lipdp.recipes.clipping_paper import CLIPPING_PAPER
+from lipdp.recipes.features import FeatureRecipe
 from lipdp.recipes.recipe import Recipe
+from lipdp.recipes.scattering import SCATTERING, scattering_recipe
 
 __all__ = ["get", "names"]
 
@@ -70,18 +73,22 @@ _RECIPES = (
     ),
 )
 
-# The dataset's name alone means the best recipe for it.
-_DEFAULTS = {"digits": "digits-mlp", "mnist": "mnist-lenet"}
-_BY_NAME = {recipe.name: recipe for recipe in (*_RECIPES, *CLIPPING_PAPER)}
+# The dataset's name alone means the best recipe for it; those of scattering features depend on the budget.
+_DEFAULTS = {"digits": "digits-mlp"}
+_BY_BUDGET = tuple(dict.fromkeys(dataset for dataset, _ in sorted(SCATTERING, reverse=True)))
+_ALL: tuple[Recipe | FeatureRecipe, ...] = (*_RECIPES, *SCATTERING.values(), *CLIPPING_PAPER, *ADBENCH_RECIPES)
+_BY_NAME = {recipe.name: recipe for recipe in _ALL}
 
 
 def names() -> tuple[str, ...]:
     """All recipes, the short names included."""
-    return (*_DEFAULTS, *_BY_NAME)
+    return (*_DEFAULTS, *_BY_BUDGET, *_BY_NAME)
 
 
-def get(name: str) -> Recipe:
-    """A recipe by name; a dataset's name means the best recipe for it."""
+def get(name: str, epsilon: float | None = None) -> Recipe | FeatureRecipe:
+    """A recipe by name; a dataset's name means the best recipe for it, at the budget nearest to ``epsilon`` (by default 3)."""
+    if name in _BY_BUDGET:
+        return scattering_recipe(name, 3.0 if epsilon is None else epsilon)
     found = _BY_NAME.get(_DEFAULTS.get(name, name))
     if found is None:
         raise ConfigurationError(f"there is no recipe named {name!r}; there are {', '.join(names())}")

@@ -6,23 +6,25 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import TensorDataset
 
 from lipdp import data, models
-from lipdp.data import PrecomputedCopies, Shifts, TestTimeAverage
+from lipdp.data import DatasetInfo, PrecomputedCopies, Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy
-from lipdp.models.features import extract_features, split_front
+from lipdp.models.features import extract_features, front_digest, split_front
 from lipdp.privacy import Accountant, Adjacency, Allocation
-from lipdp.recipes.recipe import Result
+from lipdp.recipes.recipe import Prepared, Result
 from lipdp.training import Callback, PrivacyPlan, evaluate, fit, plan
+from lipdp.training.plan import Method
 
-__all__ = ["FeatureRecipe", "head_optimizer", "plan_head", "train_on_features"]
+__all__ = ["FeatureRecipe", "head_optimizer", "plan_head", "prepare_head", "train_on_features"]
 
 TestCopies = Literal["one", "flip", "all"]
 
@@ -88,10 +90,25 @@ class FeatureRecipe:
 
     def but(self, **changes: Any) -> FeatureRecipe:
         """The same recipe with some settings changed."""
-        unknown = sorted(set(changes) - {f.name for f in dataclasses.fields(self)})
+        known = {f.name for f in dataclasses.fields(self)}
+        unknown = sorted(set(changes) - known - {"epochs"})
         if unknown:
-            raise ConfigurationError(f"a feature recipe has no setting {', '.join(unknown)}")
+            raise ConfigurationError(f"a recipe has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        epochs = changes.pop("epochs", None)
+        if epochs is not None:
+            batch, size = changes.get("batch_size", self.batch_size), data.info(changes.get("dataset", self.dataset)).train_size
+            changes["steps"] = max(1, math.ceil(epochs * size / batch - 1e-9))
         return dataclasses.replace(self, **changes)
+
+    @property
+    def epochs(self) -> float:
+        """Expected passes over the whole training set; :meth:`but` takes it in place of steps."""
+        return self.steps * self.batch_size / data.info(self.dataset).train_size
+
+    @property
+    def method(self) -> Method:
+        """Sensitivities are proved."""
+        return "clipless"
 
     @property
     def copies(self) -> Shifts:
@@ -111,11 +128,18 @@ def plan_head(
     head: torch.nn.Module,
     dataset_size: int,
     *,
-    epsilon: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
     adjacency: Adjacency = "add_remove",
     accountant: Accountant = "pld",
 ) -> PrivacyPlan:
-    """The plan for the head. No data are read."""
+    """The plan for the head. No data are read. With both ε and σ it finds the largest number of steps."""
+    paid = recipe.statistics_budget
+    if paid is not None and epsilon is None:
+        raise ConfigurationError(
+            f"the recipe {recipe.name} pays for statistics with a share of epsilon: give epsilon, or change its settings to "
+            "statistics_budget=none and options.statistics=textures"
+        )
     return plan(
         head,
         CrossEntropy(tau=recipe.temperature),
@@ -123,12 +147,50 @@ def plan_head(
         batch_size=recipe.batch_size,
         delta=recipe.delta,
         epsilon=epsilon,
-        steps=recipe.steps,
+        noise_multiplier=noise_multiplier,
+        steps=None if epsilon is not None and noise_multiplier is not None else recipe.steps,
         allocation=recipe.allocation,
-        statistics_budget=recipe.statistics_budget,
+        statistics_budget=paid,
         adjacency=adjacency,
         accountant=accountant,
     )
+
+
+def prepare_head(
+    recipe: FeatureRecipe,
+    info: DatasetInfo,
+    *,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    dataset_size: int | None = None,
+    adjacency: Adjacency = "add_remove",
+    accountant: Accountant = "pld",
+    seed: int | None = None,
+) -> Prepared:
+    """The head of a recipe's model with its loss, plan and optimiser. Only the dataset's public description is used."""
+    head = split_front(_model(recipe, info, seed))[1]
+    size = info.train_size if dataset_size is None else dataset_size
+    made = plan_head(
+        recipe, head, size, epsilon=epsilon, noise_multiplier=noise_multiplier, adjacency=adjacency, accountant=accountant
+    )
+    return _prepared(recipe, head, made)
+
+
+def _model(recipe: FeatureRecipe, info: DatasetInfo, seed: int | None) -> torch.nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        else:
+            torch.seed()
+        model = models.create(recipe.model, input_shape=info.shape, classes=info.classes, **recipe.options)
+    assert isinstance(model, torch.nn.Sequential)
+    return model
+
+
+def _prepared(recipe: FeatureRecipe, head: torch.nn.Module, made: PrivacyPlan) -> Prepared:
+    optimizer, scheduler = head_optimizer(recipe, head, made)
+    # Prepared names the common kind of recipe; all that is read of it is there in this kind too.
+    return Prepared(recipe, head, CrossEntropy(tau=recipe.temperature), made, optimizer, scheduler)  # type: ignore[arg-type]
 
 
 def head_optimizer(
@@ -159,7 +221,8 @@ def head_optimizer(
 def train_on_features(
     recipe: FeatureRecipe,
     *,
-    epsilon: float,
+    epsilon: float | None = 3.0,
+    noise_multiplier: float | None = None,
     seed: int | None = None,
     device: torch.device | str | None = None,
     adjacency: Adjacency = "add_remove",
@@ -169,12 +232,18 @@ def train_on_features(
     cache: str | os.PathLike[str] | None = None,
     callbacks: Iterable[Callback] = (),
     microbatch_size: int | None = None,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    evaluations: int = 1,
+    made: PrivacyPlan | None = None,
+    store: MutableMapping[str, tuple[TensorDataset, TensorDataset]] | None = None,
 ) -> Result:
     """Run a feature recipe from the data to the test accuracy.
 
     Args:
         recipe: the recipe.
         epsilon: target ε.
+        noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
         seed: of the initial weights and of the run's noise (then it is a secret).
         device: where to compute.
         adjacency: see :func:`lipdp.plan`.
@@ -184,53 +253,72 @@ def train_on_features(
         cache: a folder for the features, see :func:`lipdp.models.extract_features`.
         callbacks: see :func:`lipdp.fit`.
         microbatch_size: see :func:`lipdp.fit`.
+        checkpoint: see :func:`lipdp.fit`.
+        resume: see :func:`lipdp.fit`.
+        evaluations: rows of the history.
+        made: the plan, if it was made before (:func:`plan_head`); the engine checks it again.
+        store: keeps features in memory from one run to the next.
     """
     learn, test, info = data.load(recipe.dataset, root=root)
     if validation_fraction is not None:
         learn, test = data.split(learn, validation_fraction)
-    with torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        else:
-            torch.seed()
-        model = models.create(recipe.model, input_shape=info.shape, classes=info.classes, **recipe.options)
-    assert isinstance(model, torch.nn.Sequential)
+    model = _model(recipe, info, seed)
     front, head = split_front(model)
-    made = plan_head(recipe, head, len(learn), epsilon=epsilon, adjacency=adjacency, accountant=accountant)
+    if made is None:
+        made = plan_head(
+            recipe,
+            head,
+            len(learn),
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            accountant=accountant,
+        )
+    ready = _prepared(recipe, head, made)
     place = torch.device("cpu" if device is None else device)
     started = time.monotonic()
-    count = recipe.copies.copies
-    copies = recipe.copies if count > 1 else None
-    features = extract_features(front, learn, device=place, copies=copies, keep=place, cache=cache)
-    optimizer, scheduler = head_optimizer(recipe, head, made)
+    count, copies = recipe.copies.copies, recipe.copies if recipe.copies.copies > 1 else None
+    views = recipe.views if recipe.views.copies > 1 else None
+    key = f"{recipe.dataset} {validation_fraction} {place} {front_digest(front)} {copies!r} {views!r}"
+    kept = {} if store is None else store
+    if key not in kept:
+        kept[key] = (
+            extract_features(front, learn, device=place, copies=copies, keep=place, cache=cache),
+            extract_features(front, test, device=place, copies=views, keep=place, cache=cache),
+        )
+    features, test_features = kept[key]
     history = fit(
-        head,
-        CrossEntropy(tau=recipe.temperature),
-        optimizer,
-        made,
+        ready.model,
+        ready.loss,
+        ready.optimizer,
+        ready.plan,
         features,
+        validation=None if validation_fraction is None or views is not None or copies is not None else test_features,
         callbacks=callbacks,
         seed=seed,
         device=place,
         microbatch_size=microbatch_size,
-        scheduler=scheduler,
+        scheduler=ready.scheduler,
         ema_decay=recipe.ema_decay,
         augmentation=PrecomputedCopies(count) if count > 1 else None,
-        evaluations=1,
+        evaluations=evaluations,
+        checkpoint=checkpoint,
+        resume=resume,
     )
     seconds = time.monotonic() - started
-    averaged = TestTimeAverage(model.to(place), recipe.views)
-    figures = evaluate(averaged, CrossEntropy(tau=recipe.temperature), test, device=place, batch_size=256)
+    predictor = ready.model if views is None else TestTimeAverage(ready.model, PrecomputedCopies(views.copies))
+    figures = evaluate(predictor, ready.loss, test_features, device=place)
+    model.to(place)
     return Result(
         recipe=recipe.name,
         accuracy=figures["accuracy"],
         epsilon=history.epsilon,
-        delta=made.delta,
-        steps=made.steps,
+        delta=ready.plan.delta,
+        steps=int(history.last.get("step", 0)),
         seconds=seconds,
-        method=made.method,
+        method=ready.plan.method,
         seed=seed,
         history=history,
         model=model,
-        plan=made,
+        plan=ready.plan,
     )

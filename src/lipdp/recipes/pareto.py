@@ -107,7 +107,9 @@ def _file_runs(path: Path) -> list[dict[str, Any]]:
         try:
             run = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"line {number} of '{path}' is no JSON ({error}): it is not a history file, or it was cut off") from None
+            raise DataError(
+                f"line {number} of '{path}' is no JSON ({error}): it is not a history file, or it was cut off"
+            ) from None
         if not isinstance(run, dict):
             raise DataError(f"line {number} of '{path}' is not a run")
         runs.append(run)
@@ -125,10 +127,10 @@ def _folder_run(path: Path) -> dict[str, Any]:
 
 def _dots_of(run: dict[str, Any], metric: str, path: Path) -> list[Dot]:
     try:
-        common = {name: run[name] for name in ("recipe", "model", "method", "dataset", "evaluated_on")}
+        common: dict[str, Any] = {name: run[name] for name in ("recipe", "model", "method", "dataset", "evaluated_on")}
         common |= {"delta": float(run["delta"]), "metric": metric, "settings": json.dumps(run.get("settings", {}), sort_keys=True)}
         history = run["history"]
-        last = {"epsilon": float(run["epsilon"]), "step": int(run["steps"])}
+        last: dict[str, Any] = {"epsilon": float(run["epsilon"]), "step": int(run["steps"])}
         dots = [
             Dot(epsilon=float(epsilon), score=float(score), radius=0.0, step=int(step), **common)
             for epsilon, score, step in zip(
@@ -140,7 +142,9 @@ def _dots_of(run: dict[str, Any], metric: str, path: Path) -> list[Dot]:
             dots = [Dot(score=float(run[metric]), radius=0.0, **last, **common)]
         if metric == "accuracy":
             certified = run.get("certified", {}).items()
-            dots += [Dot(score=float(share), radius=float(radius), **last, **common) for radius, share in certified if float(radius) > 0]
+            dots += [
+                Dot(score=float(share), radius=float(radius), **last, **common) for radius, share in certified if float(radius) > 0
+            ]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"a run in '{path}' lacks or garbles {error}: it is not a history of this library") from None
     return [dot for dot in dots if math.isfinite(dot.epsilon) and math.isfinite(dot.score)]
@@ -175,7 +179,9 @@ def hull(dots: Iterable[Dot]) -> list[Dot]:
 
 def _above_or_on(left: Dot, right: Dot, middle: Dot) -> bool:
     """Whether the line from left to right passes above the middle or through it."""
-    return (right.score - left.score) * (middle.epsilon - left.epsilon) >= (middle.score - left.score) * (right.epsilon - left.epsilon)
+    return (right.score - left.score) * (middle.epsilon - left.epsilon) >= (middle.score - left.score) * (
+        right.epsilon - left.epsilon
+    )
 
 
 def best_by_epsilon(dots: Sequence[Dot], budgets: Iterable[float]) -> dict[float, Dot]:

@@ -16,7 +16,9 @@ def plot_dots(dots: Sequence[Dot], path: str | Path) -> None:
     """All dots and their convex hull."""
     plain = [dot for dot in dots if dot.radius == 0]
     figure, axes = _axes(plain)
-    axes.scatter([d.epsilon for d in plain], [100 * d.score for d in plain], s=6, color="tab:green", alpha=0.4, label="one evaluation")
+    axes.scatter(
+        [d.epsilon for d in plain], [100 * d.score for d in plain], s=6, color="tab:green", alpha=0.4, label="one evaluation"
+    )
     corners = hull(plain)
     axes.plot([d.epsilon for d in corners], [100 * d.score for d in corners], color="tab:blue", marker=".", label="convex hull")
     _save(figure, axes, path)

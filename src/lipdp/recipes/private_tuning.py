@@ -1,8 +1,8 @@
 """Choosing settings inside the privacy budget: the best of a random number of runs, see :mod:`lipdp.privacy.tuning`.
 
-What the reported (ε, δ) covers: every record of the training set, those trained on and those held out to judge alike, and everything
-that comes back: the chosen settings, the model, its noised score. What it does not cover, and must not be published: the number of
-runs, the other runs, the storage of an ordinary sweep over the same data, and how long it took.
+What the reported (ε, δ) covers: every record of the training set, those trained on and those held out to judge alike, and all that
+comes back: the chosen settings, the model, its noised score. What it does not cover, and must not be published: the number of runs,
+the other runs, an ordinary sweep over the same data, and how long it took.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp import data
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
-from lipdp.privacy import Accountant, derive_seed, fresh_seed, generator
+from lipdp.privacy import derive_seed, fresh_seed, generator
 from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
 from lipdp.recipes.recipe import Prepared, Recipe, prepare
 from lipdp.recipes.spaces import RandomSuggester, changed
@@ -31,10 +31,22 @@ _FIXED = frozenset(
     ("batch_size", "epochs", "method", "statistics_budget", "adaptive", "clip_schedule", "noise_schedule", "freeze", "delta")
 )
 # All settings that the runs here know how to follow.
-_KNOWN = _FIXED | frozenset(
-    "name dataset model options temperature learning_rate momentum schedule ema_decay tail_average allocation max_grad_norm "
-    "augmentation provenance".split()
-)
+_KNOWN = _FIXED | {
+    "name",
+    "dataset",
+    "model",
+    "options",
+    "temperature",
+    "learning_rate",
+    "momentum",
+    "schedule",
+    "ema_decay",
+    "tail_average",
+    "allocation",
+    "max_grad_norm",
+    "augmentation",
+    "provenance",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class PrivateFinding:
         score: its accuracy on the held-out records, noised.
         epsilon: of the whole choice.
         delta: δ.
-        run_epsilon: what one run alone would cost.
+        run_epsilon: what one run alone would cost, by Rényi divergences as the whole.
         repetitions: the distribution of the number of runs.
         score_noise: standard deviation of the noise in ``score``.
         model: trained.
@@ -64,9 +76,7 @@ class PrivateFinding:
     model: torch.nn.Module = field(repr=False)
 
 
-def tune_privately(
-    sweep: Sweep, repetitions: Repetitions, *, accountant: Accountant = "pld", progress: Callable[[], None] | None = None
-) -> PrivateFinding:
+def tune_privately(sweep: Sweep, repetitions: Repetitions, *, progress: Callable[[], None] | None = None) -> PrivateFinding:
     """Train K times with random settings of the space, K drawn from ``repetitions``, and return the best.
 
     Batch size, epochs and all else that decides how much a run releases stay as in the recipe. ``sweep.epsilon`` is the budget of
@@ -76,7 +86,6 @@ def tune_privately(
         sweep: recipe, space, budget, held-out share, device. Its storage, sampler and pruning are not used: a run may not depend
             on the results of others.
         repetitions: the distribution of the number of runs.
-        accountant: that plans a single run; the whole is always analysed by Rényi divergences.
         progress: called after each run. How often is a secret.
     """
     recipe = _plain(sweep.recipe)
@@ -86,7 +95,7 @@ def tune_privately(
 
     def ready(settings: dict[str, Any], epsilon: float, seed: int | None = None) -> Prepared:
         chosen = changed(recipe, settings)
-        return prepare(chosen, info, epsilon=epsilon, dataset_size=len(learn), accountant=accountant, seed=seed)
+        return prepare(chosen, info, epsilon=epsilon, dataset_size=len(learn), accountant="rdp", seed=seed)
 
     one, total = affordable_run(lambda e: ready({}, e).plan.run, repetitions, epsilon=sweep.epsilon, delta=recipe.delta)
     reference = ready({}, one).plan.run
@@ -97,7 +106,7 @@ def tune_privately(
         settings = space.settings(RandomSuggester(derive_seed(key, number, "settings")), recipe)
         made = ready(settings, one, derive_seed(key, number, "weights"))
         if made.plan.run != reference:
-            raise BudgetError(f"the settings {settings} change what a run releases, so its curve is another than the one accounted for")
+            raise BudgetError(f"the settings {settings} change what a run releases: its curve is not the one accounted for")
         figure = _accuracy(made, learn, held_out, sweep.device, derive_seed(key, number, "run"))
         score = figure + noise * float(torch.randn((), generator=generator(key, number, "score"), dtype=torch.float64))
         if best is None or score > best.score:

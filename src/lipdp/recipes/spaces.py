@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from lipdp.data import info
 from lipdp.errors import ConfigurationError
 from lipdp.models import registry
+from lipdp.recipes.features import FeatureRecipe
 
 __all__ = ["Choice", "RandomSuggester", "Range", "Space", "Suggester", "changed", "default_space", "get_space", "space_names"]
 
@@ -115,7 +116,7 @@ class Space:
         """The parameters that this recipe has."""
         kept = tuple(p for p in self.parameters if _has(recipe, p.name) and getattr(p, "model", None) in (None, recipe.model))
         if not kept:
-            raise ConfigurationError(f"space {self.name!r} has no setting that recipe {recipe.name!r} knows; choose another --space")
+            raise ConfigurationError(f"space {self.name!r} has no setting that recipe {recipe.name!r} knows; choose another")
         return kept
 
     def without(self, names: Collection[str]) -> Space:
@@ -286,6 +287,6 @@ def default_space(recipe: Any) -> Space:
     """Ours for this kind of recipe."""
     if recipe.dataset.startswith("adbench/"):
         return _BY_NAME["tabular" if info(recipe.dataset).train_size > 10_000 else "tabular-small"]
-    if not hasattr(recipe, "epochs"):
+    if isinstance(recipe, FeatureRecipe):
         return _BY_NAME["features"]
     return _BY_NAME["clipless" if getattr(recipe, "method", "clipless") == "clipless" else "clipping"]

@@ -1,33 +1,25 @@
 """Search for a recipe's best settings: Optuna proposes them, a held-out part of the *training* set judges them.
 
-The test set is not loaded for anything but its size until :func:`test` is called, once, with the settings that were chosen. The
-search is not private towards the records it is judged on, and its many runs each spend their ε: see
-:mod:`lipdp.recipes.private_tuning` for a search that is paid for.
+Nothing looks at the test set until :func:`final_test` is called, once, with the settings that were chosen. The search is not
+private towards the records it is judged on, and its many runs each spend their ε: see :mod:`lipdp.recipes.private_tuning` for a
+search that is paid for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from lipdp.errors import ConfigurationError, LipdpError
-from lipdp.recipes.pareto import append_history
-from lipdp.recipes.running import AnyRecipe, metric, run, score
+from lipdp.errors import ConfigurationError
+from lipdp.recipes.running import AnyRecipe, metric, score, train
 from lipdp.recipes.spaces import Space, changed, default_space
-from lipdp.training import Callback
-from lipdp.training.callbacks import Run
+from lipdp.recipes.studies import Progress, best_trial, claim, finished, open_study, work, work_together
 
-__all__ = ["Finding", "Sweep", "TestFigures", "search", "test"]
-
-# At three rows of a run's history, at nine …: the rungs where Hyperband lets the better third go on.
-_REDUCTION = 3
+__all__ = ["FinalFigures", "Finding", "Progress", "Sweep", "final_test", "search"]
 
 
 @dataclass(frozen=True)
@@ -126,10 +118,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class TestFigures:
+class FinalFigures:
     """The chosen settings on the test set, one run for each seed."""
-
-    __test__ = False  # not a test, for pytest
 
     scores: tuple[float, ...]
     epsilon: float
@@ -144,9 +134,6 @@ class TestFigures:
     def std(self) -> float:
         """Sample standard deviation over the seeds."""
         return statistics.stdev(self.scores) if len(self.scores) > 1 else 0.0
-
-
-Progress = Callable[[int, float | None], None]
 
 
 def search(
@@ -173,18 +160,18 @@ def search(
     if workers > 1 and sweep.storage is None:
         raise ConfigurationError("several workers meet in a storage: give a file, or an RDB url")
     started = time.monotonic()
-    study = _study(sweep)
-    _claim(study, sweep)
+    study = open_study(sweep)
+    claim(study, sweep)
     # Wall-clock time, as it is the same in all processes.
     end = None if minutes is None else time.time() + 60 * minutes
     if workers == 1:
-        _work(sweep, trials, end, 0, progress, study)
+        work(sweep, trials, end, 0, progress, study)
     else:
-        _work_together(sweep, trials, end, workers, progress)
+        work_together(sweep, trials, end, workers, progress)
     return _finding(sweep, study, time.monotonic() - started)
 
 
-def test(sweep: Sweep, recipe: AnyRecipe, seeds: tuple[int, ...] | int = 3) -> TestFigures:
+def final_test(sweep: Sweep, recipe: AnyRecipe, seeds: tuple[int, ...] | int = 3) -> FinalFigures:
     """Train with the chosen settings on the whole training set, and look at the test set: once, when all is chosen.
 
     With a number of seeds the runs draw fresh randomness; seeds that are given make them repeatable, and are secrets.
@@ -192,193 +179,22 @@ def test(sweep: Sweep, recipe: AnyRecipe, seeds: tuple[int, ...] | int = 3) -> T
     drawn: tuple[int | None, ...] = (None,) * seeds if isinstance(seeds, int) else seeds
     if len(drawn) < 1:
         raise ConfigurationError("testing needs at least one seed; three or more show the spread")
-    results = [run(recipe, epsilon=sweep.epsilon, seed=s, device=sweep.device, root=sweep.root, evaluations=1) for s in drawn]
-    return TestFigures(
+    results = [train(recipe, epsilon=sweep.epsilon, seed=s, device=sweep.device, root=sweep.root, evaluations=1) for s in drawn]
+    return FinalFigures(
         tuple(score(recipe, result) for result in results), max(result.epsilon for result in results), results[0].delta
     )
 
 
-test.__test__ = False  # type: ignore[attr-defined]
-
-
-# --- trials -------------------------------------------------------------------------------------------------------------
-
-
-class _Report(Callback):
-    """Tells the trial how the run is doing; stops the run where the trial is not worth its time."""
-
-    def __init__(self, trial: Any, figure: str) -> None:
-        self._trial, self._figure = trial, figure
-        self._rows = 0
-        self.stopped = False
-
-    def on_evaluation(self, run: Run, row: dict[str, float]) -> None:
-        """Rungs are counted in rows of the history."""
-        self._rows += 1
-        self._trial.report(row[self._figure], self._rows)
-        if run.engine.steps < run.engine.plan.steps and self._trial.should_prune():
-            self.stopped = run.stop = True
-
-
-def _objective(sweep: Sweep, trial: Any) -> float:
-    import optuna
-
-    recipe = changed(sweep.recipe, sweep.chosen_space.settings(trial, sweep.recipe))
-    report = _Report(trial, f"validation_{metric(recipe)}")
-    result = run(
-        recipe,
-        epsilon=sweep.epsilon,
-        seed=None if sweep.seed is None else sweep.seed + trial.number,
-        device=sweep.device,
-        root=sweep.root,
-        validation_fraction=sweep.validation_fraction,
-        callbacks=(report,) if sweep.prune and hasattr(recipe, "epochs") else (),
-        evaluations=sweep.evaluations,
-    )
-    if sweep.histories is not None:
-        certified = _certified(sweep, recipe, result.model)
-        append_history(sweep.histories, recipe, result, evaluated_on="validation", certified=certified)
-    if report.stopped:
-        raise optuna.TrialPruned
-    return score(recipe, result)
-
-
-def _certified(sweep: Sweep, recipe: AnyRecipe, model: Any) -> dict[float, float]:
-    if not sweep.radii:
-        return {}
-    from lipdp import data
-    from lipdp.certify import certified_accuracy, certify
-
-    held_out = data.split(data.load(recipe.dataset, root=sweep.root)[0], sweep.validation_fraction)[1]
-    inputs, labels = held_out.tensors
-    place = next(p.device for p in model.parameters())
-    return certified_accuracy(certify(model, inputs.to(place), labels.to(place)), sweep.radii)
-
-
-# --- Optuna -------------------------------------------------------------------------------------------------------------
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigurationError("sweeps need Optuna: pip install 'lipdp[sweep]'") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-def _study(sweep: Sweep, worker: int = 0) -> Any:
-    optuna = _optuna()
-    seed = None if sweep.seed is None else sweep.seed + 1000 * worker
-    parallel = sweep.storage is not None
-    sampler = (
-        optuna.samplers.TPESampler(seed=seed, constant_liar=parallel)
-        if sweep.sampler == "tpe"
-        else optuna.samplers.RandomSampler(seed=seed)
-    )
-    pruner = optuna.pruners.HyperbandPruner(1, sweep.evaluations, _REDUCTION) if sweep.prune else optuna.pruners.NopPruner()
-    return optuna.create_study(
-        storage=_storage(optuna, sweep.storage),
-        study_name=sweep.study,
-        sampler=sampler,
-        pruner=pruner,
-        direction="maximize",
-        load_if_exists=True,
-    )
-
-
-def _storage(optuna: Any, where: str | None) -> Any:
-    if where is None:
-        return None
-    if "://" in where:
-        return where
-    Path(where).parent.mkdir(parents=True, exist_ok=True)
-    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(where))
-
-
-def _claim(study: Any, sweep: Sweep) -> None:
-    """Only searches for the same thing are continued."""
-    known = study.user_attrs.get("identity")
-    if known is None:
-        study.set_user_attr("identity", sweep.identity)
-    elif known != sweep.identity:
-        raise ConfigurationError(
-            f"the storage '{sweep.storage}' holds a search named {sweep.study!r} with other settings (recipe, space, validation "
-            "part or evaluations): their results can't be compared. Choose another --storage."
-        )
-
-
-def _finished(study: Any) -> list[Any]:
-    return [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
-
-
-def _best(study: Any) -> Any | None:
-    done = [trial for trial in _finished(study) if trial.state.name == "COMPLETE"]
-    return max(done, key=lambda trial: trial.value, default=None)
-
-
-def _work(sweep: Sweep, trials: int | None, end: float | None, worker: int, progress: Progress | None, study: Any) -> None:
-    """Trial after trial, until there are enough or the time is up."""
-
-    def over(study: Any, trial: Any) -> None:
-        if trial.state.name == "FAIL":
-            study.set_user_attr("failure", trial.user_attrs.get("failure", "unknown"))
-        done = _finished(study)
-        if progress is not None:
-            best = _best(study)
-            progress(len(done), None if best is None else best.value)
-        if (trials is not None and len(done) >= trials) or (end is not None and time.time() >= end):
-            study.stop()
-
-    def objective(trial: Any) -> float:
-        try:
-            return _objective(sweep, trial)
-        except LipdpError as error:
-            trial.set_user_attr("failure", f"{type(error).__name__}: {error}")
-            raise
-
-    if trials is None or len(_finished(study)) < trials:
-        study.optimize(objective, n_trials=None, callbacks=[over], catch=(LipdpError,))
-
-
-def _worker(sweep: Sweep, trials: int | None, end: float | None, worker: int) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    _work(sweep, trials, end, worker, None, _study(sweep, worker))
-
-
-def _work_together(sweep: Sweep, trials: int | None, end: float | None, workers: int, progress: Progress | None) -> None:
-    # Spawned, not forked: a forked process can't use CUDA.
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_worker, args=(sweep, trials, end, number)) for number in range(1, workers + 1)]
-    for process in processes:
-        process.start()
-    try:
-        while any(process.is_alive() for process in processes):
-            time.sleep(0.5)
-            if progress is not None:
-                study = _study(sweep)
-                best = _best(study)
-                progress(len(_finished(study)), None if best is None else best.value)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-            process.join()
-    broken = [process.exitcode for process in processes if process.exitcode]
-    if broken:
-        raise RuntimeError(f"{len(broken)} of {workers} workers ended with an error; what they did is in the storage")
-
-
 def _finding(sweep: Sweep, study: Any, seconds: float) -> Finding:
-    done = _finished(study)
+    done = finished(study)
     states = [trial.state.name for trial in done]
-    best, failure = _best(study), study.user_attrs.get("failure")
+    best, failure = best_trial(study), study.user_attrs.get("failure")
     if best is None:
         why = f": {failure}" if failure else ""
         raise ConfigurationError(f"none of the {len(done)} trials of {sweep.study} came to an end{why}")
-    settings = settings_of(sweep, best.params)
+    # Choices are stored by their texts.
+    parameters = sweep.chosen_space.fitting(sweep.recipe)
+    settings = {p.name: p.restore(best.params[p.name]) for p in parameters if p.name in best.params}
     return Finding(
         recipe=changed(sweep.recipe, settings),
         settings=settings,
@@ -390,8 +206,3 @@ def _finding(sweep: Sweep, study: Any, seconds: float) -> Finding:
         failure=failure,
         seconds=seconds,
     )
-
-
-def settings_of(sweep: Sweep, stored: dict[str, Any]) -> dict[str, Any]:
-    """A trial's values as they were suggested: choices are stored by their texts."""
-    return {p.name: p.restore(stored[p.name]) for p in sweep.chosen_space.fitting(sweep.recipe) if p.name in stored}

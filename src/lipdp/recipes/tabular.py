@@ -76,7 +76,7 @@ def table_scores(model: torch.nn.Module, rows: torch.Tensor, *, batch_size: int 
     model.eval()
     try:
         with torch.no_grad():
-            outputs = torch.cat([model(part.to(place)) for part in rows.split(batch_size)]).double().cpu()
+            outputs = torch.cat([model(part.to(place)) for part in torch.split(rows, batch_size)]).double().cpu()
     finally:
         model.train(was)
     return outputs[:, 1] - outputs[:, 0]

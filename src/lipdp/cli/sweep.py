@@ -1,0 +1,257 @@
+"""``lipdp sweep``: search for a recipe's best settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipdp.cli import options
+from lipdp.cli.output import console, duration, guarantee, print_fields, print_json
+from lipdp.cli.settings import configured
+from lipdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lipdp.recipes.sweep import Finding, Progress, Sweep
+
+__all__ = ["EXAMPLE", "sweep"]
+
+EXAMPLE = """Example: lipdp sweep mnist-mlp --epsilon 3 --trials 60 --storage mnist.journal --workers 2 --test
+
+Example: lipdp sweep digits --epsilon 3 --trials 10 --private-tuning"""
+
+_SEARCH, _PRIVATE, _OUTPUT = "Search", "Private tuning", "Output"
+
+
+def sweep(
+    recipe: options.RecipeName,
+    epsilon: Annotated[float, typer.Option(help="ε of every run; with --private-tuning, of the whole search.")] = 3.0,
+    space: Annotated[
+        str | None,
+        typer.Option(help="Named search space; an unknown name lists them.", show_default="by recipe", rich_help_panel=_SEARCH),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Stop when the study holds so many trials, earlier calls' included.", rich_help_panel=_SEARCH)
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long.", rich_help_panel=_SEARCH)] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Optuna journal file, or RDB url: the search continues there.", rich_help_panel=_SEARCH),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes; they meet in the storage.", rich_help_panel=_SEARCH)] = 1,
+    sampler: Annotated[str, typer.Option(help="tpe or random.", rich_help_panel=_SEARCH)] = "tpe",
+    prune: Annotated[bool, typer.Option(help="Stop runs early that fall behind (Hyperband).", rich_help_panel=_SEARCH)] = True,
+    validation_fraction: Annotated[
+        float, typer.Option(help="Share of the training set that judges the settings.", rich_help_panel=_SEARCH)
+    ] = 0.2,
+    settings: options.Settings = None,
+    radii: Annotated[
+        str | None, typer.Option(help="Certified accuracies to note in the histories, e.g. 0.01,0.02.", rich_help_panel=_OUTPUT)
+    ] = None,
+    histories: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Gets a line for each run, for lipdp pareto.",
+            show_default="STORAGE.jsonl, beside a storage file",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    test: Annotated[bool, typer.Option("--test", help="At the end, run the best settings and look at the test set, once.")] = False,
+    seeds: Annotated[int, typer.Option(help="Runs for --test.")] = 3,
+    private_tuning: Annotated[
+        bool,
+        typer.Option(
+            "--private-tuning",
+            help="Account for the search: a random number of runs, --trials on average, of which only the best is shown.",
+            rich_help_panel=_PRIVATE,
+        ),
+    ] = False,
+    repetitions: Annotated[
+        str,
+        typer.Option(
+            help="Distribution of the number of runs: logarithmic, geometric, poisson, or a shape η of the truncated negative "
+            "binomial.",
+            rich_help_panel=_PRIVATE,
+        ),
+    ] = "geometric",
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to save the weights that private tuning chose.", rich_help_panel=_PRIVATE),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1 …", show_default="cpu")] = None,
+    data: options.DataRoot = None,
+    as_json: options.Json = False,
+) -> None:
+    """Search for a recipe's best settings on a held-out part of the training set."""
+    if private_tuning and (minutes is not None or storage is not None or histories is not None or workers != 1 or trials is None):
+        raise ConfigurationError(
+            "--private-tuning takes --trials, the mean number of runs, and none of --minutes, --storage, --histories, --workers: "
+            "the number of runs is random and secret, and the runs that are not chosen must not be kept"
+        )
+    if weights is not None and (not private_tuning or weights.exists()):
+        why = f"'{weights}' exists; choose another" if private_tuning else "--weights goes with --private-tuning"
+        raise ConfigurationError(why)
+    from lipdp.recipes.spaces import get_space
+    from lipdp.recipes.sweep import Sweep
+
+    chosen = configured(recipe, settings)
+    in_file = storage is not None and "://" not in storage
+    target = str(histories) if histories is not None else f"{storage}.jsonl" if in_file else None
+    wanted = Sweep(
+        recipe=chosen,
+        epsilon=epsilon,
+        space=None if space is None else get_space(space),
+        storage=storage,
+        histories=None if private_tuning else target,
+        validation_fraction=validation_fraction,
+        sampler=sampler,  # type: ignore[arg-type]
+        prune=prune,
+        radii=_numbers("--radii", radii),
+        device=device,
+        root=None if data is None else str(data),
+    )
+    if private_tuning:
+        assert trials is not None
+        _tune(wanted, trials, repetitions, weights, test, as_json)
+    else:
+        _search(wanted, trials, minutes, workers, seeds if test else 0, as_json)
+
+
+def _search(wanted: Sweep, trials: int | None, minutes: float | None, workers: int, seeds: int, as_json: bool) -> None:
+    from lipdp.recipes.sweep import final_test, search
+
+    with _bar(trials) as progress:
+        found = search(wanted, trials=trials, minutes=minutes, workers=workers, progress=progress)
+    report = _report(wanted, found)
+    if seeds:
+        figures = final_test(wanted, found.recipe, seeds)
+        report["test"] = {
+            "metric": found.metric,
+            "mean": figures.mean,
+            "std": figures.std,
+            "scores": list(figures.scores),
+            "epsilon": figures.epsilon,
+            "delta": figures.delta,
+        }
+    if as_json:
+        print_json(report)
+        return
+    counts = f"{found.complete} complete, {found.pruned} stopped early, {found.failed} refused; {duration(found.seconds)}"
+    fields = [
+        ("search", f"{wanted.study}: {counts}"),
+        ("best", f"held-out {found.metric} {100 * found.score:.2f}% (the best of many: optimistic)"),
+        ("settings", _settings(found.settings)),
+    ]
+    if seeds:
+        shown = report["test"]
+        promise = guarantee(shown["epsilon"], shown["delta"])
+        fields.append(("test", f"{100 * shown['mean']:.2f} ± {100 * shown['std']:.2f}% over {seeds} runs, each with {promise}"))
+    fields.append(("not paid for", "the search itself; --private-tuning pays for it"))
+    print_fields(console(), fields)
+
+
+def _tune(wanted: Sweep, trials: int, distribution: str, weights: Path | None, test: bool, as_json: bool) -> None:
+    import torch
+
+    from lipdp.privacy.tuning import Repetitions
+    from lipdp.recipes.private_tuning import tune_privately
+
+    found = tune_privately(wanted, Repetitions(trials, _shape(distribution)))
+    report: dict[str, Any] = {
+        "recipe": wanted.recipe.name,
+        "space": wanted.chosen_space.name,
+        "private_tuning": True,
+        "epsilon": found.epsilon,
+        "delta": found.delta,
+        "run_epsilon": found.run_epsilon,
+        "mean_trials": trials,
+        "repetitions": distribution,
+        "metric": "accuracy",
+        "score": found.score,
+        "score_noise": found.score_noise,
+        "settings": found.settings,
+    }
+    if weights is not None:
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({name: tensor.cpu() for name, tensor in found.model.state_dict().items()}, weights)
+    if test:
+        from lipdp import data
+        from lipdp.losses import CrossEntropy
+        from lipdp.training import evaluate
+
+        held = data.load(wanted.recipe.dataset, root=wanted.root)[1]
+        report["test"] = {"accuracy": evaluate(found.model, CrossEntropy(), held, device=wanted.device)["accuracy"]}
+    if as_json:
+        print_json(report)
+        return
+    fields = [
+        (
+            "guarantee",
+            f"{guarantee(found.epsilon, found.delta)} for settings, model and score; one run alone {found.run_epsilon:.3g}",
+        ),
+        ("best", f"held-out accuracy {100 * found.score:.2f}%, of which noise about ±{100 * found.score_noise:.2g}"),
+        ("settings", _settings(found.settings)),
+    ]
+    if test:
+        fields.append(("test", f"accuracy {100 * report['test']['accuracy']:.2f}%, of the chosen model"))
+    print_fields(console(), fields)
+
+
+def _report(wanted: Sweep, found: Finding) -> dict[str, Any]:
+    return {
+        "recipe": wanted.recipe.name,
+        "space": wanted.chosen_space.name,
+        "private_tuning": False,
+        "epsilon": wanted.epsilon,
+        "metric": found.metric,
+        "score": found.score,
+        "settings": found.settings,
+        "complete": found.complete,
+        "pruned": found.pruned,
+        "failed": found.failed,
+        "failure": found.failure,
+        "seconds": found.seconds,
+        "storage": wanted.storage,
+        "histories": wanted.histories,
+    }
+
+
+@contextmanager
+def _bar(trials: int | None) -> Iterator[Progress]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("trials"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[best]}"))
+    with Progress(*columns, console=console(stderr=True)) as shown:
+        task = shown.add_task("", total=trials, best="")
+
+        def update(done: int, best: float | None) -> None:
+            shown.update(task, completed=done, best="" if best is None else f"best {100 * best:.2f}%")
+
+        yield update
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in settings.items())
+
+
+def _shape(name: str) -> float:
+    from lipdp.privacy.tuning import DISTRIBUTIONS
+
+    if name in DISTRIBUTIONS:
+        return DISTRIBUTIONS[name]
+    try:
+        return float(name)
+    except ValueError:
+        known = ", ".join(DISTRIBUTIONS)
+        raise ConfigurationError(f"--repetitions is {name!r}: one of {known}, or a shape η ≥ 0") from None
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...]:
+    try:
+        return () if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigurationError(f"{option} takes numbers with commas between them, not {text!r}") from None

@@ -1,0 +1,156 @@
+"""Tables: the AUROC, the features' bounds, and a run from the table to the figure."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from torch.utils.data import TensorDataset
+
+import lipdp
+from lipdp import data, losses, models
+from lipdp.data import DatasetInfo
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.models.tabular import Asinh, Constant, RandomFourier
+from lipdp.recipes import get, names
+from lipdp.recipes.tabular import AUROC, TabularRecipe, auroc, prepare_table, train_table
+
+TINY = TabularRecipe(
+    "tiny-table", "adbench/tiny", "tabular", {"fourier": 60, "scale": 1.0, "clip": 0.3}, temperature=2.0, batch_size=256,
+    epochs=12, learning_rate=8.0, ema_decay=0.9, delta=1e-4, schedule="cosine",
+)  # fmt: skip
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> DatasetInfo:
+    """A ring inside a cloud: nothing for a linear model."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1500, 2, generator=draw)
+    y = (x.norm(dim=1) > 1.5).long()
+    parts = TensorDataset(x[:1200], y[:1200]), TensorDataset(x[1200:], y[1200:])
+    info = DatasetInfo("adbench/tiny", 2, (2,), 1200, 300, ("in", "out"), "none", "none", "none")
+    monkeypatch.setattr(data, "load", lambda name, root=None: (*parts, info))
+    return info
+
+
+@given(st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=2, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_auroc_is_sklearns(rows: list[tuple[int, bool]]) -> None:
+    labels = [label for _, label in rows]
+    if len(set(labels)) < 2:
+        with pytest.raises(DataError, match="both classes"):
+            auroc(torch.tensor([float(s) for s, _ in rows]), torch.tensor(labels))
+        return
+    scores = np.array([s for s, _ in rows], dtype=float)
+    assert auroc(torch.from_numpy(scores), torch.tensor(labels)) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+
+
+def test_auroc_refuses_what_has_no_rank() -> None:
+    with pytest.raises(DataError, match="NaN"):
+        auroc(torch.tensor([0.0, math.nan]), torch.tensor([0, 1]))
+    with pytest.raises(DataError, match="for each row"):
+        auroc(torch.zeros(3), torch.zeros(2))
+
+
+def test_random_features_estimate_the_gaussian_kernel() -> None:
+    layer = RandomFourier(3, 20_000, scale=1.7)
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    kernel = torch.exp(-torch.cdist(x, x).square() / (2 * 1.7**2))
+    assert torch.allclose(layer(x) @ layer(x).T, kernel, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "layer", [RandomFourier(4, 30, scale=(0.5, 2.0)), Asinh(0.3), Constant(4, 2.0)], ids=lambda m: type(m).__name__
+)
+def test_bounds_of_fixed_layers_hold_against_ascent(layer: torch.nn.Module) -> None:
+    """The norm that the calculus gives the layer behind it, against gradient ascent."""
+    radius = 2.0
+    model = lipdp.nn.Sequential(lipdp.nn.BoundedInput((4,), norm=radius), layer)
+    limit = lipdp.sensitivities(lipdp.nn.Sequential(*model, torch.nn.Linear(_width(layer), 2, bias=False)), losses.CrossEntropy())
+    bound = next(iter(limit.values())) / math.sqrt(2)  # Δ = √2·‖input‖
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ascent = torch.optim.Adam([x], lr=0.05)
+    for _ in range(150):
+        ascent.zero_grad()
+        (-model(x).norm(dim=1).sum()).backward()
+        ascent.step()
+    reached = float(model(x).norm(dim=1).max().detach())
+    assert reached <= bound * (1 + 1e-5)
+
+
+def _width(layer: torch.nn.Module) -> int:
+    return int(layer(torch.zeros(1, 4)).shape[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fourier": 20, "scale": 2.0}, {"input_mode": "ball"}, {"hidden": (8,), "hidden_clip": 0.1}, {"compress": 0.1, "reach": 1.0}],
+    ids=str,
+)
+def test_sensitivities_are_the_clips(options: dict) -> None:
+    model = models.create("tabular", input_shape=(5,), classes=2, clip=0.2, **options)
+    found = list(lipdp.sensitivities(model, losses.CrossEntropy(tau=3.0)).values())
+    assert found[-1] == pytest.approx(0.2, rel=1e-4)
+    assert all(value == pytest.approx(0.1, rel=1e-4) for value in found[:-1])
+    # One example's true gradient stays below, whatever the weights and the input are.
+    draw = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=5.0, generator=draw)
+    loss = losses.CrossEntropy(tau=3.0)
+    for scale in (1e-3, 1.0, 1e4):
+        row, label = scale * torch.randn(1, 5, generator=draw), torch.tensor([1])
+        gradients = torch.autograd.grad(loss(model(row), label).sum(), list(model.parameters()))
+        for gradient, limit in zip(gradients, found, strict=True):
+            assert float(gradient.norm()) <= limit * (1 + 1e-5)
+
+
+def test_the_model_exports() -> None:
+    model = models.create("tabular", input_shape=(5,), classes=2, fourier=12, compress=0.5).eval()
+    x = torch.randn(7, 5)
+    plain = model.export()
+    assert torch.allclose(plain(x), model(x), atol=1e-5)
+
+
+def test_a_run_learns_what_a_line_cannot(tiny: DatasetInfo) -> None:
+    result = train_table(TINY, epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
+    assert result.auroc > 0.93
+    assert result.summary()["auroc"] == result.auroc
+    assert result.epsilon <= 4.0
+    line = train_table(TINY.but(options={"clip": 0.3}), epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
+    assert line.auroc < 0.7
+
+
+def test_the_history_has_the_validation_auroc(tiny: DatasetInfo) -> None:
+    result = train_table(TINY, epsilon=4.0, seed=1, accountant="rdp", evaluations=3, validation_fraction=0.25)
+    rows = result.history.metrics
+    assert len(rows[AUROC]) == len(rows["step"]) == 3
+    assert rows[AUROC][-1] == pytest.approx(result.auroc, abs=1e-9)
+    assert result.plan.dataset_size == 900
+
+
+def test_class_weights_and_statistics_reach_the_plan(tiny: DatasetInfo) -> None:
+    ready = prepare_table(
+        TINY.but(class_weights=(0.1, 1.0), statistics_budget=0.1, options={"standardise": True, "radius": 4.0}),
+        tiny, epsilon=2.0, accountant="rdp",
+    )  # fmt: skip
+    assert [release.name for release in ready.plan.releases] == ["statistics"]
+    assert ready.loss.class_weights == (pytest.approx(0.1), 1.0)
+    with pytest.raises(ConfigurationError, match="two classes"):
+        prepare_table(TINY, lipdp.data.info("digits"), epsilon=1.0)
+
+
+def test_every_adbench_table_has_its_recipes() -> None:
+    tables = {"aloi", "campaign", "celeba", "census", "donors", "magic", "shuttle", "skin", "yeast"}
+    for table in tables:
+        clipless, clipped = get(f"adbench-{table}"), get(f"adbench-{table}-bookkeeping")
+        assert (clipless.method, clipped.method) == ("clipless", "bookkeeping")
+        assert clipless.dataset == clipped.dataset == f"adbench/{table}"
+        for recipe in (clipless, clipped):
+            assert isinstance(recipe, TabularRecipe)
+            assert recipe.provenance
+            ready = prepare_table(recipe, lipdp.data.info(recipe.dataset), noise_multiplier=2.0, accountant="rdp")
+            assert ready.plan.delta <= 1e-4
+    assert {f"adbench-{table}" for table in tables} < set(names())
