@@ -110,7 +110,7 @@ def table(arguments: argparse.Namespace) -> None:
                 "recipe": recipe,
                 "runs": len(records),
                 "accuracy": round(statistics.fmean(accuracies), 2),
-                "deviation": round(statistics.stdev(accuracies), 2) if len(records) > 1 else 0.0,
+                "deviation": round(statistics.stdev(accuracies), 2) if len(records) > 1 else "",
                 "spent": max(float(str(r["spent"])) for r in records),
                 "delta": records[0]["delta"],
                 "steps": records[0]["steps"],
@@ -123,11 +123,18 @@ def table(arguments: argparse.Namespace) -> None:
         writer.writeheader()
         writer.writerows(rows)
     lines = ["| dataset | ε | test accuracy % | runs | steps | seconds | recipe |", "|---|---|---|---|---|---|---|"]
-    lines += [
-        f"| {r['dataset']} | {r['epsilon']:g} | {r['accuracy']:.2f} ± {r['deviation']:.2f} | {r['runs']} | {r['steps']} | "
-        f"{r['seconds']:g} | {r['recipe']} |"
-        for r in rows
-    ]
+    for r in rows:
+        spread = f" ± {r['deviation']:.2f}" if r["deviation"] != "" else ""
+        cells = (
+            r["dataset"],
+            f"{r['epsilon']:g}",
+            f"{r['accuracy']:.2f}{spread}",
+            r["runs"],
+            r["steps"],
+            r["seconds"],
+            r["recipe"],
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     (out / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -1,6 +1,7 @@
 """Sweeps: spaces, the search over a known landscape, resuming, pruning, workers, and private tuning."""
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from lipdp.data import info
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
 from lipdp.privacy.tuning import Repetitions, tuning_epsilon
-from lipdp.recipes import get, prepare, studies
+from lipdp.recipes import get, prepare, private_tuning, studies, train
+from lipdp.recipes import sweep as sweeps
 from lipdp.recipes.features import FeatureRecipe
 from lipdp.recipes.pareto import read_dots
 from lipdp.recipes.private_tuning import tune_privately
@@ -75,7 +77,9 @@ def test_a_search_continues_where_its_storage_ends(quick: list[dict[str, Any]], 
 
 
 def test_time_ends_a_search(quick: list[dict[str, Any]]) -> None:
-    assert search(Sweep(RECIPE, 3.0, SPACE, sampler="random"), minutes=1e-6).complete <= 1
+    gentle = Space("gentle", "here", (Range("learning_rate", 0.1, 10.0, scale="linear"), *SPACE.parameters[1:]))
+    assert search(Sweep(RECIPE, 3.0, gentle, sampler="random"), minutes=1e-6).complete == 1
+    assert len(quick) == 1
 
 
 def test_when_nothing_works_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +91,7 @@ def test_when_nothing_works_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
         search(Sweep(RECIPE, 3.0, SPACE), trials=3)
 
 
-def test_runs_that_fall_behind_are_stopped() -> None:
+def test_runs_that_fall_behind_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real run against a trial that gives up at once."""
 
     class Impatient:
@@ -109,6 +113,7 @@ def test_runs_that_fall_behind_are_stopped() -> None:
         def should_prune(self) -> bool:
             return True
 
+    monkeypatch.setattr(studies, "train", functools.partial(train, accountant="rdp"))
     trial = Impatient()
     sweep = Sweep(RECIPE.but(epochs=4), 3.0, SPACE, seed=0)
     with pytest.raises(optuna.TrialPruned):
@@ -117,13 +122,14 @@ def test_runs_that_fall_behind_are_stopped() -> None:
     assert trial.reported[0][1] == 1
 
 
-def test_two_workers_and_the_final_test(tmp_path: Path) -> None:
+def test_two_workers_and_the_final_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = Sweep(RECIPE, 3.0, SPACE, storage=str(tmp_path / "j"), histories=str(tmp_path / "h"), evaluations=1, radii=(0.01,))
     found = search(sweep, trials=2, workers=2)
     assert 2 <= found.complete <= 3
     dots = read_dots([tmp_path / "h"])
     assert max(d.score for d in dots if d.radius == 0) == pytest.approx(found.score)
     assert {d.radius for d in dots} == {0.0, 0.01}
+    monkeypatch.setattr(sweeps, "train", functools.partial(train, accountant="rdp"))
     figures = final_test(sweep, found.recipe, (1, 2))
     assert len(figures.scores) == 2
     assert figures.mean == pytest.approx(sum(figures.scores) / 2)
@@ -212,5 +218,6 @@ def test_private_tuning_refuses_what_it_can_not_account_for() -> None:
 
 def test_no_run_at_all_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Repetitions, "draw", lambda self, generator: 0)
+    monkeypatch.setattr(private_tuning, "affordable_run", lambda *arguments, **more: (2.0, 3.0))
     with pytest.raises(BudgetError, match="spend the budget again"):
         tune_privately(Sweep(RECIPE, 3.0, SPACE), Repetitions(2.0, math.inf))

@@ -81,6 +81,28 @@ def test_bounds_of_fixed_layers_hold_against_ascent(layer: torch.nn.Module) -> N
     assert reached <= bound * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("layer", [RandomFourier(4, 30, scale=1.5), Asinh(0.3), Constant(4, 2.0)], ids=lambda m: type(m).__name__)
+def test_their_gains_hold_against_attacks(layer: torch.nn.Module) -> None:
+    """No step within the certified radius, which rests on the layer's Lipschitz constant, changes a decision."""
+    torch.manual_seed(2)
+    model = lipdp.nn.Sequential(lipdp.nn.BoundedInput((4,), norm=50.0), layer, torch.nn.Linear(_width(layer), 2)).eval()
+    x = torch.randn(200, 4)
+    with torch.no_grad():
+        decided = model(x).argmax(1)
+    radii = lipdp.certify(model, x, decided).float()
+    assert float(radii.median()) > 0
+    moved = x.clone()
+    for _ in range(40):
+        moved.requires_grad_()
+        margin = model(moved).gather(1, decided[:, None]) - model(moved).gather(1, 1 - decided[:, None])
+        (slope,) = torch.autograd.grad(margin.sum(), moved)
+        step = moved.detach() - 0.2 * radii[:, None] * torch.nn.functional.normalize(slope)
+        away = step - x
+        moved = x + away * (0.999 * radii / away.norm(dim=1).clamp_min(1e-12)).clamp_max(1.0)[:, None]
+    with torch.no_grad():
+        assert torch.equal(model(moved).argmax(1), decided)
+
+
 def _width(layer: torch.nn.Module) -> int:
     return int(layer(torch.zeros(1, 4)).shape[1])
 
@@ -151,6 +173,7 @@ def test_every_adbench_table_has_its_recipes() -> None:
         for recipe in (clipless, clipped):
             assert isinstance(recipe, TabularRecipe)
             assert recipe.provenance
-            ready = prepare_table(recipe, lipdp.data.info(recipe.dataset), noise_multiplier=2.0, accountant="rdp")
+            noise = {"epsilon": 1.0} if recipe.statistics_budget else {"noise_multiplier": 2.0}
+            ready = prepare_table(recipe, lipdp.data.info(recipe.dataset), **noise, accountant="rdp")
             assert ready.plan.delta <= 1e-4
     assert {f"adbench-{table}" for table in tables} < set(names())

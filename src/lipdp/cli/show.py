@@ -71,8 +71,8 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
     from lipdp.bounds import analyse
 
     # Any noise will do: the plan is not looked at, the model and the loss are those of `lipdp train`. Statistics need a budget.
-    noise = {"epsilon": DEFAULT_EPSILON} if chosen.statistics_budget is not None else {"noise_multiplier": 1.0}
-    ready = recipes.prepare(chosen, dataset_info(chosen.dataset), **noise)
+    epsilon, noise = (None, 1.0) if chosen.statistics_budget is None else (DEFAULT_EPSILON, None)
+    ready = recipes.prepare(chosen, dataset_info(chosen.dataset), epsilon=epsilon, noise_multiplier=noise)
     found = analyse(ready.model, ready.loss)
     total = ready.plan.sensitivity
     if as_json:

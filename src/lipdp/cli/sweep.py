@@ -98,7 +98,7 @@ def sweep(
     from lipdp.recipes.spaces import get_space
     from lipdp.recipes.sweep import Sweep
 
-    chosen = configured(recipe, settings)
+    chosen = configured(recipe, settings, epsilon=epsilon)
     in_file = storage is not None and "://" not in storage
     target = str(histories) if histories is not None else f"{storage}.jsonl" if in_file else None
     wanted = Sweep(

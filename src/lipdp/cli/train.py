@@ -117,8 +117,9 @@ def train(
         print_json(report)
         return
     promise = guarantee(result.epsilon, result.delta)
+    area = f", AUROC [bold]{100 * report['auroc']:.1f}%[/bold]" if "auroc" in report else ""
     out.print(
-        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold] with {promise}, "
+        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold]{area} with {promise}, "
         f"{result.steps:,} steps in {duration(report['seconds'])}, {result.method}",
         soft_wrap=True,
     )

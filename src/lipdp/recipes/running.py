@@ -23,7 +23,7 @@ AnyRecipe = Recipe | FeatureRecipe
 
 
 def prepare(
-    chosen: Recipe,
+    chosen: AnyRecipe,
     info: DatasetInfo,
     *,
     epsilon: float | None = None,
@@ -44,6 +44,8 @@ def prepare(
     }
     if isinstance(chosen, TabularRecipe):
         return tabular.prepare_table(chosen, info, **arguments)
+    if isinstance(chosen, FeatureRecipe):
+        return features.prepare_head(chosen, info, **arguments)
     return recipe.prepare(_known(chosen), info, **arguments)
 
 

@@ -84,7 +84,8 @@ def _optuna() -> Any:
         import optuna
     except ImportError:
         raise ConfigurationError("sweeps need Optuna: pip install 'lipdp[sweep]'") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # A refused trial is counted and its reason told; Optuna would print the traceback of each.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 
 
@@ -179,11 +180,11 @@ def work_together(sweep: Sweep, trials: int | None, end: float | None, workers: 
     processes = [context.Process(target=_worker, args=(sweep, trials, end, number)) for number in range(1, workers + 1)]
     for process in processes:
         process.start()
+    study = open_study(sweep)
     try:
         while any(process.is_alive() for process in processes):
             time.sleep(0.5)
             if progress is not None:
-                study = open_study(sweep)
                 best = best_trial(study)
                 progress(len(finished(study)), None if best is None else best.value)
     finally:

@@ -25,6 +25,7 @@ from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, check_dataset, gather
 from lipdp.training.copies import Copies
 from lipdp.training.grouping import clip_layers
+from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
@@ -116,7 +117,7 @@ class PrivacyEngine:
             adjacency=plan.adjacency,
         )
         self._check_plan()
-        self._check_optimizer()
+        check_optimizer(optimizer, model)
         secret = fresh_seed() if seed is None else whole("seed", seed, least=0)
         if device is not None:
             model.to(device)
@@ -391,24 +392,4 @@ class PrivacyEngine:
         if spent > plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
                 f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
-            )
-
-    def _check_optimizer(self) -> None:
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS evaluates the loss several times a step, and each time is a query; use another optimiser"
-            )
-        ours = {id(p) for p in self.model.parameters()}
-        theirs = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not all(id(p) in ours for p in theirs):
-            raise ConfigurationError(
-                "the optimiser holds parameters that are not the model's. Make it from model.parameters(), once the model is final."
-            )
-        idle = [name for name, p in self._parameters.items() if id(p) not in {id(q) for q in theirs}]
-        if idle:
-            warnings.warn(
-                f"the optimiser does not train {', '.join(idle[:3])}{'…' if len(idle) > 3 else ''}: noise is spent on them for "
-                "nothing. Freeze them (requires_grad_(False)) before planning.",
-                LipdpWarning,
-                stacklevel=3,
             )
