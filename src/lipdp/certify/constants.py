@@ -209,5 +209,6 @@ def _finite(analysis: Analysis, model: torch.nn.Module) -> float:
     why = f" ({row.note})" if row.note else ""
     raise UnboundedError(
         f"{type(model).__name__} has no finite Lipschitz constant, so nothing can be certified: {row.where} is unboundedly "
-        f"steep{why}. Put another layer in its place, or bound what enters it (lipdp.nn.Boundary(norm=…), BoundedInput(mode='ball'))."
+        f"steep{why}. Put another layer in its place, or bound what enters it (lipdp.nn.Boundary(norm=…), "
+        "BoundedInput(mode='ball'))."
     )
