@@ -146,12 +146,13 @@ def test_without_a_bound_behind_it_the_layer_is_refused():
         lipdp.fit(plain, losses.CrossEntropy(tau=4.0), torch.optim.SGD(plain.parameters(), lr=0.1), plan, records())
 
 
-def test_copies_of_a_record_count_as_one_record():
+@pytest.mark.parametrize("count", [1, 2])
+def test_copies_of_a_record_count_as_one_record(count):
     model = standardised()
     plan = planned(model, epsilon=50.0, steps=5, statistics_budget=0.9)
     x, y = records().tensors
-    stored = TensorDataset(torch.stack([x, x.flip(-1)], 1), y)
-    engine = engine_of(model, plan, augmentation=PrecomputedCopies(2))
+    stored = TensorDataset(torch.stack([x, x.flip(-1)][:count], 1), y)
+    engine = engine_of(model, plan, augmentation=PrecomputedCopies(count))
     engine.release_statistics(stored)
     alone = standardised()
     single = engine_of(alone, plan)

@@ -57,7 +57,7 @@ def release_moments(
     def features() -> Iterator[torch.Tensor]:
         for start in range(0, size, rows):
             inputs, _ = gather(dataset, torch.arange(start, min(start + rows, size)))
-            stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape) and copies > 1
+            stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape)
             x = inputs.to(device)
             reached = _input_of(model, layer, x.flatten(0, 1) if stored else x)
             yield reached.reshape(len(inputs), copies if stored else 1, *reached.shape[1:])
