@@ -10,7 +10,7 @@ import torch
 
 import lipdp
 from lipdp import losses, nn
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.privacy import AdaptiveClip, effective_multiplier
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.training import linear_schedule
@@ -274,3 +274,49 @@ def test_clipped_binary_cross_entropy_is_the_direction_of_kantorovich_rubinstein
     loose = nn.Sequential(*body, nn.ClipGradient(0.9))  # above every gradient: another direction
     other = gradient(loose, losses.BCE(tau=tau))
     assert torch.nn.functional.cosine_similarity(other, kr, dim=0) < 1 - 1e-6
+
+
+class _Alias(torch.nn.Module):
+    """One clipping layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.bound, self.line = nn.BoundedInput((6,)), nn.SpectralLinear(6, 3)
+        self.first = nn.ClipGradient(0.5, adaptive=True)
+        self.second = self.first
+
+    def forward(self, x):
+        return self.second(self.line(self.bound(x)))
+
+
+class _Opaque(torch.nn.Module):
+    """A layer with a rule of its own that hides a clipping layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ClipGradient(0.5, adaptive=True)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@lipdp.bounds.rule(_Opaque)
+def _opaque(layer, call):
+    return lipdp.bounds.Transfer(call.inputs[0], clip=layer.inner.max_norm)
+
+
+@pytest.mark.parametrize(
+    "model", [_Alias(), nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3), _Opaque())], ids=["alias", "opaque"]
+)
+def test_a_clipping_layer_that_the_calculus_does_not_see_is_refused_or_its_bound_follows(model):
+    """Where C grows and the bound stayed, the noise would be too little."""
+    try:
+        engine = engine_of(model, planned(model, adaptive=CLIP))
+    except UnsupportedError as error:
+        assert "does not see it" in str(error)  # noqa: PT017
+        return
+    (name,) = engine.plan.adaptive_clips
+    before = engine._mechanism.at(0).stds
+    engine._mechanism.clips[name] *= 2
+    after = engine._mechanism.at(0).stds
+    assert all(after[key] == pytest.approx(2 * std) for key, std in before.items())

@@ -148,6 +148,14 @@ def analyse(
     )
 
     def at_limits(limits: Mapping[str, float]) -> dict[str, float]:
+        seen = {str(node.target) for node in forward.transfers if node.op == "call_module"}
+        hidden = sorted(limits.keys() - seen)
+        if hidden:
+            # Its limit would change and the bounds would not: under another name, or inside a layer with a rule of its own.
+            raise UnsupportedError(
+                f"the clipping layer '{hidden[0]}' can't change during a run: the calculus does not see it under that name. Use it "
+                "once, under one name, outside of layers that have a rule of their own."
+            )
         changed = backward_pass(traced, forward, final, constant, clip=True, limits=limits)
         return {row.name: row.sensitivity for row in _parameter_rows(traced, forward, changed)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from lipdp.privacy._checks import is_number
 __all__ = ["Average", "TailAverage", "WeightAverage", "make_average"]
 
 
-class Average:
+class Average(ABC):
     """A running average of weights; subclasses say how much the present weights count."""
 
     setting: tuple[str, float]
@@ -23,9 +24,9 @@ class Average:
         self.updates = 0
         self.weights = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone() for name, p in parameters.items()}
 
+    @abstractmethod
     def share(self) -> float:
         """How much of the average the present weights become."""
-        raise NotImplementedError
 
     def update(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take the present weights in."""

@@ -27,7 +27,7 @@ from lipdp.privacy import (
     run_epsilon,
 )
 from lipdp.privacy._checks import is_number
-from lipdp.training.grouping import adaptive_names, clips_of, make_groups, weights_by_group
+from lipdp.training.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
 from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase, Schedule, make_phases, segments
 from lipdp.training.plan import PrivacyPlan
@@ -165,6 +165,8 @@ def plan(
 
     sigma, length, spent = _solve(epsilon, noise_multiplier, length, delta, accountant, adjacency, run)
     clips = clips_of(model, groups, method, adaptive, scheduled=clip_schedule is not None, clip=clip)
+    if analysis is not None:  # refuses a layer whose norm could change without its bounds
+        analysis.at_limits({name: value for name, value in clips if name in clip_layers(model)})
     followed = () if adaptive is None else adaptive_names(model, groups, clips)
     if adaptive is not None:
         adaptive = adaptive.completed(batch_size, sigma, len(followed))

@@ -144,7 +144,9 @@ class ProvedQuery:
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Δ of each proved parameter."""
         assert self._analysis is not None
-        found = self._analysis.at_limits(clips) if clips else self._analysis.sensitivities
+        enforced = {group.name for group in self.plan.groups if group.source == "clipped"}
+        limits = {name: value for name, value in clips.items() if name not in enforced}
+        found = self._analysis.at_limits(limits) if limits else self._analysis.sensitivities
         return {group.name: found[group.name] for group in self.groups}
 
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
