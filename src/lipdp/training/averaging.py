@@ -33,8 +33,8 @@ class Average(ABC):
         share = self.share()
         self.updates += 1
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                self.weights[name].lerp_(parameter.to(self.weights[name].dtype), share)
+            kept = [self.weights[name] for name in parameters]
+            torch._foreach_lerp_(kept, [p.to(k.dtype) for p, k in zip(parameters.values(), kept, strict=True)], share)
 
     def copy_to(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Write the average into ``parameters``."""

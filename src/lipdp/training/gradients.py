@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -13,7 +13,9 @@ from lipdp.training.batches import microbatches
 from lipdp.training.clip_counts import LayerCounts
 from lipdp.training.copies import Copies
 
-__all__ = ["arithmetic", "gradient_sum", "zeros_like_sum"]
+__all__ = ["Backward", "arithmetic", "backward", "gradient_sum", "zeros_like_sum"]
+
+Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, torch.Tensor | None]]
 
 
 @contextmanager
@@ -44,19 +46,22 @@ def gradient_sum(
     precision: str = "float32",
     copies: Copies | None = None,
     counts: LayerCounts | None = None,
+    replayed: Backward | None = None,
 ) -> dict[str, torch.Tensor]:
     """Σ_i ∂loss_i/∂θ for each parameter θ: a sum, never a mean, in float32 or better.
 
     With ``copies``, loss_i is the mean over the example's K copies; they go through the network as rows of their own, whose
     gradients are summed and divided by K at the end, so that layers that clip cotangents see each copy's own. Rows whose
     contribution is not finite are left out (one by one, so that no other is affected). ``counts`` notes norms on the way.
+    ``replayed`` stands for :func:`backward` with the same model, loss and parameters.
     """
     many = copies or Copies()
     size = max(1, microbatch_size // many.count)
     sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
     for x, y, mask in microbatches(inputs, targets, size, device):
         with arithmetic(precision, device):
-            _accumulate(sums, _backward(model, loss, parameters, many.rows(x), many.repeat(y), many.repeat(mask)))
+            rows = many.rows(x), many.repeat(y), many.repeat(mask)
+            _accumulate(sums, backward(model, loss, parameters, *rows) if replayed is None else replayed(*rows))
         if counts is not None:
             counts.collect(mask, many.count)
     if not _all_finite(sums):
@@ -77,7 +82,7 @@ def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
-def _backward(
+def backward(
     model: torch.nn.Module,
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
@@ -85,6 +90,7 @@ def _backward(
     y: torch.Tensor,
     mask: torch.Tensor,
 ) -> dict[str, torch.Tensor | None]:
+    """Σ_i ∂loss_i/∂θ over the rows of ``mask``; None for a parameter that the loss does not depend on."""
     values = loss(model(x), y)
     if values.shape != mask.shape:
         raise DataError(
@@ -118,12 +124,12 @@ def _accumulate_finite(
     mask: torch.Tensor,
 ) -> None:
     """The slow way, for a batch that holds an example whose gradient overflows: one example at a time."""
-    whole = _backward(model, loss, parameters, x, y, mask)
+    whole = backward(model, loss, parameters, x, y, mask)
     if _all_finite({name: g for name, g in whole.items() if g is not None}):
         _accumulate(sums, whole)
         return
     for row in torch.nonzero(mask).flatten().tolist():
         alone = slice(row, row + 1)
-        one = _backward(model, loss, parameters, x[alone], y[alone], mask[alone])
+        one = backward(model, loss, parameters, x[alone], y[alone], mask[alone])
         if _all_finite({name: g for name, g in one.items() if g is not None}):
             _accumulate(sums, one)

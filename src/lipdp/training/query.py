@@ -14,15 +14,17 @@ from typing import Any, Protocol
 import torch
 
 from lipdp.bounds import Analysis, analyse
+from lipdp.bounds.trace import find_input_shape
 from lipdp.clipping import CapturedClipping, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
 from lipdp.errors import ConfigurationError
+from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import effective_leaves, pull_back
 from lipdp.training.batches import microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
-from lipdp.training.gradients import arithmetic, gradient_sum, zeros_like_sum
+from lipdp.training.gradients import Backward, arithmetic, backward, gradient_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
 from lipdp.training.settings import ROUNDOFF, clipping_slack, per_example_loss
@@ -65,6 +67,11 @@ class Query(Protocol):
     @property
     def loss(self) -> Callable[..., torch.Tensor]:
         """One value per example."""
+        ...
+
+    @property
+    def entries(self) -> int | None:
+        """Size of the largest activation of one example, where it is known."""
         ...
 
     def prove(self) -> None:
@@ -125,6 +132,14 @@ class ProvedQuery:
         self._proved_loss = loss
         self.groups = tuple(group for group in plan.groups if group.source == "proved")
         self._analysis: Analysis | None = None
+        self._trained: dict[str, torch.Tensor] = {}
+        watched = Watched(model, loss)
+        self._graphed = GraphedFunction(self._backward, state=lambda: (watched(), tuple(self._trained)))
+
+    @property
+    def entries(self) -> int | None:
+        """Over all operations of the analysis."""
+        return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
 
     def prove(self) -> None:
         """The calculus, run again; clipping norms that change are taken where they start."""
@@ -156,10 +171,13 @@ class ProvedQuery:
             layers[name].max_norm = clips[name]
         counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
         with effective_leaves(self.model) as leaves, counts.watching():
+            self._trained = {**parameters, **{name: leaf for name, leaf in leaves.items() if name in parameters}}
+            # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
+            replayed: Backward | None = None if leaves or clips else self._graphed
             sums = gradient_sum(
                 self.model,
                 self._proved_loss,
-                {**parameters, **{name: leaf for name, leaf in leaves.items() if name in parameters}},
+                self._trained,
                 batch.inputs,
                 batch.targets,
                 microbatch_size=batch.microbatch_size,
@@ -167,9 +185,13 @@ class ProvedQuery:
                 precision=self.plan.precision,
                 copies=batch.copies,
                 counts=counts if counts.layers else None,
+                replayed=replayed,
             )
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
         return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
+
+    def _backward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return backward(self.model, self._proved_loss, self._trained, x, y, mask)
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
@@ -183,6 +205,13 @@ class ClippedQuery:
         self.model, self.loss, self.plan = model, loss, plan
         self.groups = tuple(group for group in plan.groups if group.source == "clipped")
         self._made: dict[int, CapturedClipping] = {}
+
+    @property
+    def entries(self) -> int | None:
+        """Known for tables: then no activation is longer than the longest side of a weight."""
+        shape = find_input_shape(self.model)
+        flat = shape is not None and len(shape) == 1 and all(p.ndim <= 2 for p in self.model.parameters())
+        return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
 
     def prove(self) -> None:
         """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style."""
@@ -263,6 +292,11 @@ class MixedQuery:
         self.loss: Callable[..., torch.Tensor] = loss
         self._proved = ProvedQuery(model, loss, plan, input_shape)
         self._clipped = ClippedQuery(model, loss, plan)
+
+    @property
+    def entries(self) -> int | None:
+        """As the calculus says."""
+        return self._proved.entries
 
     def prove(self) -> None:
         """Both parts."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lipdp.errors import ConfigurationError, UnsupportedError
+from lipdp.graphs import GraphedFunction, Watched, deferred_checks
 from lipdp.parametrize import Constrained
 
-__all__ = ["ModelWatch", "constant_buffers", "project_trained"]
+__all__ = ["ModelWatch", "Projection", "constant_buffers", "project_trained"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,6 +25,7 @@ class ModelWatch:
         self._modes = [(module, module.training) for module in model.modules()]
         self._structure = self._present_structure()
         self.values: list[Any] = []
+        self._sums = _Replayed(model, self._sums_of_bits)
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
@@ -57,11 +59,71 @@ class ModelWatch:
 
     def _present_values(self) -> list[Any]:
         """Signs of the layers' settings and of all values: sums of their bits as whole numbers, exact on every device."""
+        return [str(self.model), *self._sums().tolist()]
+
+    def _sums_of_bits(self) -> torch.Tensor:
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        words = [(torch.view_as_real(t) if t.is_complex() else t).detach() for t in tensors]
         device = tensors[0].device
-        sums = [w.view(_WORDS[w.element_size()]).sum().to(device) for w in words]
-        return [str(self.model), *torch.stack(sums).tolist()]
+        return torch.stack([_sum_of_bits(t.detach()).to(device) for t in tensors])
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """All bits as whole numbers, added modulo 2^64; as words of 64 bits, which need no conversion, where the size allows."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = real.reshape(-1)
+    even = flat.numel() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
+    return flat.view(torch.int64 if even else _WORDS[flat.element_size()]).sum()
+
+
+class _Replayed:
+    """A function of nothing but the model's tensors, replayed as a CUDA graph where it lives on such a device."""
+
+    def __init__(self, model: torch.nn.Module, function: Callable[[], Any]) -> None:
+        self.model = model
+        self._function = function
+        self._graphed: GraphedFunction[Any] = GraphedFunction(lambda tick: function(), state=Watched(model))
+        self._tick: torch.Tensor | None = None
+
+    def __call__(self) -> Any:
+        devices = {t.device for t in (*self.model.parameters(), *self.model.buffers())}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return self._function()
+        (device,) = devices
+        if self._tick is None or self._tick.device != device:
+            self._tick = torch.zeros((), device=device)  # a recording is told its device by an input
+        return self._graphed(self._tick)
+
+
+class Projection:
+    """:func:`project_trained` after every step: on CUDA as one graph, checked once at its end.
+
+    Weights have moved by one step, so what a projection has to do is known beforehand but for exceptions. It is done taking for
+    granted that there is none; if there was one, the weights are put back and projected the careful way.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._replayed = _Replayed(model, self._hopeful)
+
+    def __call__(self) -> None:
+        """Bring the trained weights back into their sets, in place."""
+        if not self._parameters or self._parameters[0].device.type != "cuda":
+            project_trained(self.model)
+            return
+        fine, kept = self._replayed()
+        if not bool(fine):
+            with torch.no_grad():
+                for parameter, before in zip(self._parameters, kept, strict=True):
+                    parameter.copy_(before)
+            project_trained(self.model)
+
+    def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kept = [p.detach().clone() for p in self._parameters]
+        with deferred_checks() as conditions:
+            project_trained(self.model)
+        fine = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
+        return fine, kept
 
 
 def project_trained(model: torch.nn.Module) -> None:
@@ -82,7 +144,10 @@ def constant_buffers(model: torch.nn.Module) -> Iterator[None]:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     yield
     after = dict(model.named_buffers())
-    changed = [name for name, kept in before.items() if not torch.equal(after[name], kept)]
+    # One wait for the device, not one for each buffer.
+    differ = [_differs(after[name], kept).to(kept.device) for name, kept in before.items()]
+    found = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist() if differ else []
+    changed = [name for name, flag in zip(before, found, strict=True) if flag]
     for name in changed:
         after[name].copy_(before[name])
     if changed:
@@ -90,3 +155,9 @@ def constant_buffers(model: torch.nn.Module) -> Iterator[None]:
             f"the forward pass changes the buffer '{changed[0]}': state that is updated from the data is a release that nothing "
             "accounts for. It was put back and no step was taken. Make it constant, or remove it."
         )
+
+
+def _differs(present: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if present.shape != before.shape or present.dtype != before.dtype or present.device != before.device:
+        return torch.ones((), dtype=torch.bool)
+    return (present != before).any()

@@ -1,0 +1,137 @@
+"""Steps on CUDA are replayed as graphs: they must be those that are taken without. And the projection that hopes for the best."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import lipdp
+from lipdp import nn
+from lipdp.errors import ConfigurationError
+from lipdp.graphs import GraphedFunction, deferred_checks, holds
+from lipdp.losses import CrossEntropy
+from lipdp.parametrize import constraint
+from lipdp.training.watch import Projection, constant_buffers, project_trained
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BoundedInput((1, 8, 8), mode="sphere"),
+        nn.SpectralConv2d(1, 4, 3, padding=1),
+        nn.GroupSort(2),
+        nn.L2NormPool2d(2),
+        nn.Flatten(),
+        nn.SpectralLinear(64, 16),
+        nn.GroupSort(2),
+        nn.SpectralLinear(16, 3, constraint=constraint.Spectral()),
+    )
+
+
+def shake(model: torch.nn.Module, size: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def norms(model: torch.nn.Module) -> list[float]:
+    return [float(torch.linalg.matrix_norm(p.detach().double().flatten(1), ord=2)) for p in model.parameters() if p.ndim > 1]
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.02])
+def test_the_hopeful_projection_is_the_careful_one(size: float) -> None:
+    model = network()
+    shake(model, size)
+    careful = copy.deepcopy(model)
+    project_trained(careful)
+    before = [p.detach().clone() for p in model.parameters()]
+    fine, kept = Projection(model)._hopeful()
+    assert bool(fine)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    for p, q in zip(model.parameters(), careful.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=2e-5, rtol=0)
+    assert max(norms(model)) <= 1
+
+
+@pytest.mark.parametrize("damage", ["far", "nan"])
+def test_the_hopeful_projection_notices_what_it_can_not_do(damage: str) -> None:
+    model = network()
+    with torch.no_grad():
+        weight = next(iter(model.parameters()))
+        weight.fill_(float("nan")) if damage == "nan" else weight.mul_(40.0)
+    fine, _ = Projection(model)._hopeful()
+    assert not bool(fine)
+
+
+def test_checks_are_listed_while_deferred() -> None:
+    with deferred_checks() as found:
+        assert holds(torch.tensor([True, False]))
+    assert [bool(flag) for flag in found] == [False]
+    assert not holds(torch.tensor([True, False]))
+
+
+def test_a_buffer_that_changes_shape_or_value_is_noticed() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("count", torch.zeros(2))
+    model.register_buffer("other", torch.zeros(3))
+    with pytest.raises(lipdp.errors.UnsupportedError, match="'count'"), constant_buffers(model):
+        model.count += 1
+    assert torch.equal(model.count, torch.zeros(2))
+
+
+def trained(device: str, steps: int = 6) -> tuple[torch.nn.Module, lipdp.PrivacyEngine]:
+    model, loss = network(), CrossEntropy(tau=4.0)
+    made = lipdp.plan(model, loss, dataset_size=96, batch_size=32, delta=1e-3, noise_multiplier=1.0, steps=steps, accountant="rdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    engine = lipdp.PrivacyEngine(model, loss, optimizer, made, device=device, seed=3, microbatch_size=16, ema_decay=0.9)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(96, 1, 8, 8, generator=generator), torch.randint(0, 3, (96,), generator=generator)
+    )
+    for x, y in engine.batches(data):
+        engine.step(x, y)
+    return model, engine
+
+
+@on_cuda
+def test_replayed_steps_are_the_steps_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed, engine = trained("cuda")
+    graphed = engine._query._graphed  # type: ignore[attr-defined]
+    assert graphed.refused is None
+    assert graphed.recordings == 1
+    assert engine._project._replayed._graphed.recordings == 1
+    assert engine._watch._sums._graphed.recordings == 1
+    monkeypatch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
+    plain, _ = trained("cuda")
+    for p, q in zip(replayed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-3)
+
+
+@on_cuda
+def test_diverged_weights_are_an_error_on_cuda_too() -> None:
+    model = network().cuda()
+    project = Projection(model)
+    for _ in range(3):
+        project()
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(float("inf"))
+    with pytest.raises(ConfigurationError, match="diverged"):
+        project()
+
+
+@on_cuda
+def test_weights_far_outside_are_projected_on_cuda_too() -> None:
+    model = network().cuda()
+    project = Projection(model)
+    for _ in range(3):
+        project()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30.0)
+    project()
+    assert max(norms(model)) <= 1
