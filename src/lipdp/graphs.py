@@ -265,7 +265,8 @@ def _record(
                 expected = _run(function, buffers)
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.set_rng_state(numbers, device)
-            made = _recorded_stages(function, buffers, pool, stream)
+            with _passing_workspaces():  # not the rehearsal's: those are ordinary memory, and will be someone else's
+                made = _recorded_stages(function, buffers, pool, stream)
         torch.cuda.set_rng_state(numbers, device)
         for replay in made.replays:
             replay()

@@ -98,7 +98,7 @@ class Projection:
     """:func:`project_trained` after every step: on CUDA as one graph, checked once at its end.
 
     Weights have moved by one step, so what a projection has to do is known beforehand but for exceptions. It is done taking for
-    granted that there is none; if there was one, the weights are put back and projected the careful way.
+    granted that there is none; if there was one, its result is not used, and the weights are projected the careful way.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -111,19 +111,23 @@ class Projection:
         if not self._parameters or self._parameters[0].device.type != "cuda":
             project_trained(self.model)
             return
-        fine, kept = self._replayed()
-        if not bool(fine):
+        fine, projected = self._replayed()
+        if bool(fine):
             with torch.no_grad():
-                for parameter, before in zip(self._parameters, kept, strict=True):
-                    parameter.copy_(before)
+                torch._foreach_copy_(self._parameters, projected)
+        else:
             project_trained(self.model)
 
     def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Whether all went well, and the projected weights; the model's own are as they were."""
         kept = [p.detach().clone() for p in self._parameters]
         with deferred_checks() as conditions:
             project_trained(self.model)
+        projected = [p.detach().clone() for p in self._parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, kept)
         fine = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
-        return fine, kept
+        return fine, projected
 
 
 def project_trained(model: torch.nn.Module) -> None:
