@@ -80,6 +80,26 @@ def test_noise_makes_one_mechanism_of_the_multiplier(radius: float, positions: i
     assert z <= found <= z * (1 + 1e-6)
 
 
+@given(radius=st.floats(0.01, 100), positions=st.integers(1, 100), z=st.floats(0.3, 50))
+@settings(max_examples=40, deadline=None)
+def test_means_alone_are_a_mechanism_of_the_same_multiplier_with_less_noise(radius: float, positions: int, z: float) -> None:
+    first, _ = moment_sensitivities(radius, positions)
+    alone, none = moment_stds(radius, positions, z, 1.0)
+    assert math.isinf(none)
+    assert z <= effective_multiplier({"mean": first}, {"mean": alone}) <= z * (1 + 1e-6)
+    assert alone * math.sqrt(2) == pytest.approx(moment_stds(radius, positions, z)[0])
+
+
+def test_a_release_of_means_alone_has_their_noise_and_says_nothing_of_squares() -> None:
+    x = torch.tensor([1.0, -1.0]).expand(1, 4_000, 2)  # means 0, squares 1
+    size, radius, z = 2, 100.0, 1e-5
+    released = private_moments([x], radius=radius, multiplier=z, dataset_size=size, generator=_generator(), mean_share=1.0)
+    expected = z * radius / math.sqrt(2) / size
+    assert released.mean_noise == pytest.approx(expected)
+    assert float(released.mean.std()) == pytest.approx(expected, rel=0.05)
+    assert (released.variance, released.std, released.variance_noise) == (None, None, math.inf)
+
+
 def test_equal_shares_have_the_least_relative_error() -> None:
     def relative_error(share: float) -> float:
         stds, limits = moment_stds(3.0, 7, 2.0, share), moment_sensitivities(3.0, 7)
@@ -157,7 +177,7 @@ def test_floor_and_refusals() -> None:
     assert float(default.variance.min()) >= default.variance_noise
     empty = private_moments([torch.zeros(0, 3, 2)], **arguments)  # type: ignore[arg-type]
     assert bool((empty.mean != 0).all())  # a dataset of nobody is answered, by noise
-    for wrong in ({"radius": 0.0}, {"multiplier": 0.0}, {"dataset_size": 0}, {"mean_share": 1.0}, {"variance_floor": 0.0}):
+    for wrong in ({"radius": 0.0}, {"multiplier": 0.0}, {"dataset_size": 0}, {"mean_share": 1.1}, {"variance_floor": 0.0}):
         with pytest.raises(ConfigurationError):
             private_moments([torch.zeros(5, 3)], **{**arguments, **wrong})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no batch"):

@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning
-from lipdp.training.batches import check_dataset, check_finite, gather
+from lipdp.training.batches import check_dataset, check_finite, even_rows, gather, gather_lazily, microbatches, slices
 
 from .common import BATCH, SIZE, empty, engine_of, free, planned, small, toy
 
@@ -230,3 +232,49 @@ def test_check_finite_looks_everywhere():
     check_finite(Subset(bad, [1, 2, 3]))
     with pytest.raises(DataError, match="record 4"):
         check_finite(TensorDataset(torch.zeros(9, 6), torch.tensor([0.0] * 4 + [float("inf")] * 5)))
+
+
+@pytest.mark.parametrize("chosen", [CHOSEN, torch.empty(0, dtype=torch.long), torch.arange(20), torch.arange(20).flip(0)])
+def test_rows_that_are_gathered_late_are_those_that_are_gathered_at_once(chosen):
+    """At any sampling rate, 0 and 1 included; nothing is copied where all rows are taken in their order."""
+    plain = marked(20)
+    for data in (plain, Subset(plain, list(range(20))), Squares(), Doubled(*plain.tensors)):
+        late, at_once = gather_lazily(data, chosen), gather(data, chosen)
+        assert late[0].shape == at_once[0].shape
+        assert len(late[0]) == len(chosen)
+        assert torch.equal(late[1], at_once[1])
+        for part in (slice(0, 2), slice(2, 7), slice(7, 40)):
+            assert torch.equal(late[0][part], at_once[0][part])
+        device = torch.device("cpu")
+        for first, second in zip(microbatches(*late, 6, device), microbatches(*at_once, 6, device), strict=True):
+            assert all(map(torch.equal, first, second))
+    views = gather_lazily(plain, torch.arange(20))[0][3:5]
+    assert views.data_ptr() == plain.tensors[0][3:5].data_ptr()
+
+
+def test_slices_are_all_records_in_their_order():
+    for data in (marked(20), Subset(marked(20), list(range(20))), Squares(), Doubled(*marked(20).tensors)):
+        parts = list(slices(data, 7))
+        assert [len(x) for x, _ in parts] == [7, 7, 6]
+        assert torch.equal(torch.cat([x for x, _ in parts]), gather(data, torch.arange(20))[0])
+
+
+def test_records_that_are_not_finite_are_masked_and_huge_ones_are_not():
+    """A norm overflows where no entry does: such a record counts."""
+    x = torch.full((4, 6), 3e38)
+    x[1, 2], x[3, 5] = float("nan"), float("-inf")
+    ((rows, _, mask),) = microbatches(x, torch.zeros(4), 4, torch.device("cpu"))
+    assert mask.tolist() == [True, False, True, False]
+    assert bool(torch.isfinite(rows).all())
+    assert torch.equal(rows[::2], x[::2])
+    check_finite(TensorDataset(x[::2], torch.zeros(2)))
+
+
+@given(batch=st.integers(1, 20_000), entries=st.one_of(st.none(), st.integers(1, 10**7)))
+def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries):
+    rows = even_rows(batch, torch.device("cpu"), entries)
+    most = batch + 4 * batch**0.5
+    assert 1 <= rows <= 4096
+    assert rows >= min(most, 32) / 2
+    assert rows * -(-most // rows) < most + rows  # the last one is nearly full
+    assert entries is None or rows <= max(32, 2**19 // entries)

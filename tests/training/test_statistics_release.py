@@ -9,17 +9,17 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp import losses, nn
 from lipdp.data import PrecomputedCopies
-from lipdp.errors import BudgetError, ConfigurationError
+from lipdp.errors import BudgetError, ConfigurationError, DataError
 from lipdp.privacy import PrivateRun, Release, run_epsilon
 from lipdp.training.planning import STATISTICS
 
 from .common import engine_of, planned
 
 
-def standardised(channels=4, positions=3):
+def standardised(channels=4, positions=3, moments=2):
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Standardize(channels, radius=4.0),
+        nn.Standardize(channels, radius=4.0, moments=moments),
         nn.BoundedInput((channels, positions), mode="sphere"),
         nn.Flatten(),
         torch.nn.Linear(channels * positions, 3),
@@ -79,19 +79,42 @@ def test_fit_releases_them_once_and_the_history_says_what_was_spent(tmp_path):
     assert state["engine"]["one_off"] == [STATISTICS]
 
 
-def test_the_released_statistics_are_really_noised_by_the_planned_amount():
+@pytest.mark.parametrize("moments", [1, 2])
+def test_the_released_statistics_are_really_noised_by_the_planned_amount(moments):
     """Fails if the noise is removed: repeated releases differ by the standard deviation that was paid for."""
     data, means = records(), []
-    plan = planned(standardised(), epsilon=3.0, steps=5, statistics_budget=0.2)
+    plan = planned(standardised(moments=moments), epsilon=3.0, steps=5, statistics_budget=0.2)
     for seed in range(60):
-        model = standardised()
+        model = standardised(moments=moments)
         engine = engine_of(model, plan, seed=seed)
         engine.release_statistics(data)
         means.append(model[0].mean.clone())
     spread = float(torch.stack(means).std(0).mean())
     radius_over_root = 4.0 / 3**0.5
-    expected = plan.releases[0].amount * radius_over_root * 2**0.5 / plan.dataset_size
+    expected = plan.releases[0].amount * radius_over_root * moments**0.5 / plan.dataset_size
     assert spread == pytest.approx(expected, rel=0.15)
+    assert f"{expected:.3g} on each mean" in str(plan)
+    assert ("mean square" in str(plan)) == (moments == 2)
+
+
+def test_means_alone_cost_the_same_release_and_leave_the_scale_alone():
+    """One vector is released instead of two, under the same multiplier: the account is that of the plan for both."""
+    plans = [planned(standardised(moments=m), epsilon=3.0, steps=5, statistics_budget=0.2) for m in (1, 2)]
+    assert plans[0].releases == plans[1].releases
+    assert plans[0].noise_multiplier == plans[1].noise_multiplier
+    model = standardised(moments=1)
+    engine = engine_of(model, plans[0])
+    engine.release_statistics(records())
+    assert engine.epsilon == pytest.approx(run_epsilon(PrivateRun(plans[0].sampling_rate, (), plans[0].releases), 1e-4, "rdp"))
+    assert torch.equal(model[0].std, torch.ones(4))
+    assert bool((model[0].mean != 0).all())
+    for statistics in ((torch.zeros(4), torch.ones(4)), (torch.zeros(3),)):
+        with pytest.raises(DataError):
+            model[0].set_statistics(*statistics)
+    with pytest.raises(DataError, match="a variance"):
+        standardised()[0].set_statistics(torch.zeros(4))
+    with pytest.raises(ConfigurationError, match="1 moment"):
+        nn.Standardize(4, radius=1.0, moments=3)
 
 
 def test_one_record_moves_the_query_by_no_more_than_its_bound():

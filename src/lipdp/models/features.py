@@ -28,7 +28,7 @@ __all__ = ["FrozenFeatures", "extract_features", "front_digest", "split_front"]
 
 _FORMAT = 1
 # Rows at once: what stays in a processor's cache, and what fills a GPU.
-_ROWS_ON_CPU, _ROWS_ON_GPU = 32, 1024
+_ROWS_ON_CPU, _ROWS_ON_GPU = 16, 1024
 
 
 class FrozenFeatures(torch.nn.Module):
@@ -92,23 +92,24 @@ def _by_copy(module: torch.nn.Module, x: torch.Tensor, copies: Augmentation) -> 
 
 
 def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
-    """(front, head) of a sequential model that starts with a fixed extractor (a Scattering2d, a FrozenFeatures). Layers are shared.
+    """(front, head) of a sequential model that starts with a fixed extractor: Scattering2d, PatchFeatures, FrozenFeatures.
 
     The front is all that can be computed once: up to the first layer that is trained, that gets statistics of the data
     (Standardize), that bounds what enters the head, or that only repeats values (ToGrid). Training the head on the front's
-    outputs is training the model; see :func:`extract_features`.
+    outputs is training the model; see :func:`extract_features`. Layers are shared.
     """
+    from lipdp.models.patches import PatchFeatures
     from lipdp.models.scattering import Scattering2d
 
+    extractors = FrozenFeatures | Scattering2d | PatchFeatures
     layers = list(model)
     length = 0
     while length < len(layers) and not _belongs_to_head(layers[length]):
         length += 1
-    fixed = [part for layer in layers[:length] for part in layer.modules() if isinstance(part, FrozenFeatures | Scattering2d)]
-    if not fixed:
+    if not any(isinstance(part, extractors) for layer in layers[:length] for part in layer.modules()):
         raise ConfigurationError(
-            "the model does not start with a fixed front: there is neither a Scattering2d nor a FrozenFeatures before its first "
-            "trained or bounding layer"
+            "the model does not start with a fixed front: there is no Scattering2d, PatchFeatures or FrozenFeatures before its "
+            "first trained or bounding layer"
         )
     kind = type(model)
     return kind(*layers[:length]), kind(*layers[length:])
@@ -161,12 +162,14 @@ def extract_features(
     module.to(place)
     with _evaluating(module), torch.no_grad():
         _check_one_by_one(module, inputs, place)
-        parts = []
+        features: torch.Tensor | None = None
         for start in range(0, len(inputs), rows):
             x = inputs[start : start + rows].to(place)
             y = module(x) if copies is None else _by_copy(module, x, copies)
-            parts.append(y.to(device=keep, dtype=dtype or y.dtype))
-    features = torch.cat(parts)
+            if features is None:  # all of it at once: putting parts together would take the memory twice
+                features = torch.empty((len(inputs), *y.shape[1:]), dtype=dtype or y.dtype, device=keep)
+            features[start : start + len(y)] = y
+    assert features is not None
     if file is not None:
         _write(features.cpu(), file)
     return TensorDataset(features, targets.to(keep))

@@ -9,6 +9,7 @@ The query is the pair of sums Σ_i m1(x_i), Σ_i m2(x_i). With s = ‖x‖²/T �
 Both are reached at once, by a record with one constant channel of value R/√T. With noise of std s₁ on the first sum and s₂ on the
 second, the pair is one Gaussian mechanism of multiplier z = (A²/s₁² + B²/s₂²)^(-1/2): for a share w of the budget on the mean,
 s₁ = zA/√w and s₂ = zB/√(1−w). The total relative error C·(s₁²/A² + s₂²/B²) = C·z²·(1/w + 1/(1−w)) is least for w = ½.
+For w = 1 the second sum is not released at all, and s₁ = zA.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ class Moments:
 
     Attributes:
         mean: (C,), float64.
-        variance: (C,), float64, at least the floor.
+        variance: (C,), float64, at least the floor; ``None`` where only means were released.
         mean_noise: standard deviation of the noise in each entry of ``mean``.
-        variance_noise: that of the noise in the second moment, before the square of the mean is subtracted.
+        variance_noise: that of the noise in the second moment, before the square of the mean is subtracted; ∞ without it.
     """
 
     mean: Tensor
-    variance: Tensor
+    variance: Tensor | None
     mean_noise: float
     variance_noise: float
 
     @property
-    def std(self) -> Tensor:
+    def std(self) -> Tensor | None:
         """√variance."""
-        return self.variance.sqrt()
+        return None if self.variance is None else self.variance.sqrt()
 
 
 def moment_sensitivities(radius: float, positions: int) -> tuple[float, float]:
@@ -59,27 +60,34 @@ def moment_sensitivities(radius: float, positions: int) -> tuple[float, float]:
 
 
 def moment_stds(radius: float, positions: int, multiplier: float, mean_share: float = 0.5) -> tuple[float, float]:
-    """(s₁, s₂): the noise on the two sums that makes the pair one Gaussian mechanism of this multiplier."""
-    if not (is_number(mean_share) and 0 < mean_share < 1):
-        raise ConfigurationError(f"mean_share is {mean_share!r}: the mean's share of the budget, strictly between 0 and 1.")
+    """(s₁, s₂): the noise on the two sums that makes the pair one Gaussian mechanism of this multiplier; s₂ = ∞ for share 1."""
+    if not (is_number(mean_share) and 0 < mean_share <= 1):
+        raise ConfigurationError(f"mean_share is {mean_share!r}: the mean's share of the budget, above 0 and at most 1.")
     first, second = moment_sensitivities(radius, positions)
     z = positive("multiplier", multiplier) * _SLACK
-    return z * first / math.sqrt(mean_share), z * second / math.sqrt(1 - mean_share)
+    return z * first / math.sqrt(mean_share), z * second / math.sqrt(1 - mean_share) if mean_share < 1 else math.inf
 
 
 def moment_sums(
-    batches: Iterable[Tensor], radius: float, *, copies: bool = False, device: torch.device | str | None = None
+    batches: Iterable[Tensor],
+    radius: float,
+    *,
+    copies: bool = False,
+    device: torch.device | str | None = None,
+    squares: bool = True,
 ) -> tuple[Tensor, Tensor, int]:
     """Σ_i m1(x_i) and Σ_i m2(x_i), both (C,) in float64, *not noised*, and the number of positions.
 
     Records are clipped to the ball; one that is not finite is left out. With ``copies`` a record is (K, C, *positions), and its
-    m1 and m2 are the means of its copies', each clipped: no longer than one copy's.
+    m1 and m2 are the means of its copies', each clipped: no longer than one copy's. Without ``squares`` the second sum
+    stays 0.
     """
     r = positive("radius", radius)
     sums: tuple[Tensor, Tensor] | None = None
     shape: tuple[int, ...] = ()
     for batch in batches:
-        x = batch.detach().to(device=device, dtype=torch.float64)
+        x = batch.detach().to(device=device)
+        x = x if x.is_floating_point() else x.double()
         if x.ndim < (3 if copies else 2):
             raise DataError(
                 f"statistics need batches (batch, {'copies, ' if copies else ''}channels, *positions), not {tuple(x.shape)}"
@@ -89,10 +97,10 @@ def moment_sums(
             if math.prod(shape) == 0:
                 raise DataError(f"examples of shape {shape} hold no numbers, so they have no statistics")
             channels = shape[1 if copies else 0]
-            sums = x.new_zeros(channels), x.new_zeros(channels)
+            sums = x.new_zeros(channels, dtype=torch.float64), x.new_zeros(channels, dtype=torch.float64)
         if tuple(x.shape[1:]) != shape:
             raise DataError(f"a batch has examples of shape {tuple(x.shape[1:])}, the first one had {shape}")
-        first, second = _moments(x, r, copies)
+        first, second = _moments(x, r, copies, squares)
         sums[0].add_(first)
         sums[1].add_(second)
     if sums is None:
@@ -100,17 +108,27 @@ def moment_sums(
     return *sums, math.prod(shape[2 if copies else 1 :])
 
 
-def _moments(x: Tensor, radius: float, copies: bool) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, radius: float, copies: bool, squares: bool) -> tuple[Tensor, Tensor]:
+    """Σ_i m1 and Σ_i m2 of a batch; zeros in place of the second unless ``squares``."""
     x = x if copies else x.unsqueeze(1)
-    x = x.reshape(*x.shape[:3], math.prod(x.shape[3:]))
-    # Dividing by the largest entry first: squares of very large or very small entries leave float64's range.
-    largest = x.abs().amax(dim=(2, 3), keepdim=True)
-    scaled = x / largest.where(largest > 0, 1.0)
-    norms = torch.linalg.vector_norm(scaled, dim=(2, 3), keepdim=True) * largest
-    x = x * (radius / norms.clamp_min(radius))
-    finite = torch.isfinite(x).all(dim=(1, 2, 3), keepdim=True)
-    x = torch.where(finite, x, torch.zeros_like(x))
-    return x.mean(dim=(1, 3)).sum(0), x.square().mean(dim=(1, 3)).sum(0)
+    records, count, channels = x.shape[:3]
+    x = x.reshape(records * count, channels * math.prod(x.shape[3:]))
+    unit = x.new_ones((), dtype=torch.float64)
+    if x.dtype == torch.float64:
+        # Squares of very large or very small entries leave float64's range; those of narrower types do not.
+        largest = x.abs().amax(dim=1)
+        unit = largest.where(largest > 0, 1.0)
+        x = x / unit[:, None]
+    x = x.double()
+    norms = torch.linalg.vector_norm(x, dim=1)
+    finite = torch.isfinite(norms * unit).reshape(records, count).all(1).repeat_interleave(count)
+    if not bool(finite.all()):
+        x, norms, unit = x[finite], norms[finite], unit[finite] if unit.ndim else unit
+    # Of x·c_i with c_i = R/max(‖x_i‖, R), the sum over rows is one product with the vector of factors.
+    factors = unit * (radius / (norms * unit).clamp_min(radius)) / count
+    first = (factors @ x).reshape(channels, -1).mean(1)
+    second = (factors.square() * count @ x.square()).reshape(channels, -1).mean(1) if squares else torch.zeros_like(first)
+    return first, second
 
 
 def private_moments(
@@ -137,7 +155,7 @@ def private_moments(
         dataset_size: N, a public constant: what the sums are divided by, never the number of records seen.
         generator: of the noise, on ``device``.
         device: where to sum; by default where the batches are.
-        mean_share: w, the mean's share of the budget.
+        mean_share: w, the mean's share of the budget; 1: only means are released.
         variance_floor: least variance that is returned; by default the noise of the second moment, for a variance below its own
             noise is not known.
         copies: whether batches are (batch, K, C, *positions), each record with its K augmented copies.
@@ -147,13 +165,16 @@ def private_moments(
     moment_stds(radius, 1, multiplier, mean_share)
     if variance_floor is not None:
         positive("variance_floor", variance_floor)
-    first, second, positions = moment_sums(batches, radius, copies=copies, device=device)
+    first, second, positions = moment_sums(batches, radius, copies=copies, device=device, squares=mean_share < 1)
     largest_mean, largest_square = moment_sensitivities(radius, positions)
-    stds = dict(zip(("mean", "square"), moment_stds(radius, positions, multiplier, mean_share), strict=True))
-    noised = add_noise({"mean": first, "square": second}, stds, generator)
+    mean_std, square_std = moment_stds(radius, positions, multiplier, mean_share)
+    sums, stds = {"mean": first, "square": second}, {"mean": mean_std, "square": square_std}
+    released = [name for name, std in stds.items() if math.isfinite(std)]
+    noised = add_noise({name: sums[name] for name in released}, {name: stds[name] for name in released}, generator)
     # From here on it is post-processing. Clamping to what a record can have only brings the answers closer to the truth.
     mean = (noised["mean"] / count).clamp(-largest_mean, largest_mean)
+    if "square" not in noised:
+        return Moments(mean, None, mean_std / count, math.inf)
     square = (noised["square"] / count).clamp(0, largest_square)
-    noise = stds["mean"] / count, stds["square"] / count
-    floor = noise[1] if variance_floor is None else float(variance_floor)
-    return Moments(mean, (square - mean.square()).clamp_min(floor), *noise)
+    floor = square_std / count if variance_floor is None else float(variance_floor)
+    return Moments(mean, (square - mean.square()).clamp_min(floor), mean_std / count, square_std / count)

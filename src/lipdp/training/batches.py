@@ -11,7 +11,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["Batch", "LazyBatch", "Rows", "check_dataset", "check_finite", "even_rows", "gather", "gather_lazily", "microbatches"]
+__all__ = [
+    "Batch",
+    "LazyBatch",
+    "Rows",
+    "check_batch",
+    "check_dataset",
+    "check_finite",
+    "even_rows",
+    "gather",
+    "gather_lazily",
+    "microbatches",
+    "rows_at_once",
+    "slices",
+]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -20,24 +33,28 @@ class Rows:
     """Some rows of a stored tensor, gathered a slice at a time: a batch of wide rows need not lie in memory as a whole."""
 
     def __init__(self, stored: torch.Tensor, chosen: torch.Tensor) -> None:
-        self._stored, self._chosen = stored, chosen.to(stored.device)
+        # All of them in their order, as at sampling rate 1, are slices of the tensor itself.
+        whole = len(chosen) == len(stored) and bool((chosen == torch.arange(len(chosen), device=chosen.device)).all())
+        self._stored, self._chosen = stored, None if whole else chosen.to(stored.device)
         self.shape = torch.Size((len(chosen), *stored.shape[1:]))
         self.ndim = stored.ndim
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return self.shape[0]
 
     def __getitem__(self, part: slice) -> torch.Tensor:
-        return self._stored.index_select(0, self._chosen[part])
+        return self._stored[part] if self._chosen is None else self._stored.index_select(0, self._chosen[part])
 
 
 LazyBatch = tuple[torch.Tensor | Rows, torch.Tensor]
 
 _MOST_ROWS = 2048
-# On a processor activations should stay in its cache (256 rows were 1.5 times as fast as 2048 on a small convolutional one), but
+# On a processor activations should stay in its cache, and their buffers small enough to be kept instead of given back to the
+# system and faulted in again (at 252 rows that was a fifth of a step of a small convolutional network, at 64 nothing); but
 # microbatches of small rows cost more in calls than in arithmetic (2048 rows were 1.5 to 2.5 times as fast as 256 on tables).
-_ROWS_ON_CPU = 256, 4096
+_ROWS_ON_CPU = 32, 256, 4096  # at least, where nothing is known, at most
 _ENTRIES_ON_CPU = 2**19
+_ENTRIES_ELSEWHERE = 2**26
 
 
 def check_dataset(dataset: Any) -> int:
@@ -86,19 +103,43 @@ def gather_lazily(dataset: Dataset[Any], indices: torch.Tensor) -> LazyBatch:
     return gather(dataset, indices)
 
 
-def check_finite(dataset: Dataset[Any], chunk: int = 4096) -> None:
-    """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it."""
+def slices(dataset: Dataset[Any], rows: int) -> Iterator[Batch]:
+    """All records in their order, ``rows`` at once; of stored tensors they are views."""
+    stored = isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__
     size = check_dataset(dataset)
-    for start in range(0, size, chunk):
-        finite = torch.ones(min(chunk, size - start), dtype=torch.bool)
-        for part in gather(dataset, torch.arange(start, start + len(finite))):
-            if part.is_floating_point() or part.is_complex():
-                finite &= _finite_rows(part).cpu()
+    for start in range(0, size, rows):
+        stop = min(start + rows, size)
+        if stored and len(dataset.tensors) == 2:  # type: ignore[attr-defined]
+            yield tuple(tensor[start:stop] for tensor in dataset.tensors)  # type: ignore[attr-defined]
+        else:
+            yield gather(dataset, torch.arange(start, stop))
+
+
+def check_batch(inputs: Any, targets: Any, shape: tuple[int, ...] | None) -> None:
+    """Refuses what is no batch of examples of ``shape``; ``None``: of any."""
+    if not isinstance(inputs, torch.Tensor | Rows) or not isinstance(targets, torch.Tensor):
+        raise DataError(f"a batch is two tensors, not {type(inputs).__name__} and {type(targets).__name__}")
+    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
+        raise DataError(
+            f"inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)}: both need one row for each example"
+        )
+    # Bounds are those of examples of one shape: on larger images a bias, say, has a larger gradient.
+    if shape is not None and tuple(inputs.shape[1:]) != shape:
+        raise DataError(f"the plan is for examples of shape {shape}, not {tuple(inputs.shape[1:])}")
+
+
+def check_finite(dataset: Dataset[Any], chunk: int | None = None) -> None:
+    """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it."""
+    size, start = check_dataset(dataset), 0
+    entries = gather(dataset, torch.arange(1))[0].numel()
+    for batch in slices(dataset, chunk or rows_at_once(entries, torch.device("cpu"))):
+        finite = torch.stack([_finite_rows(part).cpu() for part in batch]).all(0)
         if not bool(finite.all()):
             raise DataError(
                 f"record {start + int((~finite).nonzero()[0])} of {size} contains a NaN or an infinity, and there may be more: no "
                 "sensitivity bound holds for it. Remove or repair such records first."
             )
+        start += len(finite)
 
 
 def even_rows(batch_size: int, device: torch.device, entries: int | None = None) -> int:
@@ -109,9 +150,14 @@ def even_rows(batch_size: int, device: torch.device, entries: int | None = None)
     most = batch_size + 4 * math.sqrt(batch_size)
     limit = _MOST_ROWS
     if device.type == "cpu":
-        least, largest = _ROWS_ON_CPU
-        limit = least if entries is None else min(max(least, _ENTRIES_ON_CPU // max(1, entries)), largest)
+        least, usual, largest = _ROWS_ON_CPU
+        limit = usual if entries is None else min(max(least, _ENTRIES_ON_CPU // max(1, entries)), largest)
     return math.ceil(most / math.ceil(most / limit))
+
+
+def rows_at_once(entries: int, device: torch.device) -> int:
+    """How many examples to work on at once, of ``entries`` numbers each: what stays in a processor's cache, or fills a GPU."""
+    return max(1, (_ENTRIES_ON_CPU if device.type == "cpu" else _ENTRIES_ELSEWHERE) // max(1, entries))
 
 
 def microbatches(
@@ -137,16 +183,20 @@ def microbatches(
 
 
 def _finite_rows(part: torch.Tensor) -> torch.Tensor:
-    """Which rows hold finite numbers only. The largest entry tells, and is found ten times as fast as by asking each."""
+    """Which rows hold finite numbers only."""
+    sure = torch.ones(len(part), dtype=torch.bool, device=part.device)
+    if not (part.is_floating_point() or part.is_complex()) or part.numel() == 0:
+        return sure
     rows = (torch.view_as_real(part) if part.is_complex() else part).reshape(len(part), -1)
-    return torch.isfinite(rows.abs().amax(1)) if rows.shape[1] else torch.ones(len(part), dtype=torch.bool, device=part.device)
+    # A finite norm has finite entries; an infinite one may be an overflow. Elsewhere than here, asking would wait for the device.
+    if part.device.type == "cpu" and bool(torch.isfinite(torch.linalg.vector_norm(rows, dim=1)).all()):
+        return sure
+    return torch.isfinite(rows.abs().amax(1))  # ten times as fast as asking each entry
 
 
 def _zero_where_not_finite(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows, and which of them are finite; zeros in place of the others."""
-    if not part.is_floating_point():
-        return part, torch.ones(len(part), dtype=torch.bool, device=part.device)
     finite = _finite_rows(part)
-    if part.device.type == "cpu" and bool(finite.all()):  # elsewhere, asking would wait for the device
+    if not part.is_floating_point() or (part.device.type == "cpu" and bool(finite.all())):
         return part, finite
     return torch.where(finite.reshape(-1, *([1] * (part.ndim - 1))), part, torch.zeros_like(part)), finite

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 from lipdp.bounds.trace import find_input_shape
 from lipdp.data.augment import Augmentation
-from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning
+from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
 from lipdp.parametrize import project_
 from lipdp.privacy._checks import whole
 from lipdp.privacy.accounting import run_epsilon
@@ -21,7 +22,7 @@ from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.training.averaging import make_average
-from lipdp.training.batches import Batch, check_dataset, even_rows, gather
+from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
 from lipdp.training.copies import Copies
 from lipdp.training.grouping import clip_layers
 from lipdp.training.optimizers import check_optimizer
@@ -29,6 +30,7 @@ from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.settings import describe_loss
+from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, check_state
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
@@ -98,6 +100,7 @@ class PrivacyEngine:
         self._query = query_of(model, loss, plan, self._input_shape)
         self._mechanism = StepMechanism(plan, self._query)
         self._augmentation = augmentation
+        self._settled: Settled | None = None
         self.loss = self._query.loss
         self.ledger = Ledger(
             run=plan.run,
@@ -112,6 +115,7 @@ class PrivacyEngine:
         if device is not None:
             model.to(device)
         self.device = next(iter(self._parameters.values())).device
+        self._rows = microbatch_size
         self.microbatch_size = microbatch_size or even_rows(plan.batch_size, self.device, self._query.entries)
         if isinstance(self.loss, torch.nn.Module):
             self.loss.to(self.device)
@@ -148,6 +152,11 @@ class PrivacyEngine:
         ones, and no number is drawn twice: batches may be fetched ahead or left out. ``train`` may differ in size from
         ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
+        for chosen in self.samples(train):
+            yield gather(train, chosen)
+
+    def samples(self, train: Any) -> Iterator[torch.Tensor]:
+        """The numbers of the records of each of the :meth:`batches`."""
         size = check_dataset(train)
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
             warnings.warn(
@@ -159,14 +168,13 @@ class PrivacyEngine:
             )
         while (number := max(self._drawn, self.steps)) < self.plan.steps:
             self._drawn = number + 1
-            draw = generator(self._key, number, "sample")
-            yield gather(train, poisson_indices(size, self.plan.sampling_rate, draw))
+            yield poisson_indices(size, self.plan.sampling_rate, generator(self._key, number, "sample"))
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def step(self, inputs: torch.Tensor | Rows, targets: torch.Tensor) -> None:
         """One private step on a Poisson batch (of any size, 0 included)."""
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
-        self._check_batch(inputs, targets)
+        check_batch(inputs, targets, None if self._augmentation else self._input_shape)
         self._watch.restore_modes()
         self._watch.check_structure()
         if self._watch.changed:
@@ -210,7 +218,7 @@ class PrivacyEngine:
         return generator(self._key, number, purpose, self.device)
 
     def release_statistics(self, train: Any) -> None:
-        """Release mean and variance of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.
+        """Release the statistics of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.
 
         Once, before the first step. It is a Gaussian mechanism over all of ``train``; the plan has paid for it.
         """
@@ -233,9 +241,25 @@ class PrivacyEngine:
             copies=1 if self._augmentation is None else self._augmentation.copies,
             shape=self._input_shape,
         )
-        layer.set_statistics(moments.mean.to(layer.mean), moments.variance.to(layer.std))
+        layer.set_statistics(moments.mean, moments.variance)
         self._check_plan()
         self._watch.remember()
+
+    def settle(self, train: Any, *, in_place: bool = False) -> TensorDataset:
+        """Apply the layers in front of the first trained one to all of ``train``, once: steps are then on batches of the result.
+
+        The model, the plan, the noise and the cost stay what they are; a step gets cheaper. See :mod:`lipdp.training.settling`.
+        Statistics are released before. ``in_place`` puts the result over the inputs of a TensorDataset, where it fits.
+        """
+        copies = check_settling(self.plan, self.ledger, self._augmentation, self._settled)
+        self._settled = settle(
+            self.model, train, input_shape=self._input_shape, device=self.device, copies=copies, in_place=in_place
+        )
+        self._input_shape = self._settled.shape
+        self._query = self._mechanism.query = query_of(self._settled.rest, self.loss, self.plan, self._input_shape)
+        self._check_plan()
+        self.microbatch_size = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries)
+        return self._settled.dataset
 
     @property
     def noise_stds(self) -> dict[str, float]:
@@ -343,7 +367,8 @@ class PrivacyEngine:
         self.ledger.one_off = [str(name) for name in state["one_off"]]
         self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
         self._apply_clips()
-        self._key, self._trail, self._watch.values = int(state["key"], 16), str(state["trail"]), list(state["proved"])
+        self._key, self._trail = int(state["key"], 16), str(state["trail"])
+        self._watch.values = [] if self._settled else list(state["proved"])
 
     # ------------------------------------------------------------------ checks
 
@@ -357,18 +382,6 @@ class PrivacyEngine:
             digest.update(parameter.detach().to("cpu", torch.float64).numpy().tobytes())
         return int.from_bytes(digest.digest()[:16], "big")
 
-    def _check_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
-            raise DataError(f"a batch is two tensors, not {type(inputs).__name__} and {type(targets).__name__}")
-        if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
-            raise DataError(
-                f"inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)}: both need one row for each "
-                "example"
-            )
-        # Bounds are those of examples of one shape: on larger images a bias, say, has a larger gradient.
-        if self._augmentation is None and self._input_shape is not None and tuple(inputs.shape[1:]) != self._input_shape:
-            raise DataError(f"the plan is for examples of shape {self._input_shape}, not {tuple(inputs.shape[1:])}")
-
     def _check_plan(self) -> None:
         """Trust nothing in the plan but what follows from the model, the loss and the accountant."""
         plan = self.plan
@@ -376,6 +389,8 @@ class PrivacyEngine:
             raise ConfigurationError(
                 f"the plan was made for the loss {plan.loss}, not {describe_loss(self.loss)}. Make a new plan."
             )
+        if self._settled is not None:
+            self._settled.check()
         self._query.prove()
         self._mechanism.forget()
         self._mechanism.at(min(self.steps, plan.steps - 1))

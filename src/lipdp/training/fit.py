@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError
-from lipdp.training.batches import check_dataset, check_finite
+from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
@@ -45,6 +45,7 @@ def fit(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     input_shape: tuple[int, ...] | None = None,
+    settle: bool | Literal["in_place"] = False,
 ) -> History:
     """Train ``model`` privately, exactly as ``plan`` says.
 
@@ -68,6 +69,9 @@ def fit(
         checkpoint: file to save the run in at the start and at every evaluation (atomically).
         resume: continue from ``checkpoint`` if it exists. Without it an existing file is an error, so nothing is lost.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
+        settle: apply the layers in front of the first trained one once, not in every step: the same run, faster, for the memory
+            that their outputs take. "in_place" puts those over the inputs of ``train`` where they fit. See
+            :meth:`lipdp.PrivacyEngine.settle`.
 
     Returns:
         The history; ``history.epsilon`` is what was really spent.
@@ -105,6 +109,8 @@ def fit(
         engine.release_statistics(train)
         if file is not None:
             save_checkpoint(_state(engine, history, scheduler), file)
+    if settle:
+        train = engine.settle(train, in_place=settle == "in_place")
     run = Run(engine, history)
     hooks = list(callbacks)
     before, started = history.seconds, time.monotonic()
@@ -112,8 +118,8 @@ def fit(
     try:
         for hook in hooks:
             hook.on_start(run)
-        for batch in engine.batches(train):
-            engine.step(*batch)
+        for chosen in engine.samples(train):
+            engine.step(*gather_lazily(train, chosen))
             if scheduler is not None:
                 scheduler.step()
             for hook in hooks:

@@ -9,7 +9,7 @@ import torch
 
 from lipdp.errors import DataError
 from lipdp.losses import Loss
-from lipdp.training.batches import microbatches
+from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts
 from lipdp.training.copies import Copies
 
@@ -38,7 +38,7 @@ def gradient_sum(
     model: torch.nn.Module,
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
-    inputs: torch.Tensor,
+    inputs: torch.Tensor | Rows,
     targets: torch.Tensor,
     *,
     microbatch_size: int,

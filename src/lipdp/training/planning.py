@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lipdp.bounds import convolution_notes
+from lipdp.bounds import Analysis, convolution_notes
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.losses import as_loss
@@ -43,6 +43,7 @@ from lipdp.training.settings import (
     model_roundoff,
     per_example_loss,
 )
+from lipdp.training.statistics import describe_release
 
 __all__ = ["STATISTICS", "plan"]
 
@@ -207,8 +208,17 @@ def plan(
         adaptive_clips=followed,
         adaptive=adaptive,
         releases=paid,
-        notes=() if analysis is None else tuple((n.layer, str(n)) for n in convolution_notes(model, input_shape=shape)),
+        notes=() if analysis is None else _notes(model, analysis, shape, paid, dataset_size),
     )
+
+
+def _notes(
+    model: torch.nn.Module, analysis: Analysis, shape: tuple[int, ...] | None, paid: Sequence[Release], dataset_size: int
+) -> tuple[tuple[str, str], ...]:
+    """How tight bounds are where there is a choice, and how much noise statistics will have."""
+    tightness = [(note.layer, str(note)) for note in convolution_notes(model, input_shape=shape)]
+    amounts = [release.amount for release in paid if release.name == STATISTICS]
+    return (*tightness, *(note for amount in amounts for note in describe_release(model, analysis, amount, dataset_size)))
 
 
 def _paid_releases(

@@ -21,7 +21,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import effective_leaves, pull_back
-from lipdp.training.batches import microbatches
+from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
 from lipdp.training.gradients import Backward, arithmetic, backward, gradient_sum, zeros_like_sum
@@ -39,7 +39,7 @@ _SAME = 1 + 1e-9
 class Sample:
     """One Poisson sample and how it goes through the model."""
 
-    inputs: torch.Tensor
+    inputs: torch.Tensor | Rows
     targets: torch.Tensor
     microbatch_size: int
     device: torch.device

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lipdp import nn
+from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.privacy.moments import Moments, private_moments
-from lipdp.training.batches import check_dataset, gather
+from lipdp.privacy.moments import Moments, moment_stds, private_moments
+from lipdp.training.batches import gather, rows_at_once, slices
 
-__all__ = ["find_standardize", "release_moments"]
+__all__ = ["describe_release", "find_standardize", "release_moments"]
 
 
 class _ReachedError(Exception):
@@ -47,16 +49,15 @@ def release_moments(
     copies: int,
     shape: tuple[int, ...] | None,
 ) -> Moments:
-    """Mean and variance of each channel of what reaches ``layer``, by one Gaussian mechanism of this multiplier.
+    """Mean (and variance) of each channel of what reaches ``layer``, by one Gaussian mechanism of this multiplier.
 
     What lies in front of the layer is run as it is (a frozen feature extractor, or nothing). Where records hold several
     precomputed copies, a record's moments are the means of its copies'.
     """
-    size = check_dataset(dataset)
+    entries = math.prod(gather(dataset, torch.arange(1))[0].shape)
 
     def features() -> Iterator[torch.Tensor]:
-        for start in range(0, size, rows):
-            inputs, _ = gather(dataset, torch.arange(start, min(start + rows, size)))
+        for inputs, _ in slices(dataset, min(rows, rows_at_once(entries, device))):
             stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape)
             x = inputs.to(device)
             reached = _input_of(model, layer, x.flatten(0, 1) if stored else x)
@@ -67,10 +68,26 @@ def release_moments(
         radius=layer.radius,
         multiplier=multiplier,
         dataset_size=dataset_size,
+        mean_share=_mean_share(layer),
         generator=draw,
         copies=True,
         device=device,
     )
+
+
+def _mean_share(layer: nn.Standardize) -> float:
+    return 1.0 if layer.moments == 1 else 0.5
+
+
+def describe_release(model: torch.nn.Module, analysis: Analysis, multiplier: float, dataset_size: int) -> Iterator[tuple[str, str]]:
+    """(layer, what will be released for it and with which noise): notes for a plan."""
+    shapes = {row.where: row.output for row in analysis.layers}
+    for name, layer in model.named_modules():
+        shape = shapes.get(f"layer '{name}' ({type(layer).__name__})")
+        if isinstance(layer, nn.Standardize) and shape is not None:
+            stds = moment_stds(layer.radius, math.prod(shape[1:]), multiplier, _mean_share(layer))
+            each = [f"{std / dataset_size:.3g} on each {what}" for what, std in zip(("mean", "mean square"), stds, strict=True)]
+            yield name, f"statistics of {layer.channels} channels, released with noise {' and '.join(each[: layer.moments])}"
 
 
 def _input_of(model: torch.nn.Module, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ class Projection:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._replayed = _Replayed(model, self._hopeful)
 
     def __call__(self) -> None:
