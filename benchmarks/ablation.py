@@ -1,6 +1,6 @@
 """What each ingredient of a clipless run is worth: the same network, the same tuning effort, one ingredient more in each row.
 
-    python benchmarks/ablation.py run --device cuda --workers 8 --trials 8 --seeds 0 1 2 --out benchmarks/results/ablation
+    python benchmarks/ablation.py run --device cuda --workers 4 --trials 8 --seeds 0 1 2 --out benchmarks/results/ablation
     python benchmarks/ablation.py table --out benchmarks/results/ablation
 
 ε = 3, δ = 1e-5 (PLD, real Poisson sampling), MNIST and Fashion-MNIST, a network of 784-128-10. Each row's temperature, learning
