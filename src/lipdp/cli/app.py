@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, catalog, mechanism, pareto, show, sweep, train
+from lipdp.cli import account, catalog, certify, mechanism, pareto, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("pareto", epilog=pareto.EXAMPLE)(pareto.pareto)
+app.command("certify", epilog=certify.EXAMPLE)(certify.certify)
 app.command("plan", epilog=show.PLAN_EXAMPLE)(show.plan)
 app.command("bounds", epilog=show.BOUNDS_EXAMPLE)(show.bounds)
 app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)

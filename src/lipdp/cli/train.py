@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp.cli import options
+from lipdp.cli.certify import MODEL
 from lipdp.cli.output import console, duration, guarantee, print_json
 from lipdp.cli.settings import budget, configured, dataset_info, training_size
 from lipdp.errors import ConfigurationError, LipdpWarning
@@ -58,7 +59,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=f"Folder to put {_PLAN}, {_HISTORY}, {_RESULT} and the weights ({_WEIGHTS}) in.",
+            help=f"Folder to put {_PLAN}, {_HISTORY}, {_RESULT}, the weights ({_WEIGHTS}) and the model ({MODEL}) in.",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -153,7 +154,7 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
         warnings.warn(f"there is no checkpoint at '{checkpoint}': the run starts from the beginning", LipdpWarning, stacklevel=2)
     if output is None:
         return
-    present = [name for name in (_PLAN, _HISTORY, _WEIGHTS, _RESULT) if (output / name).exists()]
+    present = [name for name in (_PLAN, _HISTORY, _WEIGHTS, MODEL, _RESULT) if (output / name).exists()]
     if present and not resume:
         raise ConfigurationError(f"'{output}' already holds {', '.join(present)} of another run. Choose another --output folder.")
     output.mkdir(parents=True, exist_ok=True)
@@ -162,13 +163,21 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
 def _save(result: Result, report: dict[str, Any], folder: Path) -> list[str]:
     import torch
 
+    from lipdp.export import save_model
+
     (folder / _PLAN).write_text(result.plan.to_json() + "\n", encoding="utf-8")
     (folder / _HISTORY).write_text(json.dumps(result.history.state_dict(), indent=2) + "\n", encoding="utf-8")
     torch.save({name: tensor.cpu() for name, tensor in result.model.state_dict().items()}, folder / _WEIGHTS)
+    written = [_PLAN, _HISTORY, _WEIGHTS, _RESULT]
+    try:
+        save_model(result.model, folder / MODEL)
+        written.append(MODEL)
+    except ConfigurationError:  # made with options that are no plain data: its weights are all there is to keep
+        pass
     # Without the seed: results are published, seeds must not be.
     public = {name: value for name, value in report.items() if name != "seed"}
     (folder / _RESULT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
-    return [_PLAN, _HISTORY, _WEIGHTS, _RESULT]
+    return written
 
 
 def _device(name: str) -> str:
