@@ -1,8 +1,9 @@
 """The ReweightGP paper's Figures 5-9 from what benchmarks/clipping.py measured.
 
-    python benchmarks/clipping_plots.py RESULTS_FOLDER docs/clipping
+    python benchmarks/clipping_plots.py RESULTS_FOLDER [ANOTHER …] docs/clipping
 
 Times are per epoch of 60,000 examples, as the paper's; a cell that was not measured, or ran out of memory, has no mark.
+A table of everything (milliseconds, and × the time and the memory of the non-private step) goes to RESULTS_FOLDER/clipping.md.
 """
 
 import argparse
@@ -26,10 +27,11 @@ STYLES = {
     "multiloss": ("tab:purple", "X"),
     "naive": ("tab:gray", "*"),
 }
+Row = dict[str, float | str | int]
 Cells = dict[tuple[str, int, str], float]
 
 
-def seconds_per_epoch(rows: list[dict[str, float | str | int]]) -> Cells:
+def seconds_per_epoch(rows: list[Row]) -> Cells:
     return {
         (str(row["network"]), int(row["batch"]), str(row["method"])): float(row["ms"]) / 1e3 * EXAMPLES / int(row["batch"])
         for row in rows
@@ -71,9 +73,37 @@ def _save(figure: plt.Figure, axes: list[Axes], out: Path, name: str, device: st
         return
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
     figure.suptitle(device, fontsize=8)
-    figure.savefig(out / f"{name}.png", dpi=110)
+    figure.savefig(out / f"{name}.png", dpi=85)
     plt.close(figure)
     print(out / f"{name}.png")
+
+
+def merged(runs: list[dict[str, object]]) -> dict[str, object]:
+    """One set of rows, the last run's where several have one. Its ratios stay those to the non-private step of its own run."""
+    found = {(row["network"], row["batch"], row["method"]): row for run in runs for row in run["rows"]}
+    return {**runs[-1], "rows": list(found.values())}
+
+
+def table(rows: list[Row]) -> str:
+    """All cells as a table."""
+    lines = ["| network | batch | " + " | ".join(STYLES) + " |", "|---" * (len(STYLES) + 2) + "|"]
+    places = sorted({(str(row["network"]), int(row["batch"])) for row in rows})
+    found = {(str(row["network"]), int(row["batch"]), str(row["method"])): row for row in rows}
+    for name, batch in places:
+        cells = [_cell(found.get((name, batch, method))) for method in STYLES]
+        lines += ["| " + " | ".join([name, str(batch), *cells]) + " |"]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "ms" not in row:
+        return str(row.get("error", "?"))
+    if row["method"] == "non-private":
+        return f"{float(row['ms']):.2f} ms, {float(row['mib']):.0f} MiB"
+    memory = f", {float(row['memory']):.2f}" if "memory" in row else ""
+    return f"{float(row.get('times', 0)):.2f}{memory}"
 
 
 def draw(results: dict[str, object], out: Path) -> None:
@@ -85,9 +115,9 @@ def draw(results: dict[str, object], out: Path) -> None:
     _bars(axes, cells, names, 32)
     _save(figure, [axes], out, "figure5_architectures", device)
 
-    figure, several = plt.subplots(1, 3, figsize=(11, 4), layout="constrained", sharey=True)
-    batches = [16, 32, 64, 128]
-    for axes, (name, title) in zip(several, {"mlp": "MLP", "paper-cnn": "CNN", "rnn": "RNN"}.items(), strict=True):
+    figure, several = plt.subplots(1, len(names), figsize=(15, 4), layout="constrained", sharey=True)
+    batches = [batch for batch in (16, 32, 64, 128, 256, 1024) if any((name, batch, "non-private") in cells for name in names)]
+    for axes, (name, title) in zip(several, names.items(), strict=True):
         _lines(axes, cells, [(name, batch) for batch in batches], [str(batch) for batch in batches], title)
         axes.set_xlabel("batch")
     _save(figure, list(several), out, "figure6_batch", device)
@@ -108,10 +138,12 @@ def draw(results: dict[str, object], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", help="folder with clipping.json")
+    parser.add_argument("results", nargs="+", help="folders with clipping.json")
     parser.add_argument("out", help="folder for the figures")
     arguments = parser.parse_args()
-    draw(json.loads((Path(arguments.results) / "clipping.json").read_text()), Path(arguments.out))
+    results = merged([json.loads((Path(folder) / "clipping.json").read_text()) for folder in arguments.results])
+    draw(results, Path(arguments.out))
+    (Path(arguments.results[0]) / "clipping.md").write_text(table(results["rows"]))
 
 
 if __name__ == "__main__":

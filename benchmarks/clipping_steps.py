@@ -10,6 +10,7 @@ from lipdp.clipping import kernels
 from lipdp.graphs import GraphedFunction, Watched
 
 Step = Callable[[], None]
+LOOPS = ("naive", "multiloss")
 OURS = ("bookkeeping", "ghost", "reweight", "multiloss", "naive")
 
 
@@ -66,6 +67,8 @@ def ours(method: str, *, captured: bool = True, **settings: str) -> Callable[...
         loss = torch.nn.CrossEntropyLoss(reduction="none")
         kind = lipdp.clipping.CapturedClipping if captured else lipdp.clipping.Clipping
         clip = kind(model, loss, method, **settings)
+        if method in LOOPS:  # what is checked once must not count in a step that is measured once: nobody takes part in this one
+            clip(x, y, 1.0, mask=torch.zeros(len(x), dtype=torch.bool, device=x.device))
 
         def step() -> None:
             pending = clip.start(x, y, 1.0)
@@ -142,4 +145,3 @@ METHODS: dict[str, Callable[..., Step]] = {
 }
 METHODS |= {name: ours(name) for name in OURS}
 QUICK = ["non-private", "opacus hooks", "opacus ghost", "bookkeeping", "ghost", "reweight"]
-LOOPS = ("naive", "multiloss")

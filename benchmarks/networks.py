@@ -99,6 +99,35 @@ def resnet18() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
+class _Bottleneck(nn.Module):
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, width, 1, bias=False), _frozen_norm(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), _frozen_norm(width), nn.ReLU(),
+            nn.Conv2d(width, outside, 1, bias=False), _frozen_norm(outside),
+        )  # fmt: skip
+        same = inside == outside and stride == 1
+        self.short = (
+            nn.Identity() if same else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), _frozen_norm(outside))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def resnet101() -> nn.Module:
+    """The network whose largest batch the paper reports."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), _frozen_norm(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    before = 64
+    for width, depth in ((64, 3), (128, 4), (256, 23), (512, 3)):
+        for number in range(depth):
+            layers.append(_Bottleneck(before, width, 2 if number == 0 and width > 64 else 1))
+            before = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10))
+
+
 def vgg11() -> nn.Module:
     """Eight convolutions and a classifier of three layers, on features pooled to 1×1 (any image size)."""
     layers: list[nn.Module] = []
@@ -131,6 +160,7 @@ NETWORKS = {
     "lstm": Network(lambda: Recurrent(nn.LSTM), _image(1, 28), 10),
     "paper-transformer": Network(lambda: Encoder(200, 1), _tokens(256), 2),
 }
+NETWORKS["resnet101-256"] = Network(resnet101, _image(3, 256), 10)
 NETWORKS |= {f"mlp-{depth}": Network(lambda depth=depth: mlp(*[128] * depth), _image(1, 28), 10) for depth in (2, 4, 6, 8)}
 for side in (32, 64, 128, 256):
     NETWORKS[f"resnet18-{side}"] = Network(resnet18, _image(3, side), 10)

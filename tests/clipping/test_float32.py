@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipdp.clipping as clipping
+from lipdp.clipping import kernels
 from lipdp.clipping.combine import combine
 from lipdp.clipping.contribution import Dense, PositionSum, Scatter
 from lipdp.clipping.outer import OuterSum
@@ -339,3 +340,19 @@ def test_no_example_gets_past_the_bound_in_float32(seed, data, weights, losses, 
             continue  # too ill-conditioned to be verified
         norm = math.sqrt(sum(float(value.double().square().sum()) for value in found.values()))
         assert norm <= 10**bound * (1 + 1e-3), method
+
+
+def test_long_sequences_are_left_to_torch(monkeypatch):
+    """The kernel numbers pairs of tiles in one launch, and there is a limit to that: beyond it, torch does the Gram form."""
+
+    def kernel(*arguments, **settings):
+        raise NotImplementedError("the kernel")
+
+    monkeypatch.setattr(kernels, "available", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "gram_norms", kernel)
+    monkeypatch.setattr(kernels, "MOST_POSITIONS", 8)
+    delta, x = torch.randn(2, 9, 3), torch.randn(2, 9, 4)
+    true = torch.einsum("btp,btd->bpd", delta.double(), x.double()).flatten(1).norm(dim=1)
+    assert torch.allclose(OuterSum(delta, x, (3, 4)).squared_norms("gram").sqrt().double(), true, rtol=1e-3)
+    with pytest.raises(NotImplementedError, match="the kernel"):
+        OuterSum(delta[:, :8], x[:, :8], (3, 4)).squared_norms("gram")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -114,6 +115,32 @@ def test_found(case, method):
     make, x, match = CASES[case]
     with pytest.raises(UnsupportedError, match=match):
         clipping.clipped_gradients(make(), quadratic, x, torch.zeros(len(x)), 1.0, method)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_found_where_gradients_are_too_large_to_hold_together(case, monkeypatch):
+    """Of large models, those of one example are made at a time: the comparisons are the same."""
+    monkeypatch.setattr(module_under_test, "_HELD", 0)
+    test_found(case, "reweight")
+
+
+def test_a_large_model_is_held_one_example_at_a_time(monkeypatch):
+    """At no time do the gradients of more than a few examples live together, other than those that are small."""
+    model, x = nn.Sequential(nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 2)), torch.randn(3, 600)
+    alive, most = weakref.WeakSet(), []
+    one = module_under_test._Shown.one
+
+    def counted(self, name, example):
+        found = one(self, name, example)
+        if found.numel() == 600 * 700:
+            assert found._base is None  # a view would keep the gradients of all three
+            alive.add(found)
+        most.append(len(alive))
+        return found
+
+    monkeypatch.setattr(module_under_test._Shown, "one", counted)
+    assert verify(model, quadratic, x, torch.zeros(3), reweighted=True)
+    assert 1 <= max(most) <= 2  # two where two passes are compared
 
 
 @pytest.mark.parametrize("case", ["mixing", "detached mixing", "detached mixing in training only", "mixing in evaluation"])

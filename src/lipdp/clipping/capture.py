@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.arithmetic import no_autocast
 from lipdp.clipping.combine import combine
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.fallback import own_parameters, per_example_fallback
-from lipdp.clipping.registry import Contributions, find_norm_rule
+from lipdp.clipping.registry import Contributions, find_norm_rule, is_at_once
 from lipdp.clipping.twins import find_twin
 from lipdp.errors import DataError, UnsupportedError
 
@@ -35,6 +36,34 @@ class _Tap:
     shape: torch.Size
     make: Contributions
     watched: list[tuple[torch.Tensor, int]]  # inputs with their version: writing into them later would spoil the gradient
+    at_once: bool = False  # made during the backward pass, see norm_rule
+    made: Mapping[str, Contribution] | None = None
+
+    def take(self, cotangent: torch.Tensor) -> None:
+        """Make the contributions, once; what they don't hold themselves is let go."""
+        if any(part._version != version for part, version in self.watched):
+            raise UnsupportedError(
+                f"the input of layer '{self.owner}' is overwritten in place after the layer has read it, so its gradient can't "
+                "be told. Use operations that are not in place."
+            )
+        with torch.no_grad(), no_autocast(cotangent.device):
+            self.made = self.make(cotangent.reshape(self.shape))
+        self.make, self.watched = _spent, []
+
+    def hook(self) -> Any:
+        """Takes the cotangent when the backward pass arrives: on a GPU that is in another thread, without context variables."""
+        context = copy_context()
+
+        def before(cotangents: tuple[torch.Tensor | None, ...]) -> None:
+            cotangent = cotangents[self.edge.output_nr]
+            if cotangent is not None:
+                context.copy().run(self.take, cotangent)
+
+        return self.edge.node.register_prehook(before)
+
+
+def _spent(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
+    raise AssertionError("the cotangent of a layer came twice")
 
 
 @dataclass
@@ -57,6 +86,7 @@ class Recording:
         inputs: Sequence[Any],
         *,
         batched: bool = True,
+        at_once: bool = False,
     ) -> None:
         """Note a use of ``module`` whose output is ``output``; ``batched`` says that all its inputs are batch first."""
         if not (self.open and isinstance(output, torch.Tensor) and output.requires_grad):
@@ -70,7 +100,7 @@ class Recording:
                     "(batch_first=True)."
                 )
         edge = get_gradient_edge(private_base(output, tensors))
-        self.taps.append(_Tap(owner, edge, output.shape, make, [(part, part._version) for part in tensors]))
+        self.taps.append(_Tap(owner, edge, output.shape, make, [(part, part._version) for part in tensors], at_once))
 
     def contributions(self, total: torch.Tensor, retain_graph: bool = False) -> dict[str, Contribution]:
         """Per-example gradients by parameter name, factored: one backward pass that computes no parameter's gradient."""
@@ -79,9 +109,10 @@ class Recording:
             raise DataError("the loss does not depend on any trainable parameter")
         if not self.taps:
             return {}
+        late, hooks = self._divided()
         try:
             cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-                total, [tap.edge for tap in self.taps], retain_graph=retain_graph, allow_unused=True
+                total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
             )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
@@ -89,21 +120,35 @@ class Recording:
                     "the model uses torch.utils.checkpoint with use_reentrant=True, which hides its layers. Pass False."
                 ) from error
             raise
+        finally:
+            for handle in hooks:
+                handle.remove()
+        for tap, cotangent in zip(late, cotangents, strict=True):
+            if cotangent is not None:  # else the layer's output does not reach the loss
+                tap.take(cotangent)
         parts: dict[str, list[Contribution]] = {}
         with torch.no_grad(), no_autocast(total.device):
-            for tap, cotangent in zip(self.taps, cotangents, strict=True):
-                if cotangent is not None:  # else the layer's output does not reach the loss
-                    self._collect(tap, cotangent.reshape(tap.shape), parts)
+            for tap in self.taps:
+                self._collect(tap, parts)
             return {name: combine(found) for name, found in parts.items()}
 
-    def _collect(self, tap: _Tap, cotangent: torch.Tensor, parts: dict[str, list[Contribution]]) -> None:
-        if any(part._version != version for part, version in tap.watched):
-            raise UnsupportedError(
-                f"the input of layer '{tap.owner}' is overwritten in place after the layer has read it, so its gradient can't "
-                "be told. Use operations that are not in place."
-            )
+    def _divided(self) -> tuple[list[_Tap], list[Any]]:
+        """The taps whose cotangents the backward pass is asked for, and hooks for the others, which take theirs as they come.
+
+        A hook is only called if the backward pass goes on from there: to a tap that it is asked for.
+        """
+        asked = {tap.edge.node for tap in self.taps if not tap.at_once}
+        late, hooks = [], []
+        for tap in self.taps:
+            if tap.at_once and _leads_to(tap.edge.node, asked):
+                hooks.append(tap.hook())
+            else:
+                late.append(tap)
+        return late, hooks
+
+    def _collect(self, tap: _Tap, parts: dict[str, list[Contribution]]) -> None:
         owner = self.owners[tap.owner]
-        for local, contribution in tap.make(cotangent).items():
+        for local, contribution in (tap.made or {}).items():
             if contribution.batch != self.batch:
                 raise UnsupportedError(
                     f"layer '{tap.owner}' ({type(owner).__name__}) mixes the examples of the batch, or its first dimension is not "
@@ -112,6 +157,20 @@ class Recording:
             name = self.names.get(id(owner.get_parameter(local)))
             if name is not None:
                 parts.setdefault(name, []).append(contribution if self.copies == 1 else contribution.merged(self.copies))
+        tap.made = None  # they are the caller's now, to let go as soon as he can
+
+
+def _leads_to(start: Node, goals: Set[Node]) -> bool:
+    """Whether the backward pass goes from ``start`` on to one of ``goals``."""
+    seen, waiting = {start}, [start]
+    while waiting:
+        for following, _ in waiting.pop().next_functions:
+            if following in goals:
+                return True
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False
 
 
 def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -181,7 +240,7 @@ def _hook(made: Recording, owner: str) -> Any:
         if output._base is not None and private_base(output, [part for part in args if isinstance(part, torch.Tensor)]) is output:
             output = output.clone()  # a view that could lose its place in the graph: see private_base
         batched = not isinstance(module, torch.nn.EmbeddingBag)  # its (tokens, offsets) form is not
-        made.add(module, owner, output, rule(module, args, output), args, batched=batched)
+        made.add(module, owner, output, rule(module, args, output), args, batched=batched, at_once=is_at_once(rule))
         return output
 
     return hook

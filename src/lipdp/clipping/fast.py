@@ -7,6 +7,7 @@ It goes ahead as if every gradient were finite. Where one is not, 0·inf = NaN h
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,7 +63,24 @@ class Fast:
         return self._compute(x, y, keep, bounds, clean=False)
 
     def repair(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, bounds: torch.Tensor, norms: torch.Tensor) -> Computed:
-        """The batch again, for one that holds examples whose gradients are not finite: they are left out."""
+        """The batch again, for one that holds examples whose gradients are not finite: they are left out.
+
+        That takes more memory than the batch did. Where there is none, it is done in halves.
+        """
+        try:
+            return self._repair(x, y, keep, bounds, norms)
+        except torch.OutOfMemoryError:
+            if len(keep) < 2:
+                raise
+        gc.collect()  # only here can the tensors of the attempt go: the exception held on to them
+        middle = len(keep) // 2
+        rows = middle * self.copies
+        one = self.repair(x[:rows], y[:rows], keep[:middle], bounds, norms[:middle])
+        other = self.repair(x[rows:], y[rows:], keep[middle:], bounds, norms[middle:])
+        sums = {name: total + other.sums[name] for name, total in one.sums.items()}
+        return Computed(sums, torch.cat([one.norms, other.norms]), torch.cat([one.factors, other.factors]), one.spoiled)
+
+    def _repair(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, bounds: torch.Tensor, norms: torch.Tensor) -> Computed:
         if not self.two_passes:
             return finished(self._compute(x, y, keep, bounds, clean=True))
         # A second backward pass with such an example in it would be NaN again: the rest of the batch by itself.
@@ -126,12 +144,13 @@ class Fast:
             name: zeros(p) if g is None else g.to(sum_dtype(p)) for (name, p), g in zip(self.parameters.items(), found, strict=True)
         }
 
-    def _weighted_sums(self, contributions: Mapping[str, Contribution], factors: torch.Tensor) -> Sums:
+    def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> Sums:
+        """Uses up the contributions: what only one of them holds is free for the next sum."""
         sums: Sums = {}
         number = {name: k for k, group in enumerate(self.groups) for name in group.parameters}
         with torch.no_grad(), no_autocast(factors.device):
             for name, parameter in self.parameters.items():
-                part = contributions.get(name)  # None: the parameter does not reach the loss
+                part = contributions.pop(name, None)  # None: the parameter does not reach the loss
                 found = zeros(parameter) if part is None else part.weighted_sum(factors[:, number[name]])
                 sums[name] = found.to(sum_dtype(parameter))
         return sums

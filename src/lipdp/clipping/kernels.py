@@ -21,6 +21,7 @@ from lipdp.errors import LipdpNotice
 
 __all__ = [
     "MOST_OUTPUTS",
+    "MOST_POSITIONS",
     "CotangentSums",
     "GramSums",
     "Precision",
@@ -54,8 +55,10 @@ class Tiles(NamedTuple):
 _CONVOLUTION = Tiles(128, 64, 32, 8, 3)
 _LONG_CONVOLUTION = Tiles(128, 128, 32, 8, 3)
 _GRAM = Tiles(64, 64, 32, 4, 3)
-# Outputs of a layer that cotangent_sums holds at a time; numbers of a tile; programs that keep a GPU busy.
+# Outputs of a layer that cotangent_sums holds at a time; positions whose pairs of Gram tiles a launch can number; numbers of a
+# tile; programs that keep a GPU busy.
 MOST_OUTPUTS = 512
+MOST_POSITIONS = 8192
 _TILE = 4096
 _BUSY = 512
 _TINY = float(torch.finfo(torch.float32).tiny)

@@ -14,6 +14,7 @@ auto            bookkeeping: the fastest, and what it releases is made of the ve
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -38,12 +39,13 @@ from lipdp.clipping.capture import recording
 from lipdp.clipping.contribution import Form
 from lipdp.clipping.fast import Computed, Fast, group_norms, squared_norms
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
+from lipdp.clipping.parts import even_part, joined, notice_parts, part_of
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clipping_groups
 from lipdp.clipping.supported import check_supported
 from lipdp.clipping.verify import verify_once
 from lipdp.graphs import Staged, through
 
-__all__ = ["Clipped", "Clipping", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
+__all__ = ["Clipped", "Clipping", "Method", "Pending", "PendingParts", "clip_batch", "clipped_gradients", "per_example_norms"]
 
 
 @uncompiled
@@ -164,6 +166,7 @@ class Clipping:
     groups: Sequence[str] | None = None
     stability: float = 0.01
     copies: int = 1
+    _most: int | None = field(default=None, init=False, repr=False, compare=False)  # examples that fit into memory, once known
 
     def __post_init__(self) -> None:
         check_choices(self.method, self.clip, self.form, self.stability)
@@ -173,8 +176,30 @@ class Clipping:
         return self.start(x, y, max_norm, mask=mask).finish()
 
     @uncompiled
-    def start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Pending:
-        """Begin with a batch. On a GPU, there is time for other work (drawing noise) before the result is waited for."""
+    def start(
+        self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None
+    ) -> Pending | PendingParts:
+        """Begin with a batch. On a GPU, there is time for other work (drawing noise) before the result is waited for.
+
+        A batch that does not fit into the GPU's memory is done in parts, and from then on without trying it as a whole first: the
+        result is a sum over examples.
+        """
+        examples = len(x) // max(1, self.copies)
+        if self._most is None or examples <= self._most:
+            try:
+                return self._start(x, y, max_norm, mask)
+            except torch.OutOfMemoryError:
+                if examples < 2:
+                    raise
+            gc.collect()  # only here can the tensors of the attempt go: the exception held on to them
+            self._most = -(-examples // 2)
+            notice_parts(examples, self._most)
+        batch, size = prepare(x, y, mask, self.copies), even_part(examples, self._most)
+        *first, last = [part_of(batch, start, size, self.copies) for start in range(0, examples, size)]
+        done = [self.start(part.x, part.y, max_norm, mask=part.keep).finish() for part in first]
+        return PendingParts(done, self.start(last.x, last.y, max_norm, mask=last.keep))
+
+    def _start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
         parameters = self._trainable()
         made = clipping_groups(parameters, max_norm, self.style, self.groups)
         if self.method in TWO_PASSES:
@@ -239,3 +264,15 @@ class Pending:
                 self.computed = self.fast.repair(batch.x, batch.y, batch.keep, self.bounds, self.computed.norms)
         sums, norms, factors, _ = self.computed
         return Clipped(sums, norms, factors, self.groups, self.batch.keep, self.bounds)
+
+
+@dataclass
+class PendingParts:
+    """A batch that is clipped in parts, of which the last is still being clipped."""
+
+    done: list[Clipped]
+    last: Pending | PendingParts
+
+    def finish(self) -> Clipped:
+        """Wait for it."""
+        return joined([*self.done, self.last.finish()])

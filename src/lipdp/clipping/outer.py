@@ -84,7 +84,8 @@ class OuterSum(Contribution):
         if self.cotangents.shape[1] == 1:
             coarse = input_roundoff(self.cotangents, convolution=self.convolution)
             return (self._of_cotangents.total * self._of_inputs.total) * (1 + 4 * coarse) ** 2
-        if kernels.available(self.cotangents, self.inputs) and self._uses_gram(form):
+        short = self.cotangents.shape[1] <= kernels.MOST_POSITIONS
+        if short and kernels.available(self.cotangents, self.inputs) and self._uses_gram(form):
             return self._by_kernel()
         return (self.measured(form).sqrt() + self.rounding()).square()
 

@@ -21,7 +21,17 @@ import torch
 
 from lipdp.clipping.contribution import Contribution
 
-__all__ = ["Contributions", "NormRule", "Refusal", "find_norm_rule", "find_refusal", "norm_rule", "refuse", "unchanged"]
+__all__ = [
+    "Contributions",
+    "NormRule",
+    "Refusal",
+    "find_norm_rule",
+    "find_refusal",
+    "is_at_once",
+    "norm_rule",
+    "refuse",
+    "unchanged",
+]
 
 Contributions = Callable[[torch.Tensor], Mapping[str, Contribution]]
 NormRule = Callable[[Any, tuple[Any, ...], torch.Tensor], Contributions]
@@ -30,14 +40,21 @@ R = TypeVar("R", bound=NormRule)
 
 _rules: dict[type[torch.nn.Module], NormRule] = {}
 _refusals: dict[type[torch.nn.Module], Refusal] = {}
+_at_once: set[NormRule] = set()
 
 
-def norm_rule(*classes: type[torch.nn.Module]) -> Callable[[R], R]:
-    """Register the decorated function as the norm rule of these classes (and of subclasses with the same forward)."""
+def norm_rule(*classes: type[torch.nn.Module], at_once: bool = False) -> Callable[[R], R]:
+    """Register the decorated function as the norm rule of these classes (and of subclasses with the same forward).
+
+    With ``at_once`` the contributions hold neither input nor cotangent, only sums as small as the parameters: they are made as soon
+    as the backward pass has the cotangent, and both are let go.
+    """
 
     def register(function: R) -> R:
         for cls in classes:
             _rules[cls] = function
+        if at_once:
+            _at_once.add(function)
         return function
 
     return register
@@ -66,6 +83,11 @@ def find_norm_rule(module: torch.nn.Module) -> NormRule | None:
         if cls in _rules:
             return _rules[cls] if unchanged(module, cls) else None
     return None
+
+
+def is_at_once(rule: NormRule) -> bool:
+    """Whether the rule's contributions are made during the backward pass, see :func:`norm_rule`."""
+    return rule in _at_once
 
 
 def find_refusal(module: torch.nn.Module) -> str | None:

@@ -68,7 +68,7 @@ def _bilinear(layer: torch.nn.Bilinear, inputs: tuple[Any, ...], output: torch.T
     return contributions
 
 
-@norm_rule(torch.nn.PReLU)
+@norm_rule(torch.nn.PReLU, at_once=True)
 def _prelu(layer: torch.nn.PReLU, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     """∂y/∂a = min(x, 0), summed over the positions (and channels, for a single a) that share it."""
     x = inputs[0].detach()

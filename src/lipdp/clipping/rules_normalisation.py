@@ -45,7 +45,7 @@ def _normalised(
     return contributions
 
 
-@norm_rule(torch.nn.LayerNorm)
+@norm_rule(torch.nn.LayerNorm, at_once=True)
 def _layer_norm(layer: torch.nn.LayerNorm, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
@@ -53,7 +53,7 @@ def _layer_norm(layer: torch.nn.LayerNorm, inputs: tuple[Any, ...], output: torc
     return _normalised(inputs[0].detach(), normalise, layer.weight, layer.bias, len(layer.normalized_shape))
 
 
-@norm_rule(torch.nn.RMSNorm)
+@norm_rule(torch.nn.RMSNorm, at_once=True)
 def _rms_norm(layer: torch.nn.RMSNorm, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
@@ -61,7 +61,7 @@ def _rms_norm(layer: torch.nn.RMSNorm, inputs: tuple[Any, ...], output: torch.Te
     return _normalised(inputs[0].detach(), normalise, layer.weight, None, len(layer.normalized_shape))
 
 
-@norm_rule(torch.nn.GroupNorm)
+@norm_rule(torch.nn.GroupNorm, at_once=True)
 def _group_norm(layer: torch.nn.GroupNorm, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.group_norm(x, layer.num_groups, eps=layer.eps)
@@ -69,7 +69,7 @@ def _group_norm(layer: torch.nn.GroupNorm, inputs: tuple[Any, ...], output: torc
     return _normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
 
 
-@norm_rule(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
+@norm_rule(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d, at_once=True)
 def _instance_norm(layer: torch.nn.InstanceNorm2d, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.instance_norm(x, eps=layer.eps)
@@ -84,7 +84,7 @@ def _instance_norm_refusal(layer: torch.nn.InstanceNorm2d) -> str | None:
     return None
 
 
-@norm_rule(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+@norm_rule(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, at_once=True)
 def _batch_norm(layer: torch.nn.BatchNorm2d, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
     """Evaluation mode, with frozen statistics: an affine map of each channel."""
 

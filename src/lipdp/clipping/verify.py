@@ -26,6 +26,7 @@ import torch
 
 from lipdp.clipping.arithmetic import HALF, matmuls, no_autocast
 from lipdp.clipping.capture import recording
+from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.errors import UnsupportedError
 
@@ -34,7 +35,8 @@ __all__ = ["verify", "verify_once"]
 _EXAMPLES = 3
 _WEIGHTS = (2.0**13, 2.0**-13)
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-Gradients = list[dict[str, torch.Tensor]]
+# Numbers of a parameter's few gradients that are held rather than made anew for each comparison.
+_HELD = 2**18
 
 
 def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, reweighted: bool) -> Any:
@@ -208,14 +210,10 @@ class _Check:
         self.model, self.loss, self.x, self.y, self.others = model, loss, x, y, others
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def _recorded(self, x: torch.Tensor, singly: bool = False, weight: float = 1.0) -> tuple[Gradients, Gradients]:
-        """Gradients as layers show them and, if asked for, those of each example's own loss, in the same pass."""
+    def _shown(self, x: torch.Tensor, weight: float = 1.0) -> _Shown:
+        """Gradients as layers show them, of losses weighted by ``weight``."""
         with recording(self.model, len(x)) as recorded:
-            losses = weight * loss_values(self.loss, self.model(x), self.y)
-            parts = recorded.contributions(losses.sum(), retain_graph=singly)
-            found = {name: part.materialise() for name, part in parts.items()}
-            own = [self._gradient(losses[i], retain_graph=True) for i in range(len(x))] if singly else []
-        return [{name: gradients[i] for name, gradients in found.items()} for i in range(len(x))], own
+            return _Shown(recorded.contributions((weight * loss_values(self.loss, self.model(x), self.y)).sum()))
 
     def _gradient(self, value: torch.Tensor, retain_graph: bool = False) -> dict[str, torch.Tensor]:
         found = torch.autograd.grad(value, list(self.parameters.values()), retain_graph=retain_graph, allow_unused=True)
@@ -223,46 +221,86 @@ class _Check:
 
     def alone(self) -> bool:
         """Each example's gradient is that of the example alone. Whether anything finite and nonzero was compared."""
-        found, _ = self._recorded(self.x)
+        shown = self._shown(self.x)
         compared = False
-        for i, gradients in enumerate(found):
+        for i in range(len(self.x)):
             value = loss_values(self.loss, self.model(self.x[i : i + 1]), self.y[i : i + 1]).sum()
-            compared = _compare(gradients, self._gradient(value), _ALONE) or compared
+            compared = _compare(shown.of(i), self._gradient(value), _ALONE) or compared
         return compared
 
     def linear(self) -> None:
         """Losses weighted by w have w times the gradients."""
-        results = []
-        for weight in (1.0, *_WEIGHTS):
+        _same_randomness()
+        ordinary = self._shown(self.x)
+        for weight in _WEIGHTS:
             _same_randomness()
-            shown, _ = self._recorded(self.x, weight=weight)
-            results.append([{name: g.double() / weight for name, g in gradients.items()} for gradients in shown])
-        for other in results[1:]:
-            for gradients, weighted in zip(results[0], other, strict=True):
-                _compare(gradients, weighted, _NOT_LINEAR)
+            weighted = self._shown(self.x, weight)
+            for i in range(len(self.x)):
+                _compare(ordinary.of(i), weighted.of(i), _NOT_LINEAR, weight)
 
     def in_training(self) -> None:
         """In training mode, with the same random numbers throughout."""
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        states = []
         changed = self.others.clone()
         changed[0] = self.x[0]
-        found: list[Gradients] = []
+        seen, states = [], []
         for x in (self.x, changed):
             _same_randomness()
-            shown, own = self._recorded(x, singly=True)
-            for gradients, of_loss in zip(shown, own, strict=True):
-                _compare(gradients, of_loss, _HIDDEN)
-            found.append(shown)
+            with recording(self.model, len(x)) as recorded:
+                losses = loss_values(self.loss, self.model(x), self.y)
+                shown = _Shown(recorded.contributions(losses.sum(), retain_graph=True))
+                for i in range(len(x)):
+                    _compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN)
+            seen.append(shown)
             states.append([buffer.clone() for buffer, _ in buffers])
             _put_back(buffers)
-        _compare(found[0][0], found[1][0], _MIXED)
+        _compare(seen[0].of(0), seen[1].of(0), _MIXED)
         for (name, _), one, other in zip(self.model.named_buffers(), *states, strict=True):
             if not torch.equal(one, other) and bool(torch.isfinite(one).all()) and bool(torch.isfinite(other).all()):
                 raise UnsupportedError(
                     f"buffer '{name}' is updated from the data in the forward pass, without any privacy. Freeze it, or put its "
                     "module in evaluation mode."
                 )
+
+
+class _Shown:
+    """The gradients of a few examples as layers show them, in factored form: of a large model, they are not held themselves."""
+
+    def __init__(self, parts: Mapping[str, Contribution]) -> None:
+        self.parts = parts
+        self._held: dict[str, torch.Tensor] = {}
+
+    def of(self, example: int) -> _OfExample:
+        """By parameter name."""
+        return _OfExample(self, example)
+
+    def one(self, name: str, example: int) -> torch.Tensor:
+        """A parameter's gradient: made anew where it is large."""
+        found = self._held.get(name)
+        if found is None:
+            found = self.parts[name].materialise()
+            if found.numel() > _HELD:
+                return found[example].clone()  # lets the others go
+            self._held[name] = found
+        return found[example]
+
+
+class _OfExample(Mapping[str, torch.Tensor]):
+    """The gradients of one example, each made when it is asked for."""
+
+    def __init__(self, shown: _Shown, example: int) -> None:
+        self._shown, self._example = shown, example
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._shown.parts:
+            raise KeyError(name)
+        return self._shown.one(name, self._example)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shown.parts)
+
+    def __len__(self) -> int:
+        return len(self._shown.parts)
 
 
 _HIDDEN = (
@@ -284,21 +322,31 @@ _NOT_LINEAR = (
 )
 
 
-def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], message: str) -> bool:
-    """Parameter by parameter, relative to its gradient and to a hundredth of the whole. False if nothing can be compared."""
-    wide = [{name: g.detach().double() for name, g in gradients.items()} for gradients in (a, b)]
-    if not all(bool(torch.isfinite(g).all()) for gradients in wide for g in gradients.values()):
-        return False  # an example without a finite gradient is dropped anyway
-    whole = max(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) for gradients in wide)
-    half = any(g.dtype in HALF for gradients in (a, b) for g in gradients.values())
-    tolerance = 0.1 if half else 1e-3
-    for name in {**a, **b}:
-        one, other = (gradients.get(name) for gradients in wide)
-        one = torch.zeros_like(other) if one is None and other is not None else one
-        other = torch.zeros_like(one) if other is None and one is not None else other
-        assert one is not None
-        assert other is not None
-        scale = max(float(one.norm()), float(other.norm()))
-        if float((one - other).norm()) > tolerance * (scale + 0.01 * whole):
+def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], message: str, times: float = 1.0) -> bool:
+    """Whether b is ``times`` a, parameter by parameter, relative to its gradient and to a hundredth of the whole.
+
+    False if nothing can be compared: an example without a finite gradient is dropped anyway.
+    """
+    names = list(dict.fromkeys([*a, *b]))
+    if not names:
+        return False
+    measured = [_sizes(a.get(name), b.get(name), times) for name in names]
+    found: list[list[float]] = torch.stack([sizes for sizes, _ in measured]).tolist()  # the one reading
+    if not all(math.isfinite(size) for row in found for size in row[:2]):
+        return False
+    whole = max(math.hypot(*(row[k] for row in found)) for k in (0, 1))
+    tolerance = 0.1 if any(half for _, half in measured) else 1e-3
+    for name, (one, other, difference) in zip(names, found, strict=True):
+        if difference > tolerance * (max(one, other) + 0.01 * whole):
             raise UnsupportedError(message.format(name=name))
     return whole > 0
+
+
+def _sizes(one: torch.Tensor | None, other: torch.Tensor | None, times: float) -> tuple[torch.Tensor, bool]:
+    """‖one‖, ‖other/times‖ and that of their difference, in float64 (a gradient that is missing is zero); whether one is coarse."""
+    like = one if one is not None else other
+    assert like is not None
+    x = torch.zeros_like(like, dtype=torch.float64) if one is None else one.detach().double()
+    y = torch.zeros_like(like, dtype=torch.float64) if other is None else other.detach().double() / times
+    half = any(part is not None and part.dtype in HALF for part in (one, other))
+    return torch.stack([torch.linalg.vector_norm(part) for part in (x, y, x - y)]), half
