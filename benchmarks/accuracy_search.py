@@ -22,7 +22,9 @@ from pathlib import Path
 
 import torch
 
-from accuracy_trials import DELTA, Config, Features, Noise, feature_key, load_parts, normalised, run_trial
+from accuracy_columns import DELTA
+from accuracy_scattering import Config, Features, Noise, feature_key, load_parts, normalised
+from accuracy_trials import run_trial
 
 BATCHES, STEPS, EPSILONS = (4096, 8192, 16384), (100, 200, 350, 600, 1000), (1.0, 3.0, 8.0)
 HELD_OUT = 0.1

@@ -25,15 +25,20 @@ import lipdp
 from lipdp import data, models
 from lipdp.models.features import split_front
 from lipdp.recipes.features import FeatureRecipe, plan_head, train_on_features
+from lipdp.recipes.patches import PATCHES
 from lipdp.recipes.scattering import SCATTERING
 from lipdp.training import PrivacyPlan
 
 COLUMNS = ("dataset", "epsilon", "recipe", "runs", "accuracy", "deviation", "spent", "delta", "steps", "seconds", "method")
 
 
-def jobs(names: list[str], epsilons: list[float]) -> list[tuple[FeatureRecipe, float]]:
-    """The recipes with the budgets they were made for, restricted to what was asked for."""
-    chosen = [(recipe, epsilon) for (_, epsilon), recipe in SCATTERING.items()]
+def jobs(names: list[str], epsilons: list[float], found: Path | None = None) -> list[tuple[FeatureRecipe, float]]:
+    """The recipes with the budgets they were made for (or those of a file), restricted to what was asked for."""
+    chosen = [(recipe, epsilon) for (_, epsilon), recipe in (*PATCHES.items(), *SCATTERING.items())]
+    if found is not None:
+        chosen = [
+            (FeatureRecipe(**{k: v for k, v in r.items() if k != "epsilon"}), r["epsilon"]) for r in json.loads(found.read_text())
+        ]
     return [(r, e) for r, e in chosen if (not names or r.name in names or r.dataset in names) and (not epsilons or e in epsilons)]
 
 
@@ -42,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["recipe"], r["epsilon"], r["seed"]) for r in read(file)}
     store: dict[str, tuple[TensorDataset, TensorDataset]] = {}
-    for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon):
+    for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon, arguments.found):
         for seed in arguments.seeds:
             if (recipe.name, epsilon, seed) in done:
                 continue
@@ -145,13 +150,14 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes or datasets; all by default")
     parser.add_argument("--epsilon", type=float, nargs="*", default=[])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--found", type=Path, help="recipes of accuracy_heads.py choose, in place of the library's")
     parser.add_argument("--device")
     parser.add_argument("--cache", help="folder for features")
     parser.add_argument("--plans", default="benchmarks/results/accuracy/plans", help="folder for plans")
     parser.add_argument("--out", default="benchmarks/results/accuracy")
     arguments = parser.parse_args()
     if arguments.action == "plan":
-        for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon):
+        for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon, arguments.found):
             print(recipe.name, planned(recipe, epsilon, Path(arguments.plans)).noise_multiplier, flush=True)
     elif arguments.action == "run":
         run(arguments)

@@ -11,7 +11,7 @@ from lipdp import models, nn
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.models.features import split_front
 from lipdp.models.scattering_front import scattering_front
-from lipdp.models.scattering_layers import Compress, Mix, SideBySide, ToGrid, Window, window
+from lipdp.models.scattering_layers import Compress, FromGrid, Mix, SideBySide, ToGrid, Window, window
 from tests.soundness.harness import attack, impulse_jacobian
 
 
@@ -40,12 +40,17 @@ def test_joined_and_taken_apart() -> None:
     for start, part in zip((0, 2, 5), parts, strict=True):  # every part keeps its norm
         chunk = even[:, start : start + part.shape[1]]
         assert torch.allclose(chunk.flatten(1).norm(dim=1), part.flatten(1).norm(dim=1))
+    joined = torch.cat([part.flatten(1) for part in parts], 1)
+    assert torch.allclose(FromGrid(grid)(even), joined)
+    with pytest.raises(DataError, match="FromGrid expects"):
+        FromGrid(grid)(even[:, 1:])
 
 
 @pytest.mark.parametrize(
     "layer",
     [
         ToGrid([(1, 2, 3), (2, 1, 1)]),
+        FromGrid(ToGrid([(1, 2, 3), (2, 1, 1), (1, 1, 2)])),
         Mix(torch.tensor([[1.0, 2.0], [0.5, -1.0], [0.0, 3.0]])),
         Window(torch.tensor([[0.5, -2.0, 1.0]])),
         SideBySide(torch.nn.Identity(), torch.nn.Flatten()),
@@ -98,7 +103,8 @@ def test_several_scales_learn_together() -> None:
     model = models.create("scattering-linear", input_shape=(1, 8, 8), classes=3, scales=((2, 2), (1, 2)), statistics="private")
     assert isinstance(model, torch.nn.Sequential)
     front, head = split_front(model)
-    assert [type(layer) for layer in head][:2] == [ToGrid, nn.Standardize]
+    assert [type(layer) for layer in head][:4] == [ToGrid, nn.Standardize, Window, FromGrid]
+    assert head[-2].in_features == head[0].input_shape[0]  # every value once
     x = torch.rand(4, 1, 8, 8)
     with torch.no_grad():
         head[-2].weight.normal_()

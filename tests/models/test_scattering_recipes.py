@@ -51,6 +51,18 @@ def test_runs_repeat_and_the_cache_changes_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2  # training and test set
 
 
+def test_features_in_a_store_serve_many_runs() -> None:
+    """A run alone may write over its features, one of many must not; both are the same run."""
+    changes = {"options": {**SMALL, "statistics": "private"}, "statistics_budget": 0.1, "steps": 10}
+    alone = train_on_features(TINY.but(**changes), epsilon=3.0, seed=5, accountant="rdp")
+    store: dict[str, Any] = {}
+    for _ in range(2):
+        shared = train_on_features(TINY.but(**changes), epsilon=3.0, seed=5, accountant="rdp", store=store)
+        assert len(store) == 1
+        for mine, theirs in zip(alone.model.parameters(), shared.model.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5)
+
+
 def test_a_part_of_the_training_set_is_held_out() -> None:
     result = train_on_features(TINY.but(steps=2), epsilon=3.0, seed=0, accountant="rdp", validation_fraction=0.25)
     assert result.plan.dataset_size == 1078

@@ -75,6 +75,21 @@ def test_histories_of_real_runs(tmp_path: Path) -> None:
     assert [float(row["score"]) for row in rows] == [d.score for d in dots]
 
 
+def test_certified_accuracies_of_every_evaluation_are_dots(tmp_path: Path) -> None:
+    history = {"step": [1, 2], "epsilon": [0.5, 0.7], "validation_accuracy": [0.6, 0.8]}
+    run = {"recipe": "r", "model": "mlp", "method": "clipless", "dataset": "digits", "evaluated_on": "validation", "delta": 1e-5,
+           "epsilon": 0.7, "steps": 2, "history": {**history, "certified 0.25": [0.1, 0.4], "certified 1": [0.0, 0.2]}}  # fmt: skip
+    file = tmp_path / "h.jsonl"
+    file.write_text(json.dumps(run) + "\n")
+    found = {(d.radius, d.epsilon, d.score) for d in read_dots([file])}
+    assert found == {
+        (0.0, 0.5, 0.6), (0.0, 0.7, 0.8), (0.25, 0.5, 0.1), (0.25, 0.7, 0.4), (1.0, 0.5, 0.0), (1.0, 0.7, 0.2)
+    }  # fmt: skip
+    # A figure for the end of the run stands for itself: it may have been computed otherwise.
+    file.write_text(json.dumps({**run, "certified": {"1": 0.3}}) + "\n")
+    assert [(d.epsilon, d.score) for d in read_dots([file]) if d.radius == 1.0] == [(0.7, 0.3)]
+
+
 def test_refusals(tmp_path: Path) -> None:
     file = tmp_path / "h.jsonl"
     with pytest.raises(DataError, match="can't be read"):

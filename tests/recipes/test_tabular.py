@@ -16,7 +16,7 @@ from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.models.tabular import Asinh, Constant, RandomFourier
 from lipdp.recipes import get, names
-from lipdp.recipes.tabular import AUROC, TabularRecipe, auroc, prepare_table, train_table
+from lipdp.recipes.tabular import AUROC, TabularRecipe, auroc, prepare_table, train_table, worth_settling
 
 TINY = TabularRecipe(
     "tiny-table", "adbench/tiny", "tabular", {"fourier": 60, "scale": 1.0, "clip": 0.3}, temperature=2.0, batch_size=256,
@@ -143,6 +143,64 @@ def test_a_run_learns_what_a_line_cannot(tiny: DatasetInfo) -> None:
     assert result.epsilon <= 4.0
     line = train_table(TINY.but(options={"clip": 0.3}), epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
     assert line.auroc < 0.7
+
+
+def test_features_of_few_columns_estimate_the_sum_of_their_kernels() -> None:
+    """The mean over all pairs of columns of the pair's Gaussian kernel, computed one by one."""
+    layer = RandomFourier(4, 40_000, scale=1.3, each=2)
+    assert ((layer.weight != 0).sum(1) == 2).all()
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    pairs = [(i, j) for i in range(4) for j in range(i)]
+    kernel = sum(torch.exp(-torch.cdist(x[:, pair], x[:, pair]).square() / (2 * 1.3**2)) for pair in pairs) / len(pairs)
+    assert torch.allclose(layer(x) @ layer(x).T, kernel, atol=0.03)
+    assert "each=2" in repr(layer)
+    with pytest.raises(ConfigurationError, match="1 to 4 columns"):
+        RandomFourier(4, 10, each=5)
+
+
+def test_centred_features_are_paid_for(tiny: DatasetInfo) -> None:
+    options = {"fourier": 60, "scale": 2.0, "clip": 0.3, "centre": True}
+    recipe = TINY.but(options=options, statistics_budget=0.1)
+    result = train_table(recipe, epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
+    assert [release.name for release in result.plan.releases] == ["statistics"]
+    assert result.epsilon <= 4.0
+    assert result.auroc > 0.93
+    # The sensitivity is the clip, whatever the means turned out to be, and what the last layer gets has norm 1.
+    assert list(result.plan.sensitivities.values()) == [pytest.approx(0.3, rel=1e-4)]
+    rows = torch.randn(50, 2, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        features = result.model[:-2](rows)
+    assert torch.allclose(features.norm(dim=1), torch.ones(50), atol=1e-4)
+    (centring,) = (layer for layer in result.model if isinstance(layer, lipdp.nn.Standardize))
+    assert float(centring.mean.norm()) > 0.1
+    for wrong in ({"standardise": True, "fourier": 60}, {"fourier": 0}):
+        with pytest.raises(ConfigurationError, match="centre"):
+            models.create("tabular", input_shape=(2,), classes=2, **{**options, **wrong})
+
+
+def test_features_are_computed_once_where_that_pays(tiny: DatasetInfo) -> None:
+    model = prepare_table(TINY, tiny, noise_multiplier=2.0, accountant="rdp").model
+    assert worth_settling(TINY, model, 1200)
+    assert not worth_settling(TINY.but(epochs=1), model, 1200)
+    assert not worth_settling(TINY, model, 2**28)
+    once, anew = (
+        train_table(TINY.but(epochs=epochs), epsilon=4.0, seed=2, accountant="rdp", evaluations=1) for epochs in (1.6, 1.4)
+    )
+    assert once.steps > anew.steps
+    # The same steps on the same batches, whether or not the features are stored.
+    assert torch.allclose(_weights_after(TINY, tiny, settle=True), _weights_after(TINY, tiny, settle=False), atol=1e-5)
+
+
+def _weights_after(recipe: TabularRecipe, info: DatasetInfo, settle: bool) -> torch.Tensor:
+    learn = data.load(recipe.dataset)[0]
+    ready = prepare_table(recipe, info, noise_multiplier=2.0, accountant="rdp", seed=4)
+    lipdp.fit(ready.model, ready.loss, ready.optimizer, ready.plan, learn, seed=4, evaluations=1, settle=settle)
+    return ready.model[-2].weight.detach()
+
+
+def test_a_batch_is_at_most_the_table(tiny: DatasetInfo) -> None:
+    ready = prepare_table(TINY.but(batch_size=1200), tiny, noise_multiplier=2.0, accountant="rdp", dataset_size=900)
+    assert (ready.plan.batch_size, ready.plan.sampling_rate) == (900, 1.0)
 
 
 def test_the_history_has_the_validation_auroc(tiny: DatasetInfo) -> None:

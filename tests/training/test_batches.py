@@ -277,4 +277,4 @@ def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries):
     assert 1 <= rows <= 4096
     assert rows >= min(most, 32) / 2
     assert rows * -(-most // rows) < most + rows  # the last one is nearly full
-    assert entries is None or rows <= max(32, 2**19 // entries)
+    assert entries is None or rows <= max(32, 2**20 // entries)

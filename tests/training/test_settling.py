@@ -79,6 +79,18 @@ def test_clipping_methods_and_mixed_ones_too():
         assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
 
 
+def test_a_layer_may_come_twice():
+    found = []
+    for settle in (False, True):
+        torch.manual_seed(0)
+        sort = nn.GroupSort(2)
+        model = nn.Sequential(sort, nn.BoundedInput((6,)), sort, nn.SpectralLinear(6, 8), sort, nn.SpectralLinear(8, 4), sort)
+        x = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(1))
+        run(model, TensorDataset(x, x[:, :3].argmax(1)), settle, plan=planned(model))
+        found.append(weights(model))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-5) for name in found[0])
+
+
 def test_a_run_may_stop_settled_and_go_on_unsettled_and_the_other_way(tmp_path):
     class Stop(lipdp.training.Callback):
         def on_step(self, run):
@@ -186,6 +198,10 @@ def test_when_a_run_can_not_be_settled():
 
 
 def test_what_is_fixed():
+    hooked = head()
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(ConfigurationError, match="hooks"):
+        fixed_layers(hooked)
     assert fixed_layers(head()) == 3
     assert fixed_layers(head(hidden=True)) == 3
     model = head(hidden=True)

@@ -13,6 +13,9 @@ from lipdp.models.features import FrozenFeatures, extract_features, split_front
 from lipdp.models.lenet import lenet
 from lipdp.models.mixer import mixer, transformer
 from lipdp.models.mlp import mlp
+from lipdp.models.patch_heads import patches_linear, patches_mlp
+from lipdp.models.patches import PatchFeatures
+from lipdp.models.plain_twins import plain_dense, plain_lenet, plain_mixer, plain_resnet, plain_vgg
 from lipdp.models.registry import create, names, register
 from lipdp.models.resized import resized
 from lipdp.models.resnet import resnet, resnet6, resnet10, resnet18
@@ -24,6 +27,7 @@ from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
 
 __all__ = [
     "FrozenFeatures",
+    "PatchFeatures",
     "Scattering2d",
     "create",
     "extract_features",
@@ -31,12 +35,19 @@ __all__ = [
     "mixer",
     "mlp",
     "names",
+    "patches_linear",
+    "patches_mlp",
     "plain_cnn",
+    "plain_dense",
+    "plain_lenet",
     "plain_lstm",
+    "plain_mixer",
     "plain_mlp",
+    "plain_resnet",
     "plain_resnet18",
     "plain_rnn",
     "plain_transformer",
+    "plain_vgg",
     "plain_vgg11",
     "register",
     "resized",

@@ -22,6 +22,7 @@ from lipdp import nn
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Augmentation, fixed_views
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
+from lipdp.memory import keep_freed_memory
 from lipdp.models.scattering_layers import ToGrid
 
 __all__ = ["FrozenFeatures", "extract_features", "front_digest", "split_front"]
@@ -160,6 +161,8 @@ def extract_features(
     place = torch.device(device) if device is not None else next((t.device for t in _tensors(module).values()), inputs.device)
     rows = batch_size or max(1, (_ROWS_ON_CPU if place.type == "cpu" else _ROWS_ON_GPU) // (copies.copies if copies else 1))
     module.to(place)
+    if place.type == "cpu":
+        keep_freed_memory()
     with _evaluating(module), torch.no_grad():
         _check_one_by_one(module, inputs, place)
         features: torch.Tensor | None = None

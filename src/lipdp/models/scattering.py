@@ -106,7 +106,7 @@ class Scattering2d(torch.nn.Module):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(values)).to(kind), persistent=False)
 
         for (r, j), values in bank.psi.items():
-            keep(f"psi_{r}_{j}", values if r == j else _by_class(values, 2 ** (j - r)), dtype)
+            keep(f"psi_{r}_{j}", values if r == j else _by_alias(values, 2 ** (j - r)), dtype)
         for r, (rows, columns) in bank.averages.items():
             keep(f"rows_{r}", rows * self.scale, dtype)
             keep(f"columns_{r}", columns.T, dtype)
@@ -132,13 +132,14 @@ class Scattering2d(torch.nn.Module):
         parts = []
         nodes = [(-1, padded)]  # the last wavelet's scale j, and its maps, sampled every 2^j pixels; −1: none yet
         for wavelets in range(self.order + 1):
+            following = []
             for last, u in nodes:
-                averages = self._average(u, max(last, 0))
-                parts.append(torch.reshape(averages, (-1, self.input_shape[0], self.L**wavelets, *grid)))
-            if wavelets < self.order:
-                nodes = [
-                    (j, self._modulus(u, max(last, 0), j, differentiable)) for last, u in nodes for j in range(last + 1, self.J)
-                ]
+                r = max(last, 0)
+                parts.append(torch.reshape(self._average(u, r), (-1, self.input_shape[0], self.L**wavelets, *grid)))
+                if wavelets < self.order and last + 1 < self.J:
+                    spectrum = torch.fft.fft2(u)
+                    following += [(j, self._modulus(spectrum, r, j, differentiable)) for j in range(last + 1, self.J)]
+            nodes = following
         return torch.reshape(torch.cat(parts, dim=2), (-1, channels, *grid))
 
     def _recolour(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,20 +153,22 @@ class Scattering2d(torch.nn.Module):
             return F.pad(x, (left, right, top, bottom))
         return torch.index_select(torch.index_select(x, 2, self.get_buffer("up")), 3, self.get_buffer("across"))
 
-    def _modulus(self, u: torch.Tensor, r: int, j: int, differentiable: bool) -> torch.Tensor:
-        """|u ∗ ψ_{j,θ}| for all θ, sampled every 2^j pixels: (N, h, w) at resolution r → (N·L, h', w') at resolution j."""
+    def _modulus(self, spectrum: torch.Tensor, r: int, j: int, differentiable: bool) -> torch.Tensor:
+        """|u ∗ ψ_{j,θ}| for all θ, sampled every 2^j pixels, of û (N, h, w) at resolution r: (N·L, h', w') at resolution j."""
         height, width = (n >> j for n in self._padded)
-        spectrum, psi = torch.fft.fft2(u), self.get_buffer(f"psi_{r}_{j}")
+        psi = self.get_buffer(f"psi_{r}_{j}")
         if r == j:
             product = torch.unsqueeze(spectrum, 1) * psi
         else:
-            # Sampling every ``step`` pixels is the mean over the step² frequencies that it makes equal: a matrix for each class
-            # of them, which works on real and imaginary parts alike.
+            # Sampling every ``step`` pixels is the mean over the step² frequencies that it makes equal: as many products, added
+            # up in rows of real and imaginary parts as they lie in memory.
             step = 2 ** (j - r)
-            parts = torch.reshape(torch.view_as_real(spectrum), (-1, step, height, step, width, 2))
-            classes = torch.reshape(torch.permute(parts, (2, 4, 0, 5, 1, 3)), (height * width, -1, step**2))
-            means = torch.reshape(torch.matmul(classes, psi), (height, width, -1, 2, self.L))
-            product = torch.view_as_complex(torch.permute(means, (2, 4, 0, 1, 3)).contiguous())
+            parts = torch.reshape(torch.view_as_real(spectrum), (-1, step, height, step, 2 * width))
+            means = torch.unsqueeze(parts[:, 0, :, 0], 1) * psi[0, 0]
+            for row in range(step):
+                for column in range(row == 0, step):
+                    means = means.addcmul_(torch.unsqueeze(parts[:, row, :, column], 1), psi[row, column])
+            product = torch.view_as_complex(torch.reshape(means, (-1, self.L, height, width, 2)))
         return torch.reshape(_modulus_of(torch.fft.ifft2(product), differentiable), (-1, height, width))
 
     def _average(self, u: torch.Tensor, r: int) -> torch.Tensor:
@@ -183,11 +186,12 @@ def _modulus_of(z: torch.Tensor, differentiable: bool) -> torch.Tensor:
     return torch.sqrt(squares[..., 0] + squares[..., 1])
 
 
-def _by_class(spectra: np.ndarray, step: int) -> np.ndarray:
-    """(L, h, w) → (classes of frequencies equal after sampling, step² frequencies, L), divided by step²."""
+def _by_alias(spectra: np.ndarray, step: int) -> np.ndarray:
+    """(L, h, w) → (step, step, L, h/step, 2w/step), divided by step²: one filter for each set of frequencies that sampling makes
+    equal, with every value twice, for real and imaginary parts."""
     count, height, width = spectra.shape
-    parts = spectra.reshape(count, step, height // step, step, width // step)
-    return parts.transpose(2, 4, 1, 3, 0).reshape(-1, step**2, count) / step**2
+    parts = spectra.reshape(count, step, height // step, step, width // step).transpose(1, 3, 0, 2, 4)
+    return np.repeat(parts / step**2, 2, axis=-1)
 
 
 def _squared_constant(bank: FilterBank, J: int, order: int) -> float:

@@ -13,10 +13,10 @@ from lipdp import nn
 from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.models.scattering import Colour, Padding, Scattering2d
-from lipdp.models.scattering_layers import Compress, Compression, Mix, SideBySide, ToGrid, Window, window
+from lipdp.models.scattering_layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
 from lipdp.models.scattering_textures import texture_images
 
-__all__ = ["FrontOptions", "scattering_front"]
+__all__ = ["FrontOptions", "channel_weights", "scattering_front"]
 
 Statistics = Literal["none", "textures", "private"]
 # Where compression sets in, in units of a channel's mean response to textures.
@@ -93,22 +93,30 @@ def scattering_front(
     transforms = [Scattering2d(input_shape, J, L, order, chosen, padding) for J, L in sorted(scales)]
     branches = [_branch(transform, copies, compress, whiten, statistics != "none") for transform in transforms]
     layers: list[torch.nn.Module] = branches[0]
-    shape = transforms[0].output_shape
-    factors = [_factors(transform, weights, corner) for transform in transforms]
+    shape: tuple[int, ...] = transforms[0].output_shape
+    each = [_factors(transform, weights, corner) for transform in transforms]
+    factors, grid = each[0], None
     if len(branches) > 1:
+        layers = [SideBySide(*(nn.Sequential(*branch) for branch in branches))]
+        factors = torch.cat([part.flatten() for part in each])
+        shape = tuple(factors.shape)
+    if len(branches) > 1 and statistics == "private":  # channels of all scales side by side, for the statistics only
         grid = ToGrid([transform.output_shape for transform in transforms])
-        layers = [SideBySide(*(nn.Sequential(*branch) for branch in branches)), grid]
-        shape, factors = grid.output_shape, [grid(torch.cat([f.flatten() for f in factors])[None])[0] * grid.evening]
+        layers.append(grid)
+        shape, factors = grid.output_shape, grid(factors[None])[0] * grid.evening
     if statistics == "private":
         layers.append(nn.Standardize(shape[0], radius=radius * math.sqrt(math.prod(shape))))
-    if not bool((factors[0] == 1).all()):
-        layers.append(Window(factors[0]))
+    if not bool((factors == 1).all()):
+        layers.append(Window(factors))
+    if grid is not None:
+        layers.append(FromGrid(grid))
+        shape = grid.input_shape
     return [*layers, nn.BoundedInput(shape, mode=input_mode), nn.Flatten()], math.prod(shape)
 
 
 def _factors(transform: Scattering2d, weights: tuple[float, float, float, float], corner: float) -> torch.Tensor:
     _, height, width = transform.output_shape
-    return _channel_weights(transform, weights)[:, None, None] * window(height, width, corner)
+    return channel_weights(transform, weights)[:, None, None] * window(height, width, corner)
 
 
 def _branch(transform: Scattering2d, copies: Shifts, compress: Compression, whiten: float, even: bool) -> list[torch.nn.Module]:
@@ -158,7 +166,7 @@ def _constants(
     return tuple(levels.tolist()), tuple(mean.tolist()), tuple(std.tolist()), mixing
 
 
-def _channel_weights(transform: Scattering2d, weights: tuple[float, float, float, float]) -> torch.Tensor:
+def channel_weights(transform: Scattering2d, weights: tuple[float, float, float, float]) -> torch.Tensor:
     """By channel; maps come by order, plane after plane."""
     counts = [math.comb(transform.J, m) * transform.L**m for m in range(transform.order + 1)]
     orders = [weights[min(m, 2)] for m, count in enumerate(counts) for _ in range(count)]

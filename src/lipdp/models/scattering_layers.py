@@ -12,7 +12,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.registry import Site, lowering
 
-__all__ = ["Compress", "Compression", "Mix", "SideBySide", "ToGrid", "Window", "window"]
+__all__ = ["Compress", "Compression", "FromGrid", "Mix", "SideBySide", "ToGrid", "Window", "window"]
 
 Compression = Literal["none", "log", "root"]
 
@@ -185,6 +185,62 @@ def _to_grid(layer: ToGrid, call: Call) -> Transfer:
 @lowering(ToGrid)
 def _plain_to_grid(layer: ToGrid, site: Site) -> torch.Tensor:
     return layer._arranged(site.x)
+
+
+class FromGrid(torch.nn.Module):
+    """Undoes :class:`ToGrid`, behind its :attr:`~ToGrid.evening`: the adjoint Eᵀ of E = evening·ToGrid.
+
+    E repeats a value m times, each divided by √m, so its columns are orthonormal: EᵀE = I, and Eᵀ is 1-Lipschitz. Training
+    weights W on z = E·x with isotropic noise is, in law, training V = W·E on x: V's gradient is that on x, and noise on W comes
+    to V as isotropic noise of the same size. So nothing is lost by going back, and rows are as short as they were.
+
+    Args:
+        grid: what put the maps on one grid.
+    """
+
+    def __init__(self, grid: ToGrid) -> None:
+        super().__init__()
+        self.shapes, self.input_shape = grid.shapes, grid.output_shape
+        self.output_shape = grid.input_shape
+        for number, (_, h, w) in enumerate(self.shapes):
+            rows, columns = grid.get_buffer(f"rows_{number}"), grid.get_buffer(f"columns_{number}")
+            self.register_buffer(f"rows_{number}", _even_selection(rows, h).T.contiguous(), persistent=False)
+            self.register_buffer(f"columns_{number}", _even_selection(columns, w), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, channels, height, width) → (batch, features)."""
+        if x.shape[1:] != self.input_shape:
+            raise DataError(f"FromGrid expects maps of shape {self.input_shape}, got a tensor of shape {tuple(x.shape)}")
+        return self._collected(x, x.dtype)
+
+    def _collected(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parts, start = [], 0
+        for number, (channels, _, _) in enumerate(self.shapes):
+            rows, columns = (self.get_buffer(f"{name}_{number}").to(dtype) for name in ("rows", "columns"))
+            parts.append(torch.flatten(torch.matmul(torch.matmul(rows, x[:, start : start + channels]), columns), 1))
+            start += channels
+        return torch.cat(parts, dim=1)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"{self.shapes}"
+
+
+def _even_selection(chosen: torch.Tensor, size: int) -> torch.Tensor:
+    """(positions, size): a one where position p reads value chosen[p], divided by √(how many read it). Columns are orthonormal."""
+    selection = torch.nn.functional.one_hot(chosen, size).float()
+    return selection / selection.sum(0).sqrt()
+
+
+@rule(FromGrid)
+def _from_grid(layer: FromGrid, call: Call) -> Transfer:
+    """Selections with orthonormal columns, transposed: ‖Eᵀz‖ ≤ ‖z‖, reached by every z = E·x."""
+    return Transfer(Bound(call.inputs[0].norm, call.output_shape))
+
+
+@lowering(FromGrid)
+def _plain_from_grid(layer: FromGrid, site: Site) -> torch.Tensor:
+    return layer._collected(site.x, site.dtype)
 
 
 class Window(torch.nn.Module):

@@ -100,21 +100,30 @@ class RandomFourier(torch.nn.Module):
         outputs: D.
         scale: s, the kernel's width; a sequence of several splits the outputs among them.
         seed: of W and b. It is public: it protects nothing.
+        each: how many columns, drawn at random, each output reads (the others' weights are 0); ``None`` for all. A few make
+            the kernel a sum over small groups of columns, as trees of that depth are: better where few columns interact.
     """
 
     weight: torch.Tensor
     phase: torch.Tensor
 
-    def __init__(self, features: int, outputs: int, scale: float | Sequence[float] = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self, features: int, outputs: int, scale: float | Sequence[float] = 1.0, seed: int = 0, *, each: int | None = None
+    ) -> None:
         super().__init__()
         scales = (scale,) if isinstance(scale, int | float) else tuple(scale)
         if features < 1 or outputs < len(scales) or not scales or not all(math.isfinite(s) and s > 0 for s in scales):
             raise ConfigurationError(f"RandomFourier can't make {outputs!r} features of {features!r} columns at scale {scale!r}")
-        self.features, self.outputs, self.scales, self.seed = int(features), int(outputs), scales, int(seed)
+        if each is not None and not 1 <= each <= features:
+            raise ConfigurationError(f"RandomFourier: each output reads 1 to {features} columns, not {each!r}")
+        self.features, self.outputs, self.scales, self.seed, self.each = int(features), int(outputs), scales, int(seed), each
         draw = torch.Generator().manual_seed(self.seed)
         widths = torch.tensor([scales[i * len(scales) // outputs] for i in range(outputs)], dtype=torch.float64)
         weight = torch.randn(outputs, features, generator=draw, dtype=torch.float64) / widths[:, None]
         phase = 2 * math.pi * torch.rand(outputs, generator=draw, dtype=torch.float64)
+        if each is not None:
+            read = torch.rand(outputs, features, generator=draw, dtype=torch.float64).argsort(dim=1)[:, :each]
+            weight = torch.zeros_like(weight).scatter(1, read, weight.gather(1, read))
         self.register_buffer("weight", weight.float())
         self.register_buffer("phase", phase.float())
 
@@ -128,7 +137,8 @@ class RandomFourier(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        return f"{self.features}, {self.outputs}, scale={', '.join(f'{s:g}' for s in self.scales)}, seed={self.seed}"
+        reads = "" if self.each is None else f", each={self.each}"
+        return f"{self.features}, {self.outputs}, scale={', '.join(f'{s:g}' for s in self.scales)}, seed={self.seed}{reads}"
 
 
 @rule(RandomFourier)
@@ -155,6 +165,8 @@ def tabular(
     standardise: bool = False,
     fourier: int = 0,
     scale: float | Sequence[float] = 1.0,
+    each: int | None = None,
+    centre: bool = False,
     reach: float | None = None,
     input_mode: Literal["ball", "sphere"] = "sphere",
     constant: float = 1.0,
@@ -176,6 +188,9 @@ def tabular(
         standardise: each column minus its mean by its deviation, released privately: needs ``statistics_budget``.
         fourier: number of random Fourier features (:class:`RandomFourier`); 0 takes the columns themselves.
         scale: their kernel's width or widths, in units of the columns.
+        each: how many columns each of them reads.
+        centre: subtract their means, released privately (needs ``statistics_budget``), before they are brought to norm 1. What all
+            rows have in common tells no classes apart, but takes up most of the norm that the noise is scaled to.
         reach: behind the standardisation, longer rows are scaled down to this norm, so that rare outliers don't set the scale.
         input_mode: how rows without Fourier features are brought to norm 1, "sphere" or "ball" (of radius ``reach``).
         constant: value of the column that serves as bias, relative to the rest; columns themselves only.
@@ -186,6 +201,10 @@ def tabular(
     """
     if len(input_shape) != 1:
         raise ConfigurationError(f"tabular takes rows of numbers, shape (columns,), not {input_shape}")
+    if centre and (standardise or not fourier):
+        raise ConfigurationError(
+            "centre is for Fourier features (fourier=…), and can't be had with standardise: statistics are released once"
+        )
     columns = input_shape[0]
     layers: list[torch.nn.Module] = []
     if compress is not None:
@@ -196,7 +215,9 @@ def tabular(
     if reach is not None:
         layers.append(nn.Boundary(norm=reach))
     if fourier:
-        layers += [RandomFourier(columns, fourier, scale), nn.BoundedInput((fourier,), mode="sphere")]
+        layers += [RandomFourier(columns, fourier, scale, each=each), nn.BoundedInput((fourier,), mode="sphere")]
+        if centre:
+            layers += [nn.Standardize(fourier, radius=1.0, moments=1), nn.BoundedInput((fourier,), mode="sphere")]
         width = fourier
     else:
         if input_mode == "ball":

@@ -47,7 +47,12 @@ class GroupSort(torch.nn.Module):
             first, second = grouped.unbind(dim + 1)
             # where() instead of maximum() and minimum(), whose backward passes also look for ties.
             larger = first >= second
-            result = torch.stack((torch.where(larger, first, second), torch.where(larger, second, first)), dim + 1)
+            if x.device.type == "cpu":  # where() is not vectorised there; lerp() is, and exact at weights 0 and 1
+                weight = larger.to(x.dtype)
+                pair = torch.lerp(second, first, weight), torch.lerp(first, second, weight)
+            else:
+                pair = torch.where(larger, first, second), torch.where(larger, second, first)
+            result = torch.stack(pair, dim + 1)
         else:
             result = grouped.sort(dim=dim + 1, descending=True).values
         return result.flatten(dim, dim + 1)

@@ -14,12 +14,13 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import TensorDataset
 
-from lipdp import data, models
+from lipdp import data
 from lipdp.data import DatasetInfo, PrecomputedCopies, Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy
 from lipdp.models.features import extract_features, front_digest, split_front
 from lipdp.privacy import Accountant, Adjacency, Allocation
+from lipdp.recipes.parts import Schedule, rate_schedule, seeded_model
 from lipdp.recipes.recipe import Prepared, Result
 from lipdp.training import Callback, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
@@ -53,6 +54,7 @@ class FeatureRecipe:
         statistics_budget: share of ε for the statistics, where the model has a Standardize.
         delta: δ.
         provenance: where the settings come from.
+        max_grad_norm: C, for a head whose examples' gradients are clipped by book-keeping; ``None`` where bounds are proved.
     """
 
     name: str
@@ -68,12 +70,13 @@ class FeatureRecipe:
     learning_rate: float = 15.0
     hidden_rate: float = 1.0
     momentum: float = 0.9
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Schedule = "cosine"
     ema_decay: float | None = 0.95
     allocation: Allocation = "per_layer"
     statistics_budget: float | None = None
     delta: float = 1e-5
     provenance: str = ""
+    max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise only show as a strange training run."""
@@ -107,8 +110,8 @@ class FeatureRecipe:
 
     @property
     def method(self) -> Method:
-        """Sensitivities are proved."""
-        return "clipless"
+        """Sensitivities are proved, unless there is a norm to clip to."""
+        return "clipless" if self.max_grad_norm is None else "bookkeeping"
 
     @property
     def copies(self) -> Shifts:
@@ -150,6 +153,8 @@ def plan_head(
         noise_multiplier=noise_multiplier,
         steps=None if epsilon is not None and noise_multiplier is not None else recipe.steps,
         allocation=recipe.allocation,
+        method=recipe.method,
+        max_grad_norm=recipe.max_grad_norm,
         statistics_budget=paid,
         adjacency=adjacency,
         accountant=accountant,
@@ -177,12 +182,7 @@ def prepare_head(
 
 
 def _model(recipe: FeatureRecipe, info: DatasetInfo, seed: int | None) -> torch.nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        else:
-            torch.seed()
-        model = models.create(recipe.model, input_shape=info.shape, classes=info.classes, **recipe.options)
+    model = seeded_model(recipe.model, recipe.options, info, seed)
     assert isinstance(model, torch.nn.Sequential)
     return model
 
@@ -202,20 +202,14 @@ def head_optimizer(
     groups = [
         {
             "params": [weight],
-            "lr": recipe.learning_rate * (1.0 if name == last else recipe.hidden_rate) / made.sensitivities[name],
+            "lr": recipe.learning_rate
+            * (1.0 if name == last else recipe.hidden_rate)
+            / made.sensitivities.get(name, made.sensitivity),
         }
         for name, weight in weights.items()
     ]
     optimizer = torch.optim.SGD(groups, momentum=recipe.momentum)
-    total, kind = made.steps, recipe.schedule
-
-    def factor(step: int) -> float:
-        done = min(step, total) / total
-        if kind == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        return 1 - done if kind == "linear" else 1.0
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return optimizer, rate_schedule(optimizer, recipe.schedule, made.steps)
 
 
 def train_on_features(
@@ -304,6 +298,8 @@ def train_on_features(
         evaluations=evaluations,
         checkpoint=checkpoint,
         resume=resume,
+        # Features that are kept for another run stay as they are.
+        settle="in_place" if store is None else True,
     )
     seconds = time.monotonic() - started
     predictor = ready.model if views is None else TestTimeAverage(ready.model, PrecomputedCopies(views.copies))

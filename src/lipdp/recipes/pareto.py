@@ -18,7 +18,21 @@ from typing import Any
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.recipes.recipe import Result
 
-__all__ = ["Dot", "append_history", "best_by_epsilon", "front", "grouped", "hull", "read_dots", "write_csv"]
+__all__ = [
+    "CERTIFIED",
+    "Dot",
+    "append_history",
+    "best_by_epsilon",
+    "front",
+    "grouped",
+    "history_line",
+    "hull",
+    "read_dots",
+    "write_csv",
+]
+
+CERTIFIED = "certified "
+"""A history's column of this name and a radius holds certified accuracies at that radius."""
 
 _METRICS = ("accuracy", "auroc")
 
@@ -56,12 +70,12 @@ class Dot:
     settings: str = dataclasses.field(default="{}", repr=False)
 
 
-def append_history(
-    file: str | Path, recipe: Any, result: Result, *, evaluated_on: str, certified: Mapping[float, float] | None = None
-) -> None:
-    """Add a line for this run. The seed stays out of it: results are published, seeds must not be."""
+def history_line(
+    recipe: Any, result: Result, *, evaluated_on: str, certified: Mapping[float, float] | None = None
+) -> dict[str, Any]:
+    """What is written down of a run. The seed stays out of it: results are published, seeds must not be."""
     settings = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name not in ("name", "provenance")}
-    line = {
+    return {
         "recipe": recipe.name,
         "dataset": recipe.dataset,
         "model": recipe.model,
@@ -76,6 +90,13 @@ def append_history(
         "history": result.history.metrics,
         "settings": settings,
     }
+
+
+def append_history(
+    file: str | Path, recipe: Any, result: Result, *, evaluated_on: str, certified: Mapping[float, float] | None = None
+) -> None:
+    """Add a line for this run."""
+    line = history_line(recipe, result, evaluated_on=evaluated_on, certified=certified)
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     # One write of one line: processes that share the file don't tear each other's lines.
@@ -131,20 +152,19 @@ def _dots_of(run: dict[str, Any], metric: str, path: Path) -> list[Dot]:
         common |= {"delta": float(run["delta"]), "metric": metric, "settings": json.dumps(run.get("settings", {}), sort_keys=True)}
         history = run["history"]
         last: dict[str, Any] = {"epsilon": float(run["epsilon"]), "step": int(run["steps"])}
-        dots = [
-            Dot(epsilon=float(epsilon), score=float(score), radius=0.0, step=int(step), **common)
-            for epsilon, score, step in zip(
-                history.get("epsilon", ()), history.get(f"validation_{metric}", ()), history.get("step", ()), strict=False
-            )
-            if run["evaluated_on"] == "validation"
-        ]
+
+        def curve(column: str, radius: float) -> list[Dot]:
+            rows = zip(history.get("epsilon", ()), history.get(column, ()), history.get("step", ()), strict=False)
+            return [Dot(float(epsilon), float(score), radius=radius, step=int(step), **common) for epsilon, score, step in rows]
+
+        dots = curve(f"validation_{metric}", 0.0) if run["evaluated_on"] == "validation" else []
         if not dots and metric in run:
             dots = [Dot(score=float(run[metric]), radius=0.0, **last, **common)]
         if metric == "accuracy":
-            certified = run.get("certified", {}).items()
-            dots += [
-                Dot(score=float(share), radius=float(radius), **last, **common) for radius, share in certified if float(radius) > 0
-            ]
+            final = {float(radius): float(share) for radius, share in run.get("certified", {}).items()}
+            radii = {float(column.removeprefix(CERTIFIED)) for column in history if column.startswith(CERTIFIED)}
+            dots += [dot for radius in sorted(radii - final.keys()) for dot in curve(f"{CERTIFIED}{radius:g}", radius)]
+            dots += [Dot(score=share, radius=radius, **last, **common) for radius, share in final.items() if radius > 0]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"a run in '{path}' lacks or garbles {error}: it is not a history of this library") from None
     return [dot for dot in dots if math.isfinite(dot.epsilon) and math.isfinite(dot.score)]

@@ -36,13 +36,15 @@ def plot_by(dots: Sequence[Dot], field: str, path: str | Path) -> None:
 
 
 def plot_radii(dots: Sequence[Dot], path: str | Path) -> None:
-    """The front of certified accuracy at each radius."""
+    """The front of certified accuracy at each radius: what is had at some ε is had at every larger one."""
     figure, axes = _axes(dots)
     axes.set_ylabel("certified accuracy in %")
+    last = max(dot.epsilon for dot in dots)
     for radius in sorted({dot.radius for dot in dots}):
         kept = front(dot for dot in dots if dot.radius == radius)
         label = "no certificate" if radius == 0 else f"radius {radius:.4g}"
-        axes.plot([d.epsilon for d in kept], [100 * d.score for d in kept], marker=".", label=label)
+        epsilons, scores = [d.epsilon for d in kept], [100 * d.score for d in kept]
+        axes.step([*epsilons, last], [*scores, scores[-1]], where="post", marker=".", label=label)
     _save(figure, axes, path)
 
 

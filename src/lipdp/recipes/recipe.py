@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp import data, models
+from lipdp import data
 from lipdp.data import Augmentation, DatasetInfo
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
 from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation
+from lipdp.recipes.parts import rate_schedule, seeded_model
 from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
@@ -142,12 +143,7 @@ def prepare(
     seed: int | None = None,
 ) -> Prepared:
     """Model, loss, plan and optimiser of a recipe. Only the dataset's public description is used."""
-    with torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        else:
-            torch.seed()
-        model = models.create(recipe.model, input_shape=info.shape, classes=info.classes, **recipe.options)
+    model = seeded_model(recipe.model, recipe.options, info, seed)
     loss = CrossEntropy(tau=recipe.temperature)
     size = info.train_size if dataset_size is None else dataset_size
     # With both a budget and a noise multiplier, the plan finds the largest number of steps instead of using the recipe's.
@@ -173,12 +169,7 @@ def prepare(
         accountant=accountant,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate / made.sensitivity, momentum=recipe.momentum)
-    scheduler = None
-    if recipe.schedule == "cosine":
-        total = made.steps
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, total) / total))
-        )
+    scheduler = None if recipe.schedule == "constant" else rate_schedule(optimizer, recipe.schedule, made.steps)
     return Prepared(recipe, model, loss, made, optimizer, scheduler)
 
 

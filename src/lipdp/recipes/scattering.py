@@ -6,13 +6,14 @@ benchmarks/results/accuracy. Tuning itself is not accounted for: it read the hel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from lipdp.errors import ConfigurationError
 from lipdp.recipes.features import FeatureRecipe
 
-__all__ = ["SCATTERING", "scattering_recipe"]
+__all__ = ["SCATTERING", "nearest_budget", "scattering_recipe"]
 
 _CROSS = ((0, 0), (2, 0), (-2, 0), (0, 2), (0, -2))
 
@@ -238,10 +239,13 @@ SCATTERING = MappingProxyType(
 
 def scattering_recipe(dataset: str, epsilon: float) -> FeatureRecipe:
     """The recipe for a dataset whose budget is nearest to ``epsilon``, on a scale of factors."""
-    known = [budget for name, budget in SCATTERING if name == dataset]
+    return nearest_budget(SCATTERING, dataset, epsilon)
+
+
+def nearest_budget(recipes: Mapping[tuple[str, float], FeatureRecipe], dataset: str, epsilon: float) -> FeatureRecipe:
+    """Of recipes by dataset and budget, the dataset's whose budget is nearest to ``epsilon``, on a scale of factors."""
+    known = [budget for name, budget in recipes if name == dataset]
     if not known or not epsilon > 0:
-        names = ", ".join(sorted({name for name, _ in SCATTERING}))
-        raise ConfigurationError(f"there is no scattering recipe for {dataset!r} and epsilon={epsilon!r}; datasets: {names}")
-    return SCATTERING[
-        dataset, min(known, key=lambda budget: abs(budget / epsilon - 1) if budget > epsilon else epsilon / budget - 1)
-    ]
+        names = ", ".join(sorted({name for name, _ in recipes}))
+        raise ConfigurationError(f"there is no recipe on fixed features for {dataset!r} and epsilon={epsilon!r}; datasets: {names}")
+    return recipes[dataset, min(known, key=lambda budget: max(budget / epsilon, epsilon / budget))]

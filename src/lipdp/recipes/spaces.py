@@ -232,6 +232,7 @@ _SPACES = (
             Choice("schedule", ("constant", "cosine")),
             Choice("ema_decay", (None, 0.9, 0.95, 0.98)),
             Range("max_grad_norm", 0.03, 2.0),
+            Choice("options.activation", ("relu", "tanh")),
         ),
     ),
     Space(
@@ -253,6 +254,7 @@ _SPACES = (
             (
                 Range("options.clip", 0.03, 0.7),
                 Choice("options.fourier", (200, 400, 800)),
+                Choice("options.each", (None, 2, 3)),
                 Range("options.scale", 0.3, 8.0),
                 Range("temperature", 1.0, 8.0),
                 Choice("batch_size", batches),

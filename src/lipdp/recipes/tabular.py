@@ -21,10 +21,12 @@ from lipdp.recipes.recipe import Prepared, Recipe, Result
 from lipdp.training import Callback, evaluate, fit, plan
 from lipdp.training.callbacks import Run
 
-__all__ = ["AUROC", "TabularRecipe", "TabularResult", "auroc", "prepare_table", "train_table"]
+__all__ = ["AUROC", "TabularRecipe", "TabularResult", "auroc", "prepare_table", "train_table", "worth_settling"]
 
 AUROC = "validation_auroc"
 """The name of the validation AUROC in a history."""
+
+_MOST_STORED = 2**30  # bytes of features that are kept for a run
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,12 @@ def prepare_table(
             torch.seed()
         model = models.create(recipe.model, input_shape=info.shape, classes=2, **recipe.options)
     loss = CrossEntropy(tau=recipe.temperature, class_weights=recipe.class_weights)
+    size = info.train_size if dataset_size is None else dataset_size
     made = plan(
         model,
         loss,
-        dataset_size=info.train_size if dataset_size is None else dataset_size,
-        batch_size=recipe.batch_size,
+        dataset_size=size,
+        batch_size=min(recipe.batch_size, size),  # small tables are taken whole, also when a part of them is held out
         delta=recipe.delta,
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
@@ -149,6 +152,12 @@ def prepare_table(
             optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, total) / total))
         )
     return Prepared(recipe, model, loss, made, optimizer, scheduler)
+
+
+def worth_settling(recipe: TabularRecipe, model: torch.nn.Module, rows: int) -> bool:
+    """Whether to compute the fixed features of all rows once: if each is used more than once, and if they fit in memory."""
+    width = next(layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    return recipe.epochs > 1.5 and 4 * rows * width <= _MOST_STORED
 
 
 def train_table(
@@ -205,6 +214,7 @@ def train_table(
         evaluations=evaluations,
         checkpoint=checkpoint,
         resume=resume,
+        settle=worth_settling(recipe, ready.model, len(learn)),
     )
     seconds = time.monotonic() - started
     figures = evaluate(ready.model, ready.loss, test, device=device, batch_size=8192)

@@ -73,11 +73,13 @@ def check_settling(plan: PrivacyPlan, ledger: Ledger, augmentation: Augmentation
 
 def fixed_layers(model: torch.nn.Module) -> int:
     """How many layers at the front of a sequential model are fixed: nothing to train, nothing random, no cotangent clipped."""
-    if not isinstance(model, torch.nn.Sequential) or type(model).forward is not torch.nn.Sequential.forward:
+    plain = isinstance(model, torch.nn.Sequential) and type(model).forward is torch.nn.Sequential.forward
+    if not plain or model._forward_hooks or model._forward_pre_hooks:
         raise ConfigurationError(
-            f"only a Sequential says where its fixed layers end, and {type(model).__name__} is none: put the fixed part and the "
-            "trained part into one nn.Sequential"
+            f"only a Sequential without hooks says where its fixed layers end, and {type(model).__name__} is none: put the fixed "
+            "part and the trained part into one nn.Sequential"
         )
+    assert isinstance(model, torch.nn.Sequential)
     count = 0
     for layer in model:
         if any(p.requires_grad for p in layer.parameters()) or any(map(_has_to_run, layer.modules())):
@@ -112,7 +114,7 @@ def settle(
     """
     count = fixed_layers(model)
     assert isinstance(model, torch.nn.Sequential)
-    layers = list(model.named_children())
+    layers = list(model._modules.items())  # named_children() leaves out a layer that comes a second time
     if count == 0:
         raise ConfigurationError(f"nothing in this model is fixed: its first layer, '{layers[0][0]}', is trained, random or clips")
     fixed = torch.nn.Sequential(OrderedDict(layers[:count]))

@@ -1,0 +1,65 @@
+"""Every dataset of images × every network × both ways to bound gradients: ``cifar10-vgg``, ``cifar10-vgg-bookkeeping``.
+
+The clipless recipe proves its bounds (Lipschitz layers, the logits' gradient clipped); its twin trains a conventional network of
+the same widths and depth (:mod:`lipdp.models.plain_twins`) with each example's gradient clipped. The settings are those that
+``benchmarks/out_of_the_box.py`` has found, or the common start below where it has not been run; the provenance says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lipdp.recipes.grid_found import FOUND
+from lipdp.recipes.recipe import Recipe
+from lipdp.recipes.spaces import changed
+
+__all__ = ["DATASETS", "GRID", "NETWORKS", "base_recipe", "grid_name"]
+
+DATASETS = ("mnist", "fashion_mnist", "cifar10")
+NETWORKS = ("mlp", "lenet", "vgg", "resnet", "mixer")
+
+# Small networks: the noise of a step grows with the number of weights, its signal does not.
+_GREY: dict[str, dict[str, Any]] = {
+    "mlp": {"hidden": (128,)},
+    "lenet": {"channels": (16,), "kernel_size": 5, "hidden": 64},
+    "vgg": {"depth": 5, "width": 16, "hidden": 64},
+    "resnet": {"depth": 6, "width": 16},
+    "mixer": {"patch": 4, "dim": 64, "depth": 1},
+}
+_COLOUR = {**_GREY, "mlp": {"hidden": (256,)}, "lenet": {"channels": (16, 32), "kernel_size": 5, "hidden": 64}}
+_TWINS = {"mlp": "plain-dense", "lenet": "plain-lenet", "vgg": "plain-vgg", "resnet": "plain-resnet", "mixer": "plain-mixer"}
+_COMMON: dict[str, Any] = {"batch_size": 8192, "epochs": 27.0, "schedule": "cosine", "ema_decay": 0.95}
+_PROVED: dict[str, Any] = {"temperature": 100.0, "learning_rate": 3.0, "allocation": "optimal"}
+_CLIPPED: dict[str, Any] = {"temperature": 4.0, "learning_rate": 1.6, "method": "bookkeeping", "max_grad_norm": 0.3}
+_UNTRIED = "untried: a common start for all networks, near the settings found for {}"
+
+
+def grid_name(dataset: str, network: str, method: str = "clipless") -> str:
+    """What ``lipdp train`` calls it."""
+    return f"{dataset.replace('_', '-')}-{network}" + ("" if method == "clipless" else f"-{method}")
+
+
+def base_recipe(dataset: str, network: str, method: str = "clipless") -> Recipe:
+    """Where a search starts: the same settings for every network of a method."""
+    options = dict((_COLOUR if dataset == "cifar10" else _GREY)[network])
+    name = grid_name(dataset, network, method)
+    if method == "clipless":
+        provenance = _UNTRIED.format("mnist-lenet")
+        return Recipe(name, dataset, network, {**options, "clip": 0.2}, **_COMMON, **_PROVED, provenance=provenance)
+    options["activation"] = "tanh"
+    return Recipe(
+        name, dataset, _TWINS[network], options, **_COMMON, **_CLIPPED, provenance=_UNTRIED.format("mnist-mlp-bookkeeping")
+    )
+
+
+def _all() -> Iterator[Recipe]:
+    for dataset in DATASETS:
+        for network in NETWORKS:
+            for method in ("clipless", "bookkeeping"):
+                base = base_recipe(dataset, network, method)
+                provenance, settings = FOUND.get(base.name, (base.provenance, {}))
+                yield changed(base, settings).but(provenance=provenance)
+
+
+GRID = tuple(_all())

@@ -1,0 +1,36 @@
+"""What runs of all kinds of recipes have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from lipdp import models
+from lipdp.data import DatasetInfo
+
+__all__ = ["Schedule", "rate_schedule", "seeded_model"]
+
+Schedule = Literal["constant", "cosine", "linear"]
+
+
+def seeded_model(name: str, options: Mapping[str, Any], info: DatasetInfo, seed: int | None) -> torch.nn.Module:
+    """A model with initial weights drawn from ``seed`` (``None``: from the system); the caller's generator stays where it is."""
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        else:
+            torch.seed()
+        return models.create(name, input_shape=info.shape, classes=info.classes, **options)
+
+
+def rate_schedule(optimizer: torch.optim.Optimizer, kind: Schedule, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate over a run of ``steps``: constant, or along half a cosine or a line down to 0."""
+
+    def factor(step: int) -> float:
+        done = min(step, steps) / steps
+        return {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}[kind]
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
