@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
                 seed=seed,
                 device=arguments.device,
                 cache=arguments.cache,
+                microbatch_size=arguments.microbatch,
                 made=planned(recipe, epsilon, Path(arguments.plans)),
                 store=store,
             )
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--found", type=Path, help="recipes of accuracy_heads.py choose, in place of the library's")
     parser.add_argument("--device")
     parser.add_argument("--cache", help="folder for features")
+    parser.add_argument("--microbatch", type=int, help="rows at once, see lipdp.fit; wide rows on a CPU are faster with 2048")
     parser.add_argument("--plans", default="benchmarks/results/accuracy/plans", help="folder for plans")
     parser.add_argument("--out", default="benchmarks/results/accuracy")
     arguments = parser.parse_args()
