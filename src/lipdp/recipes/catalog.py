@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from lipdp.data import RandomCrop
 from lipdp.errors import ConfigurationError
 from lipdp.recipes.adbench import ADBENCH_RECIPES
@@ -104,5 +106,11 @@ def get(name: str, epsilon: float | None = None) -> Recipe | FeatureRecipe:
         return best_recipe(name, 3.0 if epsilon is None else epsilon)
     found = _BY_NAME.get(_DEFAULTS.get(name, name))
     if found is None:
-        raise ConfigurationError(f"there is no recipe named {name!r}; there are {', '.join(names())}")
+        near = difflib.get_close_matches(name, names(), n=3)
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        short = ", ".join((*_DEFAULTS, *_BY_BUDGET))
+        raise ConfigurationError(
+            f"there is no recipe named {name!r}.{meant} {short} mean the best recipe for the dataset; `lipdp recipes` (or "
+            f"lipdp.recipes.names()) lists all {len(names())}."
+        )
     return found
