@@ -145,6 +145,19 @@ def test_constants_hold_under_attack(mirror: bool) -> None:
     assert torch.count_nonzero(layer(torch.zeros(1, 1, 6, 6))) == 0
 
 
+@pytest.mark.parametrize("mirror", [False, True])
+def test_constants_are_reached(mirror: bool) -> None:
+    """One patch, no threshold, a whitening that only scales: then one direction is worst for every factor."""
+    drawn = torch.rand(400, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"patch": 4, "filters": 6, "grid": 1, "threshold": 0.0, "whiten": 1.0, "contrast": 0.3}
+    # Mirrored halves add up in full where image and dictionary are their own mirror images.
+    layer = PatchFeatures((1, 4, 4), **settings, mirror=mirror, drawn=drawn + drawn.flip(3) if mirror else drawn)
+    worst = torch.linalg.svd(layer.filters.flatten(1).double())[2][0].float().reshape(1, 1, 4, 4)
+    for size, bound in ((1e-4, 1e-4 * layer.lipschitz), (1e6, layer.norm)):
+        reached = float(torch.linalg.vector_norm(layer(size * worst)))
+        assert 0.99 * bound < reached <= bound
+
+
 def test_the_calculus_knows_it() -> None:
     layer = PatchFeatures((1, 6, 6), **SMALL)
     model = nn.Sequential(nn.BoundedInput((1, 6, 6), norm=1e-3), layer)

@@ -211,6 +211,16 @@ def test_the_history_has_the_validation_auroc(tiny: DatasetInfo) -> None:
     assert result.plan.dataset_size == 900
 
 
+@pytest.mark.parametrize(("schedule", "half"), [("cosine", 0.5), ("constant", None)])
+def test_the_schedule_is_kept(tiny: DatasetInfo, schedule: str, half: float | None) -> None:
+    ready = prepare_table(TINY.but(schedule=schedule), tiny, noise_multiplier=1.0, accountant="rdp")
+    if half is None:
+        assert ready.scheduler is None
+    else:
+        assert isinstance(ready.scheduler, torch.optim.lr_scheduler.LambdaLR)
+        assert ready.scheduler.lr_lambdas[0](ready.plan.steps / 2) == pytest.approx(half)
+
+
 def test_class_weights_and_statistics_reach_the_plan(tiny: DatasetInfo) -> None:
     ready = prepare_table(
         TINY.but(class_weights=(0.1, 1.0), statistics_budget=0.1, options={"standardise": True, "radius": 4.0}),

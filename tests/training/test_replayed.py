@@ -14,6 +14,7 @@ from lipdp.graphs import GraphedFunction, deferred_checks, holds
 from lipdp.losses import CrossEntropy
 from lipdp.parametrize import constraint
 from lipdp.training.watch import Projection, constant_buffers, project_trained
+from tests.test_graphs import recorder  # noqa: F401  (a fixture)
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -98,6 +99,18 @@ def trained(device: str, steps: int = 6) -> tuple[torch.nn.Module, lipdp.Privacy
     for x, y in engine.batches(data):
         engine.step(x, y)
     return model, engine
+
+
+@pytest.mark.usefixtures("recorder")
+def test_steps_through_recordings_are_the_steps_without() -> None:
+    """With a stand-in for CUDA: gradients come from recordings, one for all steps, and the run is the same."""
+    recorded, engine = trained("cpu")
+    assert engine._query._graphed.recordings == 1  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
+        plain, _ = trained("cpu")
+    for p, q in zip(recorded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 @on_cuda

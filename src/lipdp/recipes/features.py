@@ -21,7 +21,7 @@ from lipdp.losses import CrossEntropy
 from lipdp.models.features import extract_features, front_digest, split_front
 from lipdp.privacy import Accountant, Adjacency, Allocation
 from lipdp.recipes.parts import Schedule, rate_schedule, seeded_model
-from lipdp.recipes.recipe import Prepared, Result
+from lipdp.recipes.recipe import Prepared, Result, outcome
 from lipdp.training import Callback, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
@@ -305,16 +305,4 @@ def train_on_features(
     predictor = ready.model if views is None else TestTimeAverage(ready.model, PrecomputedCopies(views.copies))
     figures = evaluate(predictor, ready.loss, test_features, device=place)
     model.to(place)
-    return Result(
-        recipe=recipe.name,
-        accuracy=figures["accuracy"],
-        epsilon=history.epsilon,
-        delta=ready.plan.delta,
-        steps=int(history.last.get("step", 0)),
-        seconds=seconds,
-        method=ready.plan.method,
-        seed=seed,
-        history=history,
-        model=model,
-        plan=ready.plan,
-    )
+    return Result(**outcome(ready, model, history, figures["accuracy"], seconds, seed))

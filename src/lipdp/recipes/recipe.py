@@ -21,7 +21,7 @@ from lipdp.recipes.parts import rate_schedule, seeded_model
 from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
-__all__ = ["Prepared", "Recipe", "Result", "prepare", "train"]
+__all__ = ["Prepared", "Recipe", "Result", "outcome", "prepare", "train"]
 
 
 @dataclass(frozen=True)
@@ -246,16 +246,23 @@ def train(
     )
     seconds = time.monotonic() - started
     figures = evaluate(ready.model, ready.loss, test, device=device)
-    return Result(
-        recipe=recipe.name,
-        accuracy=figures["accuracy"],
-        epsilon=history.epsilon,
-        delta=ready.plan.delta,
-        steps=int(history.last.get("step", 0)),
-        seconds=seconds,
-        method=ready.plan.method,
-        seed=seed,
-        history=history,
-        model=ready.model,
-        plan=ready.plan,
-    )
+    return Result(**outcome(ready, ready.model, history, figures["accuracy"], seconds, seed))
+
+
+def outcome(
+    ready: Prepared, model: torch.nn.Module, history: History, accuracy: float, seconds: float, seed: int | None
+) -> dict[str, Any]:
+    """The fields of a :class:`Result` that runs of all kinds of recipes have."""
+    return {
+        "recipe": ready.recipe.name,
+        "accuracy": accuracy,
+        "epsilon": history.epsilon,
+        "delta": ready.plan.delta,
+        "steps": int(history.last.get("step", 0)),
+        "seconds": seconds,
+        "method": ready.plan.method,
+        "seed": seed,
+        "history": history,
+        "model": model,
+        "plan": ready.plan,
+    }

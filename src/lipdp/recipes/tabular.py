@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import CrossEntropy
 from lipdp.privacy import Accountant, Adjacency
-from lipdp.recipes.recipe import Prepared, Recipe, Result
+from lipdp.recipes.parts import rate_schedule
+from lipdp.recipes.recipe import Prepared, Recipe, Result, outcome
 from lipdp.training import Callback, evaluate, fit, plan
 from lipdp.training.callbacks import Run
 
@@ -145,12 +145,7 @@ def prepare_table(
         for name, weight in model.named_parameters()
     ]
     optimizer = torch.optim.SGD(groups, momentum=recipe.momentum)
-    scheduler = None
-    if recipe.schedule == "cosine":
-        total = made.steps
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, total) / total))
-        )
+    scheduler = None if recipe.schedule == "constant" else rate_schedule(optimizer, recipe.schedule, made.steps)
     return Prepared(recipe, model, loss, made, optimizer, scheduler)
 
 
@@ -220,16 +215,6 @@ def train_table(
     figures = evaluate(ready.model, ready.loss, test, device=device, batch_size=8192)
     inputs, labels = test.tensors
     return TabularResult(
-        recipe=recipe.name,
-        accuracy=figures["accuracy"],
-        epsilon=history.epsilon,
-        delta=ready.plan.delta,
-        steps=int(history.last.get("step", 0)),
-        seconds=seconds,
-        method=ready.plan.method,
-        seed=seed,
-        history=history,
-        model=ready.model,
-        plan=ready.plan,
+        **outcome(ready, ready.model, history, figures["accuracy"], seconds, seed),
         auroc=auroc(table_scores(ready.model, inputs), labels == 1),
     )
