@@ -52,7 +52,10 @@ def _made(
     return (dataset, epsilon), recipe
 
 
-_FOUND = "best of {} settings on one held-out tenth (by the script that became benchmarks/accuracy_times.py); blocks from trials with {} images"
+_FOUND = (
+    "best of {} settings on one held-out tenth (by the script that became benchmarks/accuracy_times.py); blocks from trials with {} "
+    "images"
+)
 
 PATCHES = MappingProxyType(
     dict(
