@@ -53,8 +53,8 @@ def _made(
 
 
 _FOUND = (
-    "best of {} settings on one held-out tenth (by the script that became benchmarks/accuracy_times.py); blocks from trials with {} "
-    "images"
+    "best of {} settings on one held-out tenth (by the script that became benchmarks/accuracy_times.py); blocks from trials with "
+    "{} images"
 )
 
 PATCHES = MappingProxyType(
