@@ -103,6 +103,50 @@ LISTS["second"] = {
     "p4 f2000 contrast=0.03": one(patch(**small, contrast=0.03)),
     "p4 f2000 overlap=2.5": one(patch(**small, overlap=2.5)),
 }
+# For a GPU: 64 000 features and more.
+LISTS["large"] = {
+    "p4 f4000": one(patch(patch=4, filters=4000)),
+    "p3 f2000 + p5 f2000": one(patch(patch=3, filters=2000), patch(patch=5, filters=2000)),
+    "p3 f1500 + p4 f1500 + p6 f1500": one(*(patch(patch=size, filters=1500) for size in (3, 4, 6))),
+    "p4 f4000 threshold=1.5": one(patch(patch=4, filters=4000, threshold=1.5)),
+}
+# Patches with scattering: with copies, and small enough for a processor to compute.
+_smooth = {"patch": 4, "overlap": 2.5}
+_scatter = (scatter(weight=0.5), scatter(J=3, weight=0.4))
+LISTS["third"] = {
+    "p4 f1000 overlap=2.5 mix=0.3 + J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=0.5, shifts=0)),
+    "p4 f1000 overlap=2.5 + J3, no copies": one(patch(**_smooth), scatter(J=3, weight=0.5, shifts=0)),
+    "p4 f2000 overlap=2.5 + scatter": one(patch(**_smooth, filters=2000), *_scatter),
+    "p4 f2000 overlap=2.5 mix=0.3 + scatter": one(patch(**_smooth, filters=2000, mix=0.3), *_scatter),
+    "p4 f2000 overlap=2.5 + more scatter": one(patch(**_smooth, filters=2000), scatter(weight=0.8), scatter(J=3, weight=0.6)),
+    "p4 f2000 overlap=2.5 + scatter mix=0.3": one(
+        patch(**_smooth, filters=2000), scatter(weight=0.5, mix=0.3), scatter(J=3, weight=0.4, mix=0.3)
+    ),
+    "p4 f2000 overlap=2.5 threshold=0.5 + scatter": one(patch(**_smooth, filters=2000, threshold=0.5), *_scatter),
+    "p4 f4000 overlap=2.5 + scatter": one(patch(**_smooth, filters=4000), *_scatter),
+    "p3 + p5 overlap=2.5 + scatter": one(patch(patch=3, overlap=2.5), patch(patch=5, overlap=2.5), *_scatter),
+    "p4 f4000 grid=3 overlap=2 + scatter": one(patch(patch=4, filters=4000, grid=3, overlap=2.0), *_scatter),
+    "p4 f1000 overlap=2.5 + J2 + J3, no copies": one(
+        patch(**_smooth), scatter(weight=0.5, shifts=0), scatter(J=3, weight=0.4, shifts=0)
+    ),
+    "p4 f2000 overlap=4 + scatter": one(patch(patch=4, filters=2000, overlap=4.0), *_scatter),
+    "p4 f2000 overlap=2.5 + J3": one(patch(**_smooth, filters=2000), scatter(J=3, weight=0.5)),
+}
+LISTS["processor"] = {
+    "p4 f1000 overlap=2.5 mix=0.3 + more J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=0.8, shifts=0)),
+    "p4 f1000 overlap=2.5 mix=0.3 + most J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=1.2, shifts=0)),
+    "p4 f1000 overlap=2.5 mix=0.2 threshold=0.5 + more J3, no copies": one(
+        patch(**_smooth, mix=0.2, threshold=0.5), scatter(J=3, weight=0.8, shifts=0)
+    ),
+    "p4 f1000 overlap=2.5 mix=0.3 + J2 + J3, no copies": one(
+        patch(**_smooth, mix=0.3), scatter(weight=0.8, shifts=0), scatter(J=3, weight=0.6, shifts=0)
+    ),
+    "p4 f1000 overlap=2.5 mix=0.3": one(patch(**_smooth, mix=0.3)),
+    "p4 f1600 overlap=2.5 mix=0.3": one(patch(**_smooth, mix=0.3, filters=1600)),
+    "p4 f1600 overlap=2.5 mix=0.3 threshold=0.5": one(patch(**_smooth, mix=0.3, filters=1600, threshold=0.5)),
+    "p4 f1600 grid=3 overlap=2 mix=0.3": one(patch(patch=4, grid=3, overlap=2.0, mix=0.3, filters=1600)),
+    "p4 f1600 overlap=3 mix=0.3": one(patch(patch=4, overlap=3.0, mix=0.3, filters=1600)),
+}
 # Small enough for a processor: at most 12 000 features, no shifted copies.
 _plain = (scatter(weight=0.8, shifts=0), scatter(J=3, weight=0.6, shifts=0))
 _few = {"filters": 200, "grid": 5}

@@ -143,7 +143,8 @@ class PatchFeatures(torch.nn.Module):
         energy = torch.sum(torch.square(white), 1, keepdim=True) / self.mean_energy
         responses = products * torch.rsqrt(energy + self.contrast)
         pooling, threshold = self.pooling.to(dtype), self.threshold * self.level
-        sides = [torch.matmul(torch.relu(sign * responses - threshold), pooling) for sign in (1, -1)]
+        # In place: on a processor half of the time went into fresh memory.
+        sides = [torch.matmul(torch.relu_(side), pooling) for side in (responses - threshold, -threshold - responses)]
         pooled = torch.reshape(torch.stack(sides, dim=1), (-1, 2, len(self.filters), self.grid, self.grid))
         if self.mirror:
             first, second = torch.chunk(pooled, 2, dim=2)
