@@ -120,7 +120,7 @@ def table(arguments: argparse.Namespace) -> None:
                 "spent": max(float(str(r["spent"])) for r in records),
                 "delta": records[0]["delta"],
                 "steps": records[0]["steps"],
-                "seconds": round(statistics.fmean(float(str(r["seconds"])) for r in records), 1),
+                "seconds": round(statistics.median(float(str(r["seconds"])) for r in records), 1),
                 "method": records[0]["method"],
             }
         )

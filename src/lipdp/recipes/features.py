@@ -25,7 +25,7 @@ from lipdp.recipes.recipe import Prepared, Result, outcome
 from lipdp.training import Callback, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
-__all__ = ["FeatureRecipe", "head_optimizer", "plan_head", "prepare_head", "train_on_features"]
+__all__ = ["FeatureRecipe", "head_optimizer", "plan_head", "prepare_head", "train_on_features", "whole_batch_recipe"]
 
 TestCopies = Literal["one", "flip", "all"]
 
@@ -124,6 +124,40 @@ class FeatureRecipe:
         if self.test_copies == "all":
             return self.copies
         return Shifts(self.shifts[:1], flip=self.test_copies == "flip")
+
+
+def whole_batch_recipe(
+    name: str,
+    dataset: str,
+    options: Mapping[str, Any],
+    *,
+    epsilon: float,
+    time: float,
+    steps: int = 150,
+    momentum: float = 0.9,
+    ema_decay: float = 0.9,
+    provenance: str = "",
+) -> FeatureRecipe:
+    """A linear head on blocks of features (``patches-linear``) for which every step takes the whole training set.
+
+    T such steps and a release of means are one Gaussian mechanism, so T matters to the optimiser only. What the head learns
+    depends on the ``time``: the learning rate times the steps, in units of the clip and of the sum of the momentum's weights.
+    The means get the same noise at every ε: 0.16/ε of the budget.
+    """
+    return FeatureRecipe(
+        name,
+        dataset,
+        "patches-linear",
+        options,
+        batch_size=data.info(dataset).train_size,
+        steps=steps,
+        learning_rate=time / steps * (1 - momentum),
+        momentum=momentum,
+        schedule="linear",
+        ema_decay=ema_decay,
+        statistics_budget=round(0.16 / epsilon, 4),
+        provenance=provenance,
+    )
 
 
 def plan_head(
