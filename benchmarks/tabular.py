@@ -28,6 +28,7 @@ from lipdp import models
 from lipdp.losses import CrossEntropy
 from lipdp.recipes import get, train
 from lipdp.recipes.tabular import TabularRecipe, prepare_table, worth_settling
+from lipdp.training.batches import gather_lazily
 
 TABLES = ("yeast", "magic", "shuttle", "aloi", "skin", "campaign", "donors", "celeba", "census")
 METHODS = ("clipless", "bookkeeping")
@@ -93,8 +94,8 @@ def engine_step(recipe: TabularRecipe, timed: int, device: str) -> tuple[dict[st
     if recipe.statistics_budget is not None:
         engine.release_statistics(learn)
     rows = engine.settle(learn) if worth_settling(recipe, timing.model, len(learn)) else learn
-    batches = engine.batches(rows)
-    return median_step(lambda: engine.step(*next(batches)), timed), ready.plan.steps
+    samples = engine.samples(rows)
+    return median_step(lambda: engine.step(*gather_lazily(rows, next(samples))), timed), ready.plan.steps  # as lipdp.fit does
 
 
 def opacus_step(recipe: TabularRecipe, timed: int, device: str, *, helped: bool) -> dict[str, float]:

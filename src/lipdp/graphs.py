@@ -36,6 +36,7 @@ __all__ = [
     "fingerprint",
     "holds",
     "is_deferring",
+    "is_large",
     "is_recording",
     "through",
 ]
@@ -46,6 +47,7 @@ Staged = Generator[Any, None, R]
 _SAME = 1e-3
 # Recordings in a row that were never replayed, per recording that may be kept: after that, recording is given up.
 _PATIENCE = 2
+_LARGE = 2**26  # bytes
 
 
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
@@ -217,8 +219,16 @@ def _rest(stages: Staged[R]) -> R:
     raise TypeError("a function in stages yields once")
 
 
+def is_large(tensor: torch.Tensor) -> bool:
+    """Whether a pass over it takes the device longer than the host takes for some launches, or to wait and read one number.
+
+    A function of such a tensor is not worth recording: a replay would begin by copying it.
+    """
+    return tensor.nbytes >= _LARGE
+
+
 def _can_record(inputs: tuple[torch.Tensor, ...]) -> bool:
-    on_cuda = bool(inputs) and all(part.device.type == "cuda" for part in inputs)
+    on_cuda = bool(inputs) and all(part.device.type == "cuda" and not is_large(part) for part in inputs)
     return on_cuda and not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
 
 
@@ -326,7 +336,9 @@ def _uncached_autocast() -> Iterator[None]:
 def _never_waiting() -> Iterator[None]:
     """Reading a value from the device is an error here. Found in a recording, it would leave CUDA's generator unusable."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # "is a prototype": not the user's concern
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

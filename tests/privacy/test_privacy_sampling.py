@@ -43,6 +43,16 @@ def test_records_and_steps_are_pairwise_independent():
         assert largest < stats.norm.isf(1e-6 / (k * (k - 1))) / math.sqrt(length)
 
 
+@pytest.mark.parametrize("q", [1e-3, 0.05, 0.5, 1.0])
+def test_a_record_is_in_where_its_uniform_is_below_q(q):
+    for size in (1, 17, 5000):
+        uniforms = torch.rand(size, dtype=torch.float64, generator=privacy.generator(SEED, 3, "t"))
+        expected = [place for place, value in enumerate(uniforms.tolist()) if value < q]
+        found = privacy.poisson_indices(size, q, privacy.generator(SEED, 3, "t"))
+        assert found.dtype == torch.int64
+        assert found.tolist() == expected
+
+
 def test_indices_are_sorted_unique_longs():
     found = privacy.poisson_indices(1000, 0.5, privacy.generator(SEED, 0, "t"))
     assert found.dtype == torch.int64

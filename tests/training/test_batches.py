@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from lipdp.errors import ConfigurationError, DataError, LipdpWarning
+from lipdp import losses, nn
+from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.training.batches import check_dataset, check_finite, even_rows, gather, gather_lazily, microbatches, slices
 
 from .common import BATCH, SIZE, empty, engine_of, free, planned, small, toy
@@ -270,11 +272,65 @@ def test_records_that_are_not_finite_are_masked_and_huge_ones_are_not():
     check_finite(TensorDataset(x[::2], torch.zeros(2)))
 
 
-@given(batch=st.integers(1, 20_000), entries=st.one_of(st.none(), st.integers(1, 10**7)))
-def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries):
-    rows = even_rows(batch, torch.device("cpu"), entries)
-    most = batch + 4 * batch**0.5
-    assert 1 <= rows <= 4096
+@given(
+    kind=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]),
+    bad=st.dictionaries(st.integers(0, 8), st.sampled_from([float("nan"), float("inf"), -float("inf")])),
+    huge=st.booleans(),
+    late=st.booleans(),
+)
+def test_whatever_is_not_finite_is_found_wherever_it_is(kind, bad, huge, late):
+    """Also infinities of both signs, which a sum would let cancel to NaN, and rows whose sums overflow without any."""
+    x = torch.ones(9, 5).to(kind)
+    if huge:
+        x = x * torch.finfo(kind).max
+    for row, value in bad.items():
+        x[row, row % 5] = value
+    y = torch.arange(9)
+    batch = gather_lazily(TensorDataset(x, y), torch.arange(9)) if late else (x, y)
+    kept = []
+    for rows, labels, mask in microbatches(*batch, 4, torch.device("cpu")):
+        assert bool(torch.isfinite(torch.view_as_real(rows) if rows.is_complex() else rows).all())
+        assert torch.equal(rows[mask], x[labels[mask]])
+        kept += labels[mask].tolist()
+    assert kept == [row for row in range(9) if row not in bad]
+
+
+def test_writing_over_the_dataset_is_noticed():
+    """At sampling rate 1 rows are views of the dataset; elsewhere they are copies, which a model may change in place."""
+    data, device = toy(40), torch.device("cpu")
+    before = data.tensors[0].clone()
+    for x, _, _ in microbatches(*gather_lazily(data, torch.arange(39)), 8, device):
+        x.add_(1.0)
+    assert torch.equal(data.tensors[0], before)
+    parts = microbatches(*gather_lazily(data, torch.arange(40)), 8, device)
+    next(parts)[0].relu_()
+    with pytest.raises(UnsupportedError, match="in place"):
+        next(parts)
+
+
+@pytest.mark.parametrize("count", [31, 32, 33, 64, 70])
+def test_a_whole_batch_is_one_microbatch_and_none_of_its_records_is_lost(count):
+    """The plan's size says how many rows go at once; a neighbouring dataset has one more or less, and all of it counts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BoundedInput((6,)), torch.nn.Linear(6, 3, bias=False))
+    loss = losses.CrossEntropy(tau=4.0)
+    plan = planned(model, dataset_size=32, batch_size=32, noise_multiplier=1e-6, steps=2, delta=1e-5)
+    assert plan.sampling_rate == 1
+    engine = engine_of(model, plan)
+    assert engine.microbatch_size == 32
+    data = toy(count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpWarning)
+        engine.step(*gather_lazily(data, next(engine.samples(data))))
+    (expected,) = torch.autograd.grad(loss(model(data.tensors[0]), data.tensors[1]).sum(), [model[1].weight])
+    assert torch.allclose(32 * engine.optimizer.seen[0]["1.weight"], expected, atol=1e-4)
+
+
+@given(batch=st.integers(1, 40_000), entries=st.one_of(st.none(), st.integers(1, 10**7)), whole=st.booleans())
+def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries, whole):
+    rows = even_rows(batch, torch.device("cpu"), entries, whole=whole)
+    most = batch if whole else batch + 4 * batch**0.5
+    assert 1 <= rows <= 16384
     assert rows >= min(most, 32) / 2
     assert rows * -(-most // rows) < most + rows  # the last one is nearly full
     assert entries is None or rows <= max(32, 2**20 // entries)

@@ -123,7 +123,7 @@ def test_a_learning_rate_that_differed_once_keeps_the_noise_apart():
 
 def test_sampling_noise_and_dropout_have_their_own_streams():
     engine = engine_of(free())
-    seeds = {derive_seed(engine._key, step, use) for step in range(50) for use in ("sample", "noise", "model")}
+    seeds = {derive_seed(engine._streams.key, step, use) for step in range(50) for use in ("sample", "noise", "model")}
     assert len(seeds) == 150
 
 

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp import losses, nn
 from lipdp.data import Flip, PrecomputedCopies
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.errors import ConfigurationError, DataError, UnsupportedError
+from lipdp.training.batches import gather_lazily
 from lipdp.training.query import Sample
 from lipdp.training.settling import fixed_layers
 
@@ -131,6 +132,60 @@ def test_what_is_stored_is_not_trusted():
             answer = engine._query.ask(engine._parameters, sample, settings.clips)
             for name, total in answer.sums.items():
                 assert float(total.norm()) <= bound[name] * (1 + 1e-5)
+
+
+def test_stored_rows_are_inside_and_pass_without_a_copy():
+    """Where P's outputs lie on the sphere, half of them are a rounding error outside; they are stored a little inside."""
+    for mode in ("sphere", "ball"):
+        engine, stored = settled(head(mode=mode))
+        inner = engine._settled.rest[0]
+        rows = stored.tensors[0]
+        for part in (rows, rows[:1], rows[3:70], rows[::3]):
+            assert inner(part) is part
+        assert float(rows.norm(dim=1).max()) > 1 - 2e-6
+
+
+def test_one_row_outside_is_brought_in_and_no_other_changes():
+    engine, stored = settled()
+    inner, rows = engine._settled.rest[0], stored.tensors[0]
+    for factor in (1 + 1e-5, 2.0, 1e10):
+        mixed = rows.clone()
+        mixed[7] *= factor
+        found = inner(mixed)
+        assert torch.equal(found[:7], rows[:7])
+        assert torch.equal(found[8:], rows[8:])
+        assert float(found[7].double().norm()) <= 1 + 1e-6
+        assert torch.allclose(found[7], rows[7], atol=1e-5)
+    assert torch.equal(torch.vmap(inner, in_dims=0)(rows.unsqueeze(1)).squeeze(1), rows)
+    with pytest.raises(DataError, match="shape"):
+        inner(rows[:, :5])
+
+
+class WritesOver(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.linear(torch.nn.functional.relu(x, inplace=True))
+
+
+def test_layers_that_work_in_place_do_not_write_over_stored_rows():
+    """At sampling rate 1 a microbatch is a view of them. A layer that says so gets a copy; where one doesn't, the proof refuses."""
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    model = nn.Sequential(nn.BoundedInput((6,)), torch.nn.Dropout(0.2, inplace=True), torch.nn.Linear(6, 3), nn.ClipGradient(0.5))
+    engine = engine_of(model, planned(model, dataset_size=32, batch_size=32))
+    stored = engine.settle(data)
+    before = stored.tensors[0].clone()
+    engine.step(*gather_lazily(stored, next(engine.samples(stored))))
+    assert torch.equal(stored.tensors[0], before)
+    model = nn.Sequential(nn.BoundedInput((6,)), WritesOver(), nn.ClipGradient(0.5))
+    engine = engine_of(model, planned(model, dataset_size=32, batch_size=32))
+    with pytest.raises(UnsupportedError, match="in place"):
+        engine.settle(data)
+    engine.step(*next(engine.batches(data)))  # as if nothing had been tried
+    assert engine.steps == 1
 
 
 def test_steps_take_settled_rows_and_nothing_else():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from torch.utils.data import TensorDataset
 from lipdp.bounds.trace import find_input_shape
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
+from lipdp.memory import keep_freed_memory
 from lipdp.parametrize import project_
 from lipdp.privacy._checks import whole
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
-from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
+from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
@@ -34,6 +34,7 @@ from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, check_state
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
+from lipdp.training.streams import Streams, derive_key
 from lipdp.training.watch import ModelWatch, Projection, constant_buffers, project_trained
 
 __all__ = ["PrivacyEngine"]
@@ -115,8 +116,10 @@ class PrivacyEngine:
         if device is not None:
             model.to(device)
         self.device = next(iter(self._parameters.values())).device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._rows = microbatch_size
-        self.microbatch_size = microbatch_size or even_rows(plan.batch_size, self.device, self._query.entries)
+        self.microbatch_size = self._microbatch_size()
         if isinstance(self.loss, torch.nn.Module):
             self.loss.to(self.device)
         project_(model)
@@ -124,8 +127,7 @@ class PrivacyEngine:
         self._watch = ModelWatch(model)
         self._project = Projection(model)
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
-        self._key = self._derive_key(secret)
-        self._trail = ""  # a digest of the optimiser's settings in all steps so far
+        self._streams = Streams(derive_key(secret, plan, model, self._parameters, augmentation), self.device)
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
@@ -168,7 +170,7 @@ class PrivacyEngine:
             )
         while (number := max(self._drawn, self.steps)) < self.plan.steps:
             self._drawn = number + 1
-            yield poisson_indices(size, self.plan.sampling_rate, generator(self._key, number, "sample"))
+            yield poisson_indices(size, self.plan.sampling_rate, self._streams.sample(number))
 
     def step(self, inputs: torch.Tensor | Rows, targets: torch.Tensor) -> None:
         """One private step on a Poisson batch (of any size, 0 included)."""
@@ -184,38 +186,48 @@ class PrivacyEngine:
         number = self.steps
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        copies = Copies(self._augmentation, self._draw(number, "augment"), self._input_shape) if self._augmentation else Copies()
+        copies = self._copies(number)
         batch = Sample(inputs, targets, self.microbatch_size, self.device, copies)
-        with self._model_randomness(number), constant_buffers(self.model):
+        with self._streams.model(number), constant_buffers(self.model):
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         noised = self._release(answer, settings, number)
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self._watch.forget()  # until the projection is done, in case something below fails
         gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
         for name, parameter in trained.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self._project()
-        self._apply_clips()
-        self._watch.remember()
+        if self.plan.clips:
+            self._apply_clips()
+            self._watch.remember()
+        else:
+            self._watch.remember_values()
         if self.average is not None:
             self.average.update(self._parameters)
 
     def _release(self, answer: Answer, settings: StepSettings, number: int) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
         self.ledger.charge()
-        # The optimiser's settings so far are part of the noise's key: two runs from one seed that differ in, say, the learning
-        # rate of some step must not share noise from there on, or the difference of their releases would be free of it.
-        groups = [sorted((k, repr(v)) for k, v in group.items() if k != "params") for group in self.optimizer.param_groups]
-        self._trail = hashlib.sha256(f"{self._trail}|{type(self.optimizer).__name__}|{groups}".encode()).hexdigest()
-        return self._mechanism.release(answer, settings, self._draw(number, f"noise {self._trail}"))
+        return self._mechanism.release(answer, settings, self._streams.noise(number, self.optimizer))
 
-    def _draw(self, number: int, purpose: str) -> torch.Generator:
-        return generator(self._key, number, purpose, self.device)
+    def _copies(self, number: int) -> Copies:
+        if self._augmentation is None:
+            return Copies()
+        return Copies(self._augmentation, self._streams.draw(number, "augment"), self._input_shape)
+
+    def _drop_gradients(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _microbatch_size(self) -> int:
+        whole = self.plan.sampling_rate == 1
+        return self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole)
 
     def release_statistics(self, train: Any) -> None:
         """Release the statistics of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.
@@ -235,7 +247,7 @@ class PrivacyEngine:
             train,
             multiplier=planned[STATISTICS],
             dataset_size=self.plan.dataset_size,
-            draw=self._draw(0, STATISTICS),
+            draw=self._streams.draw(0, STATISTICS),
             device=self.device,
             rows=self.microbatch_size,
             copies=1 if self._augmentation is None else self._augmentation.copies,
@@ -252,13 +264,13 @@ class PrivacyEngine:
         Statistics are released before. ``in_place`` puts the result over the inputs of a TensorDataset, where it fits.
         """
         copies = check_settling(self.plan, self.ledger, self._augmentation, self._settled)
-        self._settled = settle(
-            self.model, train, input_shape=self._input_shape, device=self.device, copies=copies, in_place=in_place
-        )
-        self._input_shape = self._settled.shape
-        self._query = self._mechanism.query = query_of(self._settled.rest, self.loss, self.plan, self._input_shape)
+        made = settle(self.model, train, input_shape=self._input_shape, device=self.device, copies=copies, in_place=in_place)
+        query = query_of(made.rest, self.loss, self.plan, made.shape)
+        query.prove()  # before anything is taken over
+        self._settled, self._input_shape = made, made.shape
+        self._query = self._mechanism.query = query
         self._check_plan()
-        self.microbatch_size = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries)
+        self.microbatch_size = self._microbatch_size()
         return self._settled.dataset
 
     @property
@@ -285,18 +297,6 @@ class PrivacyEngine:
             return self._clipped_share
         shares = self._mechanism.shares.values()
         return 1 - sum(shares) / len(shares) if shares else None
-
-    @contextmanager
-    def _model_randomness(self, number: int) -> Iterator[None]:
-        """Dropout and the like draw from a stream of (key, step): a resumed run repeats it."""
-        seed = derive_seed(self._key, number, "model")
-        on_cuda = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
-            # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
-            torch.default_generator.manual_seed(seed)
-            if on_cuda:
-                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
-            yield
 
     # ------------------------------------------------------------------ weights to use
 
@@ -333,8 +333,8 @@ class PrivacyEngine:
                 "plan": self.plan.to_json(),
                 "steps": self.steps,
                 "one_off": list(self.ledger.one_off),
-                "key": f"{self._key:x}",
-                "trail": self._trail,
+                "key": f"{self._streams.key:x}",
+                "trail": self._streams.trail,
                 "proved": self._watch.values,
                 "clips": dict(self._mechanism.clips),
                 "model": self.model.state_dict(),
@@ -367,20 +367,10 @@ class PrivacyEngine:
         self.ledger.one_off = [str(name) for name in state["one_off"]]
         self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
         self._apply_clips()
-        self._key, self._trail = int(state["key"], 16), str(state["trail"])
+        self._streams.key, self._streams.trail = int(state["key"], 16), str(state["trail"])
         self._watch.values = [] if self._settled else list(state["proved"])
 
     # ------------------------------------------------------------------ checks
-
-    def _derive_key(self, seed: int) -> int:
-        """The run's secret key: the seed, bound to the plan, the layers and the initial weights.
-
-        Runs that differ in any of them never share noise even if they share the seed.
-        """
-        digest = hashlib.sha256(f"{seed}|{self.plan.to_json()}|{self.model}|{self._augmentation!r}".encode())
-        for parameter in self._parameters.values():
-            digest.update(parameter.detach().to("cpu", torch.float64).numpy().tobytes())
-        return int.from_bytes(digest.digest()[:16], "big")
 
     def _check_plan(self) -> None:
         """Trust nothing in the plan but what follows from the model, the loss and the accountant."""

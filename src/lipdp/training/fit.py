@@ -11,7 +11,6 @@ import torch
 
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError
-from lipdp.memory import keep_freed_memory
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
@@ -97,8 +96,6 @@ def fit(
         public=public,
         input_shape=input_shape,
     )
-    if engine.device.type == "cpu":
-        keep_freed_memory()
     pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
     if pays_for_statistics:
         find_standardize(model)

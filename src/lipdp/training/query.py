@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from lipdp.clipping import Method as ClippingMethod
 from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
-from lipdp.parametrize import effective_leaves, pull_back
+from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
@@ -133,6 +133,8 @@ class ProvedQuery:
         self.groups = tuple(group for group in plan.groups if group.source == "proved")
         self._analysis: Analysis | None = None
         self._trained: dict[str, torch.Tensor] = {}
+        # The engine lets no layer be replaced, so what is none of these now never will be.
+        self._has_maps = any(isinstance(module, Reparametrised) for module in model.modules())
         watched = Watched(model, loss)
         self._graphed = GraphedFunction(self._backward, state=lambda: (watched(), tuple(self._trained)))
 
@@ -166,11 +168,11 @@ class ProvedQuery:
 
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
-        layers = clip_layers(self.model)
+        layers = clip_layers(self.model) if clips else {}  # the plan's adaptive norms are among them
         for name in clips.keys() & layers.keys():
             layers[name].max_norm = clips[name]
         counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
-        with effective_leaves(self.model) as leaves, counts.watching():
+        with self._effective_leaves() as leaves, counts.watching():
             self._trained = {**parameters, **{name: leaf for name, leaf in leaves.items() if name in parameters}}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
             replayed: Backward | None = None if leaves or clips else self._graphed
@@ -195,7 +197,10 @@ class ProvedQuery:
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
-        return pull_back(self.model, noised)
+        return pull_back(self.model, noised) if self._has_maps else dict(noised)
+
+    def _effective_leaves(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        return effective_leaves(self.model) if self._has_maps else nullcontext({})
 
 
 class ClippedQuery:

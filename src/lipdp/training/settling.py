@@ -18,9 +18,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
-from lipdp.bounds import analyse
+from lipdp.bounds import Bound, Call, Transfer, analyse, rule
 from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import ConfigurationError
+from lipdp.graphs import is_large
+from lipdp.nn.boundary import example_norms, to_ball
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import check_dataset, rows_at_once, slices
 from lipdp.training.plan import PrivacyPlan
@@ -29,6 +31,37 @@ from lipdp.training.planning import STATISTICS
 __all__ = ["Settled", "check_settling", "fixed_layers", "settle"]
 
 _INPUT = "settled"  # name of the layer that bounds what T gets
+# Rows are stored this much inside their ball, relative to its radius: then their norms, which are computed with an error of some
+# 2^-23 whenever they are looked at, are found inside again.
+_MARGIN = 2.0**-20
+
+
+class _StoredInput(nn.BoundedInput):
+    """The ball that P's outputs lie in. If all rows of a microbatch are found inside, it is passed on as it is, without a copy.
+
+    A row inside is multiplied by exactly 1 otherwise, so what one example becomes does not depend on the others.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, where all its rows are inside; their projections elsewhere, and where asking would wait for a device."""
+        ask = x.device.type == "cpu" or is_large(x)
+        shaped = tuple(x.shape[1:]) == self.input_shape and ask and not x.is_inference()
+        return x if shaped and _is_true(example_norms(x.detach()) <= self.norm) else super().forward(x)
+
+
+@rule(_StoredInput)
+def _stored_input(layer: _StoredInput, call: Call) -> Transfer:
+    """A projection on the ball: the identity inside, where the derivative is the identity too."""
+    x = call.inputs[0]
+    return Transfer(Bound(min(x.norm, layer.norm), x.shape, x.row_norm, x.max_abs))
+
+
+def _is_true(condition: torch.Tensor) -> bool:
+    """Whether it holds everywhere, as far as that can be told: under vmap there is nothing to read."""
+    try:
+        return bool(condition.all())
+    except RuntimeError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -120,8 +153,12 @@ def settle(
     fixed = torch.nn.Sequential(OrderedDict(layers[:count]))
     bound = analyse(fixed, 1.0, input_shape=input_shape, check=False).output
     shape = tuple(bound.shape)
-    stored = _apply(fixed, dataset, device, rows_at_once((copies or 1) * math.prod(shape), device), copies, in_place)
-    inside = [] if math.isinf(bound.norm) else [(_INPUT, nn.BoundedInput(shape, norm=bound.norm))]
+    rows = rows_at_once((copies or 1) * math.prod(shape), device)
+    stored = _apply(fixed, dataset, device, rows, copies, bound.norm * (1 - _MARGIN), in_place)
+    # What works in place must not get the stored rows themselves.
+    in_place_later = any(getattr(module, "inplace", False) for _, layer in layers[count:] for module in layer.modules())
+    kind = nn.BoundedInput if in_place_later else _StoredInput
+    inside = [] if math.isinf(bound.norm) else [(_INPUT, kind(shape, norm=bound.norm))]
     rest = torch.nn.Sequential(OrderedDict([*inside, *layers[count:]]))
     return Settled(rest, stored, shape, fixed, _content(fixed, copy=True))
 
@@ -132,7 +169,7 @@ def _content(fixed: torch.nn.Module, copy: bool = False) -> tuple[str, list[torc
 
 
 def _apply(
-    fixed: torch.nn.Module, dataset: Any, device: torch.device, rows: int, copies: int | None, in_place: bool
+    fixed: torch.nn.Module, dataset: Any, device: torch.device, rows: int, copies: int | None, radius: float, in_place: bool
 ) -> TensorDataset:
     size, start = check_dataset(dataset), 0
     stored: torch.Tensor | None = None
@@ -140,7 +177,9 @@ def _apply(
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         for inputs, labels in slices(dataset, rows):
             x = inputs.to(device)
-            y = fixed(x.flatten(0, 1)).unflatten(0, (len(x), copies)) if copies else fixed(x)
+            y = fixed(x.flatten(0, 1) if copies else x)
+            y = y if math.isinf(radius) else to_ball(y, radius)
+            y = y.unflatten(0, (len(x), copies)) if copies else y
             if stored is None:
                 stored = _storage(dataset, inputs, size, y, in_place)
             stored[start : start + len(y)] = y

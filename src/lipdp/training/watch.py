@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,19 +23,25 @@ class ModelWatch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._modules = list(model.modules())
+        self._modes = [module.training for module in self._modules]
         self._structure = self._present_structure()
+        self._settings = ""
         self.values: list[Any] = []
         self._sums = _Replayed(model, self._sums_of_bits)
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
-        for module, mode in self._modes:
-            module.training = mode
+        for module, mode in zip(self._modules, self._modes, strict=True):
+            if module.training is not mode:
+                module.training = mode
 
     def check_structure(self) -> None:
-        """Layers and trained parameters may not change any more."""
-        if self._present_structure() != self._structure:
+        """Layers and trained parameters may not change any more.
+
+        If every module has the children it had, then by induction from the model itself its modules are those it had.
+        """
+        if not all(map(_same_items, self._structure, self._present_structure())):
             raise ConfigurationError(
                 "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its bounds are "
                 "those of the model before. Make a new plan and a new engine for the model as it is."
@@ -43,28 +50,41 @@ class ModelWatch:
     @property
     def changed(self) -> bool:
         """Whether some value or setting is not what :meth:`remember` saw."""
+        self._settings = str(self.model)
         return self._present_values() != self.values
 
     def remember(self) -> None:
-        """The present values are proved."""
+        """The present values and settings are proved."""
+        self._settings = str(self.model)
+        self.values = self._present_values()
+
+    def remember_values(self) -> None:
+        """The present values are proved, and the settings that :attr:`changed` saw: what changed them since will be noticed."""
         self.values = self._present_values()
 
     def forget(self) -> None:
         """No values are proved until :meth:`remember`."""
         self.values = []
 
-    def _present_structure(self) -> list[Any]:
-        trained = [(name, id(p)) for name, p in self.model.named_parameters() if p.requires_grad]
-        return [[(name, id(module)) for name, module in self.model.named_modules()], trained]
+    def _present_structure(self) -> list[dict[str, Any]]:
+        """Children and trained parameters of every module. The objects themselves: a number may be given to another one later."""
+        trained = [{name: p for name, p in m._parameters.items() if p is not None and p.requires_grad} for m in self._modules]
+        return [*(dict(module._modules) for module in self._modules), *trained]
 
     def _present_values(self) -> list[Any]:
         """Signs of the layers' settings and of all values: sums of their bits as whole numbers, exact on every device."""
-        return [str(self.model), *self._sums().tolist()]
+        return [self._settings, *self._sums().tolist()]
 
     def _sums_of_bits(self) -> torch.Tensor:
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        parameters = (p for module in self._modules for p in module._parameters.values() if p is not None)
+        buffers = (b for module in self._modules for b in module._buffers.values() if b is not None)
+        tensors = list(dict.fromkeys((*parameters, *buffers)))  # each once
         device = tensors[0].device
         return torch.stack([_sum_of_bits(t.detach()).to(device) for t in tensors])
+
+
+def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return list(old) == list(new) and all(map(operator.is_, old.values(), new.values()))
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,6 +105,9 @@ class _Replayed:
         self._tick: torch.Tensor | None = None
 
     def __call__(self) -> Any:
+        first = next(self.model.parameters(), None)
+        if first is not None and first.device.type != "cuda":
+            return self._function()
         devices = {t.device for t in (*self.model.parameters(), *self.model.buffers())}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             return self._function()
@@ -104,10 +127,13 @@ class Projection:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._constrained = any(isinstance(module, Constrained) for module in model.modules())
         self._replayed = _Replayed(model, self._hopeful)
 
     def __call__(self) -> None:
         """Bring the trained weights back into their sets, in place."""
+        if not self._constrained:
+            return
         if not self._parameters or self._parameters[0].device.type != "cuda":
             project_trained(self.model)
             return
@@ -148,10 +174,11 @@ def constant_buffers(model: torch.nn.Module) -> Iterator[None]:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     yield
     after = dict(model.named_buffers())
-    # One wait for the device, not one for each buffer.
-    differ = [_differs(after[name], kept).to(kept.device) for name, kept in before.items()]
-    found = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist() if differ else []
-    changed = [name for name, flag in zip(before, found, strict=True) if flag]
+    # One wait for a device, not one for each buffer.
+    differ = [_differs(after[name], kept) for name, kept in before.items()]
+    device = next((flag.device for flag in differ if isinstance(flag, torch.Tensor)), torch.device("cpu"))
+    waited = torch.stack([torch.as_tensor(flag, device=device) for flag in differ]).tolist() if device.type != "cpu" else differ
+    changed = [name for name, flag in zip(before, waited, strict=True) if flag]
     for name in changed:
         after[name].copy_(before[name])
     if changed:
@@ -161,7 +188,8 @@ def constant_buffers(model: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def _differs(present: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def _differs(present: torch.Tensor, before: torch.Tensor) -> torch.Tensor | bool:
+    """Elsewhere than on a processor, a tensor that is still being computed."""
     if present.shape != before.shape or present.dtype != before.dtype or present.device != before.device:
-        return torch.ones((), dtype=torch.bool)
-    return (present != before).any()
+        return True
+    return not torch.equal(present, before) if before.device.type == "cpu" else (present != before).any()
