@@ -25,6 +25,7 @@ import lipdp
 from lipdp import data, models
 from lipdp.models.features import split_front
 from lipdp.recipes.features import FeatureRecipe, plan_head, train_on_features
+from lipdp.recipes.mixtures import LARGE, MIXTURES
 from lipdp.recipes.patches import PATCHES
 from lipdp.recipes.scattering import SCATTERING
 from lipdp.training import PrivacyPlan
@@ -34,7 +35,8 @@ COLUMNS = ("dataset", "epsilon", "recipe", "runs", "accuracy", "deviation", "spe
 
 def jobs(names: list[str], epsilons: list[float], found: Path | None = None) -> list[tuple[FeatureRecipe, float]]:
     """The recipes with the budgets they were made for (or those of a file), restricted to what was asked for."""
-    chosen = [(recipe, epsilon) for (_, epsilon), recipe in (*PATCHES.items(), *SCATTERING.items())]
+    every = (PATCHES, MIXTURES, LARGE, SCATTERING)
+    chosen = [(recipe, epsilon) for recipes in every for (_, epsilon), recipe in recipes.items()]
     if found is not None:
         chosen = [
             (FeatureRecipe(**{k: v for k, v in r.items() if k != "epsilon"}), r["epsilon"]) for r in json.loads(found.read_text())
