@@ -42,6 +42,7 @@ class Setting:
     ema: float = 0.9
     decay: float = 1.0  # the rate falls linearly to (1 − decay) of itself
     normalise: bool = False
+    loss: str = "cross_entropy"  # or "squares"
 
     def noise(self, steps: int, statistics: float | None, scale: float = 1.0) -> float:
         """σ of a step, after statistics of multiplier z. ``scale`` is for tiny trial runs: noise for so many times the data."""
@@ -83,12 +84,17 @@ def train_columns(
     weight = torch.zeros(width, count, classes, device=device)
     velocity, average = torch.zeros_like(weight), torch.zeros_like(weight)
     hot = torch.nn.functional.one_hot(labels, classes).float()[:, None]
+    losses = {s.loss for s in settings}
+    if len(losses) > 1:
+        raise ValueError(f"columns that are trained at once share their loss, and these have {losses}")
+    squares = losses == {"squares"}
     for step in range(steps):
         low = weight.flatten(1).to(x.dtype)
         gradient = torch.zeros(width, count * classes, device=device)
         for start in range(0, len(x), 16384):
             rows = x[start : start + 16384]
-            residual = (rows @ low).float().unflatten(1, (count, classes)).softmax(2) - hot[start : start + 16384]
+            logits = (rows @ low).float().unflatten(1, (count, classes))
+            residual = (logits + 1 / classes if squares else logits.softmax(2)) - hot[start : start + 16384]
             # In units of C: an example's gradient has norm at most 1 in every column.
             residual = residual / torch.maximum(residual.norm(dim=2, keepdim=True), floor)
             gradient += (rows.T @ residual.flatten(1).to(x.dtype)).float()

@@ -132,15 +132,14 @@ LISTS["third"] = {
     "p4 f2000 overlap=4 + scatter": one(patch(patch=4, filters=2000, overlap=4.0), *_scatter),
     "p4 f2000 overlap=2.5 + J3": one(patch(**_smooth, filters=2000), scatter(J=3, weight=0.5)),
 }
+# Fewer than 27 000 features: what two cores compute in minutes.
 LISTS["processor"] = {
     "p4 f1000 overlap=2.5 mix=0.3 + more J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=0.8, shifts=0)),
     "p4 f1000 overlap=2.5 mix=0.3 + most J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=1.2, shifts=0)),
     "p4 f1000 overlap=2.5 mix=0.2 threshold=0.5 + more J3, no copies": one(
         patch(**_smooth, mix=0.2, threshold=0.5), scatter(J=3, weight=0.8, shifts=0)
     ),
-    "p4 f1000 overlap=2.5 mix=0.3 + J2 + J3, no copies": one(
-        patch(**_smooth, mix=0.3), scatter(weight=0.8, shifts=0), scatter(J=3, weight=0.6, shifts=0)
-    ),
+    "p4 f1000 overlap=2.5 mix=0.3 + J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=0.5, shifts=0)),
     "p4 f1000 overlap=2.5 mix=0.3": one(patch(**_smooth, mix=0.3)),
     "p4 f1600 overlap=2.5 mix=0.3": one(patch(**_smooth, mix=0.3, filters=1600)),
     "p4 f1600 overlap=2.5 mix=0.3 threshold=0.5": one(patch(**_smooth, mix=0.3, filters=1600, threshold=0.5)),
@@ -156,6 +155,36 @@ LISTS["grey"] = {
     "p4 f400": one(patch(patch=4, filters=400, grid=5)),
     "p4 f200 grid=7": one(patch(patch=4, filters=200, grid=7)),
     "p3 + p6 + scatter": one(patch(patch=3, filters=100, grid=5), patch(patch=6, filters=100, grid=5), *_plain),
+}
+# Handwritten digits: scattering of one scale, brought into one pose, through random ReLUs; heads on squares.
+_even = {"shifts": 0, "orders": [1.0, 1.0, 1.0, 1.0]}
+
+
+def _digits(*more: dict[str, Any], straighten: Any = True, relu: int = 2, **changes: Any) -> Set:
+    return one(scatter(**{**_even, **changes}), *more, straighten=straighten, relu=relu, radius=1.8)
+
+
+_coarse = scatter(J=3, weight=0.6, **_even)
+LISTS["digits"] = {
+    "J2": _digits(),
+    "J2 + J3": _digits(_coarse, relu=1),
+    "J2, linear": _digits(relu=0),
+    "J2, as they are": _digits(straighten=False),
+    "stretch=0.3": _digits(straighten={"stretch": 0.3}),
+    "stretch=0.7": _digits(straighten={"stretch": 0.7}),
+    "mix=0.03": _digits(mix=0.03),
+    "mix=0.3": _digits(mix=0.3),
+    "relu=4": _digits(relu=4),
+    "L=6": _digits(L=6),
+    "L=12": _digits(L=12, relu=1),
+    "shifts=1": _digits(shifts=1),
+    "orders": _digits(orders=[1.0, 1.3, 0.7, 1.0]),
+    "compress=log": _digits(compress="log"),
+    "J2 + p7": _digits(patch(patch=7, filters=80, grid=5, weight=0.7), relu=1),
+    "spread=0.14": _digits(straighten={"spread": 0.14}),
+    "spread=0.18": _digits(straighten={"spread": 0.18}),
+    "stretch=0": _digits(straighten={"stretch": 0.0}),
+    "p5 alone": one(patch(patch=5, filters=160, grid=5), straighten=True, relu=1, radius=1.8),
 }
 LISTS["tiny"] = {"tiny": one(patch(filters=20, grid=2)), "tiny 4": one(patch(patch=4, filters=20, grid=2))}
 START: dict[str, Set] = {

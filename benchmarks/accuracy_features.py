@@ -3,10 +3,11 @@
     python benchmarks/accuracy_features.py list cifar10 --out found --seconds 120       the sets named in LISTS
     python benchmarks/accuracy_features.py greedy cifar10 --out found --seconds 120     one change at a time from the best so far
 
-A set is a list of blocks (patches, scattering), each evened out by what drawn images give; then the means of the data are released
-with multiplier z = 20 and taken off, and each example is put on the unit sphere. Every set is scored for a grid of settings of the
-head at once (accuracy_columns.py). Lines are appended to OUT/DATASET-features.jsonl. The test set is never read. Sets marked
-"oracle" use statistics that were not paid for: they only show what paying could bring.
+A set is a list of blocks (patches, scattering) of the images, or of straightened ones, each evened out by what drawn images give;
+then the means of the data are released with multiplier z = 20 and taken off, and each example is put on the unit sphere, and where
+the set has them through random ReLUs. Every set is scored for a grid of settings of the head at once (accuracy_columns.py). Lines
+are appended to OUT/DATASET-features.jsonl. The test set is never read. Sets marked "oracle" use statistics that were not paid for:
+they only show what paying could bring.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from accuracy_feature_sets import LISTS, START, changes_of
 from lipdp import data
 from lipdp.models.leaves import leaf_images
 from lipdp.models.patches import PatchFeatures
+from lipdp.models.random_relu import RandomReLU
 from lipdp.models.scattering import Scattering2d
 from lipdp.models.scattering_front import channel_weights
 from lipdp.models.scattering_textures import texture_images
+from lipdp.models.straighten import Straightening, straighten_layers
 
 Block = dict[str, Any]
 STATISTICS = 20.0
@@ -51,6 +54,16 @@ class Images:
         self.name, self.device = name, device
         self.images, self.labels = images[order].to(device), labels[order].to(device)
         self._drawn: dict[str, Tensor] = {}
+        self._straightened: dict[str, Tensor] = {}
+
+    def straightened(self, straighten: Straightening) -> Tensor:
+        if straighten is False:
+            return self.images
+        key = json.dumps(straighten, sort_keys=True)
+        if key not in self._straightened:
+            first = torch.nn.Sequential(*straighten_layers(self.info.shape, straighten)).to(self.device)
+            self._straightened = {key: torch.cat([first(part) for part in self.images.split(1024)])}
+        return self._straightened[key]
 
     def drawn(self, kind: str) -> Tensor:
         if kind not in self._drawn:
@@ -74,15 +87,16 @@ class Blocks:
         self.kept: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
         self.dtype = torch.bfloat16 if images.device.type == "cuda" else torch.float32
 
-    def get(self, block: Block) -> tuple[Tensor, Tensor]:
+    def get(self, block: Block, straighten: Straightening = False) -> tuple[Tensor, Tensor]:
         """(N, C, H, W) of the data and of the drawn images."""
         spec = {name: value for name, value in block.items() if name not in POST}
-        key = json.dumps(spec, sort_keys=True)
+        key = json.dumps([spec, straighten], sort_keys=True)
         if key not in self.kept:
             module = self._module(spec)
             kind = "textures" if spec["kind"] == "scatter" else "leaves"
             with torch.no_grad():
-                computed = self._run(module, self.images.images, spec), self._run(module, self.images.drawn(kind), spec)
+                images = self.images.straightened(straighten)
+                computed = self._run(module, images, spec), self._run(module, self.images.drawn(kind), spec)
             while self.kept and sum(t.nbytes for pair in self.kept.values() for t in pair) > self.limit:
                 self.kept.popitem(last=False)
             self.kept[key] = computed
@@ -181,7 +195,7 @@ def even_parts(made: dict[str, Any], blocks: Blocks) -> list[Tensor]:
     """The blocks' features (N, C, positions), evened out, in units that give drawn images the norm of the block's weight."""
     parts: list[Tensor] = []
     for block in made["blocks"]:
-        even = evened(block, *blocks.get(block), blocks.images.info)
+        even = evened(block, *blocks.get(block, made.get("straighten", False)), blocks.images.info)
         even *= block.get("weight", 1.0) / math.sqrt(math.prod(even.shape[1:]))
         parts.append(even.flatten(2))
     return parts
@@ -235,7 +249,17 @@ def assembled(
         rows = x[start : start + 8192].float()
         x[start : start + 8192] = (rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-9)).to(x.dtype)
     figures["mean_share"] = share
-    return x, figures
+    return (rectified(x, made["relu"]) if made.get("relu") else x), figures
+
+
+def rectified(x: Tensor, blocks: int) -> Tensor:
+    """Random ReLU features of unit vectors, on the unit sphere again."""
+    layer = RandomReLU(x.shape[1], blocks=blocks).to(x.device)
+    out = torch.empty(len(x), layer.output_features, dtype=x.dtype, device=x.device)
+    for start in range(0, len(x), 8192):
+        rows = layer(x[start : start + 8192].float())
+        out[start : start + 8192] = (rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-9)).to(x.dtype)
+    return out
 
 
 class Session:

@@ -4,9 +4,9 @@
     python benchmarks/accuracy_heads.py choose cifar10 --out found          the best, as recipes: OUT/DATASET-recipes.json
     python benchmarks/accuracy_heads.py hidden cifar10 --sets sets.json --epsilon 8 --seconds 60 --out found     random search
 
-``sets.json`` maps names to sets (accuracy_feature_sets.py); without it the best of accuracy_features.py are taken, after those of
-``--lists`` were compared too. Lines are appended to OUT/DATASET-heads.jsonl. Batches are the whole training part, so noise follows
-from the Gaussian mechanism exactly (accuracy_columns.py). The test set is never read.
+``sets.json`` maps names to sets (the name of a list in accuracy_feature_sets.py does too); without it the best of
+accuracy_features.py are taken, after those of ``--lists`` were compared too. Lines are appended to OUT/DATASET-heads.jsonl. Batches
+are the whole training part, so noise follows from the Gaussian mechanism exactly (accuracy_columns.py). The test set is never read.
 """
 
 from __future__ import annotations
@@ -41,28 +41,38 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def linear_settings(epsilon: float) -> list[Setting]:
-    """A grid around what the comparison of features found: longer for larger budgets."""
-    times = [scale * 8e3 * epsilon**0.98 for scale in (1, 2, 4, 8)]
+def linear_settings(epsilon: float, longer: float, loss: str) -> list[Setting]:
+    """A grid around what the comparison of features found: longer for larger budgets. Squares are fitted sooner."""
+    first = 8e3 * epsilon**0.98 if loss == "cross_entropy" else 1e3 * epsilon**0.75
+    times = [longer * scale * first for scale in (1, 2, 4, 8)]
     kinds = [(clip, False) for clip in (0.05, 0.1, 0.2, 0.4)] + [(0.3, True)]
+    if loss == "squares":
+        kinds = [(clip, False) for clip in (0.1, 0.2, 0.4, 0.8)]
     averages = (0.9, 0.97)
-    return [Setting(epsilon, t, clip, ema=ema, normalise=kind) for t in times for clip, kind in kinds for ema in averages]
+    return [Setting(epsilon, t, clip, ema=e, normalise=kind, loss=loss) for t in times for clip, kind in kinds for e in averages]
+
+
+def heads_file(session: Session) -> Path:
+    return session.file.with_name(session.file.name.replace("-features", "-heads"))
 
 
 def write(session: Session, record: dict[str, Any]) -> None:
-    file = session.file.with_name(session.file.name.replace("-features", "-heads"))
-    with file.open("a") as stream:
+    with heads_file(session).open("a") as stream:
         stream.write(json.dumps(record) + "\n")
 
 
-def linear(session: Session, sets: dict[str, Any], epsilons: list[float]) -> None:
-    settings = [s for epsilon in epsilons for s in linear_settings(epsilon)]
+def linear(session: Session, sets: dict[str, Any], epsilons: list[float], longer: float, loss: str) -> None:
+    settings = [s for epsilon in epsilons for s in linear_settings(epsilon, longer, loss)]
+    file = heads_file(session)
+    before = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for name, made in sets.items():
+        if any(entry.get("set") == made and entry.get("loss") == loss for entry in before):
+            continue
+        if session.over():
+            return
         scores: list[list[float]] = []
         parts = even_parts(made, session.blocks)
         for fold in range(session.folds):
-            if session.over():
-                break
             held, kept = session.images.parts(fold)
             x, _ = assembled(made, parts, session.blocks, kept, 100 + fold)
             labels, classes = session.images.labels, session.images.info.classes
@@ -74,8 +84,6 @@ def linear(session: Session, sets: dict[str, Any], epsilons: list[float]) -> Non
                     x_train, y_train, x[held], labels[held], classes, chosen, session.steps, STATISTICS, 10 + fold, session.scale
                 )
             scores.append(found)
-        if not scores:
-            return
         means = [statistics.fmean(column) for column in zip(*scores, strict=True)]
         for epsilon in epsilons:
             ranked = sorted(
@@ -84,7 +92,7 @@ def linear(session: Session, sets: dict[str, Any], epsilons: list[float]) -> Non
             shown = [f"{m:.2f} {' '.join(f'{key}={s[key]:g}' for key in SHOWN)}" for m, s in ranked[:5]]
             print(f"{name} eps={epsilon:g} {len(scores)} folds: {'; '.join(shown)}", flush=True)
             write(session, {"kind": "linear", "name": name, "set": made, "epsilon": epsilon, "folds": len(scores),
-                            "steps": session.steps, "ranked": ranked})  # fmt: skip
+                            "steps": session.steps, "loss": loss, "ranked": ranked})  # fmt: skip
 
 
 def hidden(session: Session, sets: dict[str, Any], epsilon: float, seed: int) -> None:
@@ -161,6 +169,7 @@ def as_recipe(dataset: str, epsilon: float, made: dict[str, Any], setting: dict[
         "radius": made.get("radius", RADIUS[dataset]),
         "clip": setting["clip"],
         "normalise": setting["normalise"],
+        **{name: made[name] for name in ("straighten", "relu") if made.get(name)},
     }
     return {
         "epsilon": epsilon,
@@ -176,6 +185,7 @@ def as_recipe(dataset: str, epsilon: float, made: dict[str, Any], setting: dict[
         "ema_decay": setting["ema"],
         "statistics_budget": round(0.16 / epsilon, 4),
         "provenance": note,
+        **({"loss": setting["loss"]} if setting.get("loss", "cross_entropy") != "cross_entropy" else {}),
     }
 
 
@@ -193,10 +203,12 @@ def library_block(block: dict[str, Any], flip: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("linear", "hidden", "choose"))
-    parser.add_argument("--sets", help="JSON: names to sets; by default the best of OUT/DATASET-features.jsonl")
+    parser.add_argument("--sets", help="a list's name, or JSON: names to sets; by default the best of OUT/DATASET-features.jsonl")
     parser.add_argument("--only", nargs="*", help="names of sets")
     parser.add_argument("--lists", nargs="*", default=[], help="compare these lists of sets first")
     parser.add_argument("--screen", type=float, default=60.0, help="seconds for that")
+    parser.add_argument("--loss", choices=("cross_entropy", "squares"), default="cross_entropy", help="of linear heads")
+    parser.add_argument("--longer", type=float, default=1.0, help="factor on the learning times that are tried")
     parse_common(parser)
     arguments = parser.parse_args()
     out = Path(arguments.out)
@@ -208,11 +220,14 @@ def main() -> None:
     for name, made in ((name, made) for chosen in arguments.lists for name, made in LISTS[chosen].items()):
         if time.monotonic() - session.started < arguments.screen:
             session.score(name, made)
-    sets = json.loads(Path(arguments.sets).read_text()) if arguments.sets else best_sets(session)
+    if arguments.sets in LISTS:
+        sets = LISTS[arguments.sets]
+    else:
+        sets = json.loads(Path(arguments.sets).read_text()) if arguments.sets else best_sets(session)
     sets = {name: made for name, made in sets.items() if not arguments.only or name in arguments.only}
     print(f"ready after {time.monotonic() - session.started:.1f} s: {', '.join(sets)}", flush=True)
     if arguments.action == "linear":
-        linear(session, sets, [1.0, 3.0, 8.0])
+        linear(session, sets, [1.0, 3.0, 8.0], arguments.longer, arguments.loss)
         choose(out / f"{arguments.dataset}-heads.jsonl", out / f"{arguments.dataset}-recipes.json")
     else:
         hidden(session, sets, arguments.epsilon[0], arguments.seed)

@@ -25,6 +25,7 @@ import lipdp
 from lipdp import data, models
 from lipdp.models.features import split_front
 from lipdp.recipes.features import FeatureRecipe, plan_head, train_on_features
+from lipdp.recipes.handwriting import HANDWRITING
 from lipdp.recipes.mixtures import LARGE, MIXTURES
 from lipdp.recipes.patches import PATCHES
 from lipdp.recipes.scattering import SCATTERING
@@ -35,7 +36,7 @@ COLUMNS = ("dataset", "epsilon", "recipe", "runs", "accuracy", "deviation", "spe
 
 def jobs(names: list[str], epsilons: list[float], found: Path | None = None) -> list[tuple[FeatureRecipe, float]]:
     """The recipes with the budgets they were made for (or those of a file), restricted to what was asked for."""
-    every = (PATCHES, MIXTURES, LARGE, SCATTERING)
+    every = (PATCHES, MIXTURES, LARGE, HANDWRITING, SCATTERING)
     chosen = [(recipe, epsilon) for recipes in every for (_, epsilon), recipe in recipes.items()]
     if found is not None:
         chosen = [

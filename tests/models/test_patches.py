@@ -22,8 +22,8 @@ from lipdp.models.leaves import leaf_images
 from lipdp.models.patches import PatchFeatures, pooling_windows
 from lipdp.models.scattering_textures import texture_images
 from lipdp.recipes.features import FeatureRecipe, train_on_features
+from lipdp.recipes.mixtures import MIXTURES
 from lipdp.recipes.patches import PATCHES, best_recipe, patch_recipe
-from lipdp.recipes.scattering import SCATTERING
 from tests.soundness.harness import attack
 
 SMALL: dict[str, Any] = {"patch": 3, "filters": 6, "grid": 2}
@@ -279,6 +279,6 @@ def test_recipes_take_all_of_the_training_set() -> None:
     assert patch_recipe("cifar10", 4.0) is PATCHES["cifar10", 3.0]
     assert patch_recipe("cifar10", 6.0) is PATCHES["cifar10", 8.0]
     assert best_recipe("fashion_mnist", 0.1) is PATCHES["fashion_mnist", 1.0]
-    assert best_recipe("mnist", 3.0) is SCATTERING["mnist", 3.0]
+    assert best_recipe("cifar10", 2.0) is MIXTURES["cifar10", 3.0]
     with pytest.raises(ConfigurationError, match="no recipe"):
         patch_recipe("digits", 1.0)

@@ -10,6 +10,7 @@ from lipdp.losses.base import Loss
 from lipdp.losses.classification import BCE, CrossEntropy
 from lipdp.losses.margin import HKR, KR, CosineSimilarity, Hinge, MulticlassHinge, MulticlassKR
 from lipdp.losses.regression import MAE, MSE, Huber, SmoothL1
+from lipdp.losses.squares import Squares
 from lipdp.losses.torch_losses import as_loss
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "MulticlassHinge",
     "MulticlassKR",
     "SmoothL1",
+    "Squares",
     "as_loss",
 ]

@@ -16,11 +16,13 @@ from lipdp.models.mlp import mlp
 from lipdp.models.patch_heads import patches_linear, patches_mlp
 from lipdp.models.patches import PatchFeatures
 from lipdp.models.plain_twins import plain_dense, plain_lenet, plain_mixer, plain_resnet, plain_vgg
+from lipdp.models.random_relu import RandomReLU
 from lipdp.models.registry import create, names, register
 from lipdp.models.resized import resized
 from lipdp.models.resnet import resnet, resnet6, resnet10, resnet18
 from lipdp.models.scattering import Scattering2d
 from lipdp.models.scattering_heads import scattering_linear, scattering_mlp
+from lipdp.models.straighten import Straighten
 from lipdp.models.tabular import tabular
 from lipdp.models.tanh_cnn import tanh_cnn
 from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
@@ -28,7 +30,9 @@ from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
 __all__ = [
     "FrozenFeatures",
     "PatchFeatures",
+    "RandomReLU",
     "Scattering2d",
+    "Straighten",
     "create",
     "extract_features",
     "lenet",

@@ -22,10 +22,12 @@ from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.models.leaves import leaf_images
 from lipdp.models.patches import Dictionary, PatchFeatures
+from lipdp.models.random_relu import RandomReLU
 from lipdp.models.scattering import Colour, Padding, Scattering2d
 from lipdp.models.scattering_front import channel_weights
 from lipdp.models.scattering_layers import Compress, Compression, Mix, SideBySide, Window
 from lipdp.models.scattering_textures import texture_images
+from lipdp.models.straighten import Straightening, straighten_layers
 
 __all__ = ["Centre", "PatchBlock", "ScatteringBlock", "block_of", "feature_front"]
 
@@ -148,6 +150,8 @@ def feature_front(
     centre: Centre = "drawn",
     radius: float = 2.5,
     input_mode: Literal["ball", "sphere"] = "sphere",
+    straighten: Straightening = False,
+    relu: int = 0,
 ) -> tuple[list[torch.nn.Module], int]:
     """Layers from images to a bounded vector of features, none of them trained, and how many features there are.
 
@@ -158,6 +162,10 @@ def feature_front(
             entry by entry, paid for out of ``lipdp.plan(…, statistics_budget=…)``.
         radius: for "private": a public bound on the length of an image's features, in units of the drawn images'.
         input_mode: "sphere" puts every example's features on the unit sphere, "ball" only shortens long ones.
+        straighten: bring every image into one pose first, for handwriting; settings of
+            :class:`~lipdp.models.straighten.Straighten`, or ``True`` for its own.
+        relu: blocks of random ReLU features of the bounded vector (:class:`~lipdp.models.random_relu.RandomReLU`), put on the unit
+            sphere again; 0: none.
     """
     if centre not in ("drawn", "private"):
         raise ConfigurationError(f"centre must be 'drawn' or 'private', not {centre!r}")
@@ -168,11 +176,17 @@ def feature_front(
         raise ConfigurationError(f"the weights of blocks are positive numbers, not {[block.weight for block in chosen]}")
     made = [_layers(tuple(input_shape), block) for block in chosen]
     width = sum(size for _, size in made)
-    layers: list[torch.nn.Module] = [SideBySide(*(nn.Sequential(*parts) for parts, _ in made))]
+    layers: list[torch.nn.Module] = straighten_layers(input_shape, straighten)
+    layers.append(SideBySide(*(nn.Sequential(*parts) for parts, _ in made)))
     if centre == "private":
         length = radius * math.sqrt(sum(block.weight**2 for block in chosen))
         layers.append(nn.Standardize(width, radius=length, moments=1))
-    return [*layers, nn.BoundedInput((width,), mode=input_mode)], width
+    layers.append(nn.BoundedInput((width,), mode=input_mode))
+    if relu:
+        random = RandomReLU(width, blocks=relu)
+        width = random.output_features
+        layers += [random, nn.BoundedInput((width,), mode="sphere")]
+    return layers, width
 
 
 def _layers(shape: tuple[int, ...], block: AnyBlock) -> tuple[list[torch.nn.Module], int]:

@@ -9,6 +9,7 @@ from lipdp import nn
 from lipdp.models.feature_blocks import Centre, PatchBlock, ScatteringBlock, feature_front
 from lipdp.models.heads import hidden_layers, logit_layers
 from lipdp.models.registry import register
+from lipdp.models.straighten import Straightening
 
 __all__ = ["BlockOptions", "patches_linear", "patches_mlp"]
 
@@ -20,6 +21,8 @@ class BlockOptions(TypedDict, total=False):
     centre: Centre
     radius: float
     input_mode: Literal["ball", "sphere"]
+    straighten: Straightening
+    relu: int
 
 
 @register("patches-linear")

@@ -15,6 +15,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.models.scattering import Colour, Padding, Scattering2d
 from lipdp.models.scattering_layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
 from lipdp.models.scattering_textures import texture_images
+from lipdp.models.straighten import Straightening, straighten_layers
 
 __all__ = ["FrontOptions", "channel_weights", "scattering_front"]
 
@@ -39,6 +40,7 @@ class FrontOptions(TypedDict, total=False):
     weights: tuple[float, float, float, float]
     corner: float
     input_mode: Literal["ball", "sphere"]
+    straighten: Straightening
 
 
 def scattering_front(
@@ -57,6 +59,7 @@ def scattering_front(
     weights: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0),
     corner: float = 1.0,
     input_mode: Literal["ball", "sphere"] = "sphere",
+    straighten: Straightening = False,
 ) -> tuple[list[torch.nn.Module], int]:
     """Layers from images to a bounded vector of features, none of them trained, and how many features there are.
 
@@ -78,6 +81,8 @@ def scattering_front(
         weights: of the features' orders 0, 1 and 2 (and up), and of the colour differences of "yuv" relative to brightness.
         corner: weight of the image's corners relative to its middle.
         input_mode: "sphere" puts every example's features on the unit sphere, "ball" only shortens long ones.
+        straighten: bring every image into one pose first, for handwriting; settings of
+            :class:`~lipdp.models.straighten.Straighten`, or ``True`` for its own.
     """
     if statistics not in ("none", "textures", "private"):
         raise ConfigurationError(f"statistics must be 'none', 'textures' or 'private', not {statistics!r}")
@@ -111,7 +116,8 @@ def scattering_front(
     if grid is not None:
         layers.append(FromGrid(grid))
         shape = grid.input_shape
-    return [*layers, nn.BoundedInput(shape, mode=input_mode), nn.Flatten()], math.prod(shape)
+    first = straighten_layers(input_shape, straighten)
+    return [*first, *layers, nn.BoundedInput(shape, mode=input_mode), nn.Flatten()], math.prod(shape)
 
 
 def _factors(transform: Scattering2d, weights: tuple[float, float, float, float], corner: float) -> torch.Tensor:

@@ -11,6 +11,8 @@ from lipdp.recipes.clipping_paper import CLIPPING_PAPER
 from lipdp.recipes.features import FeatureRecipe
 from lipdp.recipes.grid import GRID
 from lipdp.recipes.grid_scattering import SCATTERING_GRID
+from lipdp.recipes.handwriting import HANDWRITING
+from lipdp.recipes.mixtures import LARGE, MIXTURES
 from lipdp.recipes.patches import PATCHES, best_recipe
 from lipdp.recipes.recipe import Recipe
 from lipdp.recipes.scattering import SCATTERING
@@ -89,6 +91,9 @@ _ALL: tuple[Recipe | FeatureRecipe, ...] = (
     *_RECIPES,  # behind the grid: those of the same name had longer searches
     *SCATTERING.values(),
     *PATCHES.values(),
+    *MIXTURES.values(),
+    *LARGE.values(),
+    *HANDWRITING.values(),
     *CLIPPING_PAPER,
     *ADBENCH_RECIPES,
 )

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from lipdp import data
 from lipdp.data import DatasetInfo, PrecomputedCopies, Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
-from lipdp.losses import CrossEntropy
+from lipdp.losses import CrossEntropy, Loss, Squares
 from lipdp.models.features import extract_features, front_digest, split_front
 from lipdp.privacy import Accountant, Adjacency, Allocation
 from lipdp.recipes.parts import Schedule, rate_schedule, seeded_model
@@ -28,6 +28,7 @@ from lipdp.training.plan import Method
 __all__ = ["FeatureRecipe", "head_optimizer", "plan_head", "prepare_head", "train_on_features", "whole_batch_recipe"]
 
 TestCopies = Literal["one", "flip", "all"]
+HeadLoss = Literal["cross_entropy", "squares"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class FeatureRecipe:
         delta: δ.
         provenance: where the settings come from.
         max_grad_norm: C, for a head whose examples' gradients are clipped by book-keeping; ``None`` where bounds are proved.
+        loss: "cross_entropy" (at the temperature), or "squares": :class:`lipdp.losses.Squares`, for heads with a clip.
     """
 
     name: str
@@ -77,6 +79,7 @@ class FeatureRecipe:
     delta: float = 1e-5
     provenance: str = ""
     max_grad_norm: float | None = None
+    loss: HeadLoss = "cross_entropy"
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise only show as a strange training run."""
@@ -86,6 +89,8 @@ class FeatureRecipe:
                 raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
         if self.schedule not in ("constant", "cosine", "linear"):
             raise ConfigurationError(f"schedule must be 'constant', 'cosine' or 'linear', not {self.schedule!r}")
+        if self.loss not in ("cross_entropy", "squares"):
+            raise ConfigurationError(f"loss must be 'cross_entropy' or 'squares', not {self.loss!r}")
         if self.test_copies not in ("one", "flip", "all"):
             raise ConfigurationError(f"test_copies must be 'one', 'flip' or 'all', not {self.test_copies!r}")
         if self.shifts[:1] != ((0, 0),):
@@ -112,6 +117,10 @@ class FeatureRecipe:
     def method(self) -> Method:
         """Sensitivities are proved, unless there is a norm to clip to."""
         return "clipless" if self.max_grad_norm is None else "bookkeeping"
+
+    def make_loss(self) -> Loss:
+        """The loss of the head."""
+        return Squares() if self.loss == "squares" else CrossEntropy(tau=self.temperature)
 
     @property
     def copies(self) -> Shifts:
@@ -179,7 +188,7 @@ def plan_head(
         )
     return plan(
         head,
-        CrossEntropy(tau=recipe.temperature),
+        recipe.make_loss(),
         dataset_size=dataset_size,
         batch_size=recipe.batch_size,
         delta=recipe.delta,
@@ -224,7 +233,7 @@ def _model(recipe: FeatureRecipe, info: DatasetInfo, seed: int | None) -> torch.
 def _prepared(recipe: FeatureRecipe, head: torch.nn.Module, made: PrivacyPlan) -> Prepared:
     optimizer, scheduler = head_optimizer(recipe, head, made)
     # Prepared names the common kind of recipe; all that is read of it is there in this kind too.
-    return Prepared(recipe, head, CrossEntropy(tau=recipe.temperature), made, optimizer, scheduler)  # type: ignore[arg-type]
+    return Prepared(recipe, head, recipe.make_loss(), made, optimizer, scheduler)  # type: ignore[arg-type]
 
 
 def head_optimizer(
