@@ -38,23 +38,35 @@ def drawn(table: str, draw: random.Random) -> Settings:
     def log(low: float, high: float) -> float:
         return float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.3g}")
 
-    small = table == "yeast"
-    share = draw.choice((0.05, 0.1, 0.2) if small else (0.02, 0.05, 0.1))
+    if table == "yeast":
+        return {
+            "steps": draw.choice((2, 3, 4, 5, 8)),
+            "options.landmarks": draw.choice((200, 400, 800)),
+            "options.scale": log(1.5, 5),
+            "options.ridge": log(1e-5, 1e-3),
+            "options.radius": draw.choice((4.0, 5.0, 6.0, 8.0)),
+            "options.clip": log(0.1, 0.7),
+            "temperature": log(2, 12),
+            "learning_rate": log(4, 25),
+            "momentum": draw.choice((0.0, 0.5, 0.9)),
+            "class_weights": draw.choice((None, (0.5, 1.0), (0.7, 1.0))),
+            "ema_decay": draw.choice((None, 0.5)),
+        }
     return {
-        "steps": draw.choice((2, 3, 5, 8) if small else (60, 120, 240)),
-        "statistics_budget": share,
+        "steps": draw.choice((60, 120, 240)),
+        "statistics_budget": draw.choice((0.02, 0.05, 0.1)),
         "options.centre": True,
-        "options.fourier": draw.choice((400, 800, 1600) if small else (600, 1000)),
+        "options.fourier": draw.choice((600, 1000)),
         "options.each": draw.choice((None, 2, 3)),
-        "options.scale": log(0.7, 3) if small else log(0.7, 4.5),
+        "options.scale": log(0.7, 4.5),
         "options.reach": draw.choice((None, 2.0, 3.0, 4.0)),
         "options.compress": draw.choice((None, None, 1.0, 2.0)),
         "options.clip": log(0.05, 0.7),
-        "temperature": log(0.8, 8) if small else log(0.4, 4),
-        "learning_rate": log(1, 15) if small else log(3, 30),
-        "momentum": draw.choice((0.0, 0.5, 0.9) if small else (0.9, 0.95)),
+        "temperature": log(0.4, 4),
+        "learning_rate": log(3, 30),
+        "momentum": draw.choice((0.9, 0.95)),
         "class_weights": draw.choice((None, (0.5, 1.0), (0.7, 1.0))),
-        "ema_decay": draw.choice((None, 0.5) if small else (0.9, 0.95, 0.98)),
+        "ema_decay": draw.choice((0.9, 0.95, 0.98)),
     }
 
 
@@ -62,7 +74,7 @@ def varied(settings: Settings, table: str, draw: random.Random) -> Settings:
     """One to three settings changed: numbers by a factor, others drawn anew."""
     fresh, new = drawn(table, draw), dict(settings)
     for name in draw.sample(list(settings), draw.choice((1, 2, 2, 3))):
-        tuned = name in ("options.scale", "options.clip", "temperature", "learning_rate")
+        tuned = name in ("options.scale", "options.ridge", "options.clip", "temperature", "learning_rate")
         new[name] = float(f"{settings[name] * math.exp(draw.gauss(0, 0.35)):.3g}") if tuned else fresh[name]
     return new
 

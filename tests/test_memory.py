@@ -26,5 +26,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep memory in other ways")
 def test_buffers_are_not_mapped_again() -> None:
     found = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
-    # 20 MB are 5,000 pages: given back and mapped again, they would be faults each time.
-    assert int(found.stdout) < 1000
+    # 20 MB are 5,000 pages: given back and mapped again, they would be faults in each of the eight rounds, not in one or two.
+    assert int(found.stdout) < 12_000

@@ -14,8 +14,10 @@ import lipdp
 from lipdp import data, losses, models
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.models.landmarks import Landmarks
 from lipdp.models.tabular import Asinh, Constant, RandomFourier
 from lipdp.recipes import get, names
+from lipdp.recipes.spaces import RandomSuggester, changed, default_space
 from lipdp.recipes.tabular import AUROC, TabularRecipe, auroc, prepare_table, train_table, worth_settling
 
 TINY = TabularRecipe(
@@ -63,7 +65,9 @@ def test_random_features_estimate_the_gaussian_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [RandomFourier(4, 30, scale=(0.5, 2.0)), Asinh(0.3), Constant(4, 2.0)], ids=lambda m: type(m).__name__
+    "layer",
+    [RandomFourier(4, 30, scale=(0.5, 2.0)), Asinh(0.3), Constant(4, 2.0), Landmarks(4, 30, 0.7, 0.01)],
+    ids=lambda m: type(m).__name__,
 )
 def test_bounds_of_fixed_layers_hold_against_ascent(layer: torch.nn.Module) -> None:
     """The norm that the calculus gives the layer behind it, against gradient ascent."""
@@ -81,7 +85,11 @@ def test_bounds_of_fixed_layers_hold_against_ascent(layer: torch.nn.Module) -> N
     assert reached <= bound * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("layer", [RandomFourier(4, 30, scale=1.5), Asinh(0.3), Constant(4, 2.0)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "layer",
+    [RandomFourier(4, 30, scale=1.5), Asinh(0.3), Constant(4, 2.0), Landmarks(4, 30, 2.0, 0.01)],
+    ids=lambda m: type(m).__name__,
+)
 def test_their_gains_hold_against_attacks(layer: torch.nn.Module) -> None:
     """No step within the certified radius, which rests on the layer's Lipschitz constant, changes a decision."""
     torch.manual_seed(2)
@@ -103,13 +111,63 @@ def test_their_gains_hold_against_attacks(layer: torch.nn.Module) -> None:
         assert torch.equal(model(moved).argmax(1), decided)
 
 
+@given(columns=st.integers(1, 6), scale=st.floats(0.2, 5.0), spread=st.floats(0.1, 30.0), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_no_kernel_value_is_steeper_than_one_by_the_scale(columns: int, scale: float, spread: float, seed: int) -> None:
+    """‖∇k_j‖ ≤ 1/s for every landmark, whatever the number of columns: what the layer's gain rests on."""
+    draw = torch.Generator().manual_seed(seed)
+    layer = Landmarks(columns, 5, scale, 0.01, seed=seed).double()
+    x = spread * torch.randn(40, columns, generator=draw, dtype=torch.float64)
+    x = torch.cat([x, layer.points + scale * torch.randn(5, columns, generator=draw, dtype=torch.float64)]).requires_grad_()
+    values = torch.exp(-torch.log1p(((x[:, None] - layer.points) / scale).square()).sum(2))
+    assert torch.allclose((values - layer.centre) @ layer.whitener, layer(x))
+    for number in range(5):
+        (slope,) = torch.autograd.grad(values[:, number].sum(), x, retain_graph=True)
+        assert float(slope.norm(dim=1).max()) <= (1 + 1e-9) / scale
+
+
+def test_landmark_features_of_standard_normal_rows_are_white() -> None:
+    """Mean 0 and variance 1 in every direction, to the error of 8,000 draws; a ridge leaves those small that have little of it."""
+    rows = torch.randn(40_000, 3, generator=torch.Generator().manual_seed(5))
+    layer, ridged = Landmarks(3, 20, 2.0, 1e-6), Landmarks(3, 20, 2.0, 0.1)
+    assert float(layer(rows).mean(0).abs().max()) < 0.05
+    sizes = torch.linalg.eigvalsh(layer(rows).T.cov())
+    assert 0.7 < float(sizes.min()) < float(sizes.max()) < 1.3
+    sizes = torch.linalg.eigvalsh(ridged(rows).T.cov())
+    assert float(sizes.min()) < 0.05
+    assert 0.5 < float(sizes.max()) < 1.0
+    again, other = Landmarks(3, 20, 2.0, 1e-6), Landmarks(3, 20, 2.0, 1e-6, seed=1)
+    assert torch.equal(again.points, layer.points)
+    assert not torch.equal(other.points, layer.points)
+
+
+def test_landmarks_far_away_and_wrong_ones() -> None:
+    layer = Landmarks(3, 20)
+    far = torch.full((1, 3), 1e30)
+    assert torch.allclose(layer(far), -layer.centre @ layer.whitener, atol=1e-4)  # all kernel values are 0 there
+    with pytest.raises(DataError, match="batch, 3"):
+        layer(torch.zeros(2, 4))
+    for wrong in ({"features": 0}, {"outputs": 0}, {"scale": 0.0}, {"ridge": math.inf}):
+        with pytest.raises(ConfigurationError, match="Landmarks"):
+            Landmarks(**{"features": 3, "outputs": 5, **wrong})
+    for wrong in ({"fourier": 10}, {"scale": (1.0, 2.0)}):
+        with pytest.raises(ConfigurationError, match="landmarks"):
+            models.create("tabular", input_shape=(5,), classes=2, landmarks=10, **wrong)
+
+
 def _width(layer: torch.nn.Module) -> int:
     return int(layer(torch.zeros(1, 4)).shape[1])
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"fourier": 20, "scale": 2.0}, {"input_mode": "ball"}, {"hidden": (8,), "hidden_clip": 0.1}, {"compress": 0.1, "reach": 1.0}],
+    [
+        {"fourier": 20, "scale": 2.0},
+        {"input_mode": "ball"},
+        {"hidden": (8,), "hidden_clip": 0.1},
+        {"compress": 0.1, "reach": 1.0},
+        {"landmarks": 20, "scale": 2.0, "ridge": 1e-3},
+    ],
     ids=str,
 )
 def test_sensitivities_are_the_clips(options: dict) -> None:
@@ -129,8 +187,10 @@ def test_sensitivities_are_the_clips(options: dict) -> None:
             assert float(gradient.norm()) <= limit * (1 + 1e-5)
 
 
-def test_the_model_exports() -> None:
-    model = models.create("tabular", input_shape=(5,), classes=2, fourier=12, compress=0.5).eval()
+@pytest.mark.parametrize("options", [{"fourier": 12, "compress": 0.5}, {"landmarks": 12}], ids=str)
+def test_the_model_exports(options: dict) -> None:
+    model = models.create("tabular", input_shape=(5,), classes=2, **options).eval()
+    torch.nn.init.normal_(model[-2].weight)
     x = torch.randn(7, 5)
     plain = model.export()
     assert torch.allclose(plain(x), model(x), atol=1e-5)
@@ -230,6 +290,14 @@ def test_class_weights_and_statistics_reach_the_plan(tiny: DatasetInfo) -> None:
     assert ready.loss.class_weights == (pytest.approx(0.1), 1.0)
     with pytest.raises(ConfigurationError, match="two classes"):
         prepare_table(TINY, lipdp.data.info("digits"), epsilon=1.0)
+
+
+@pytest.mark.parametrize("name", ["adbench-yeast", "adbench-yeast-bookkeeping", "adbench-magic"])
+def test_whatever_their_spaces_draw_is_a_model(name: str) -> None:
+    recipe = get(name)
+    for seed in range(4):
+        made = changed(recipe, default_space(recipe).settings(RandomSuggester(seed), recipe))
+        assert len(models.create(made.model, input_shape=(8,), classes=2, **made.options)) >= 4
 
 
 def test_every_adbench_table_has_its_recipes() -> None:

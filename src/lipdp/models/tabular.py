@@ -13,6 +13,7 @@ from lipdp import nn
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.registry import Site, lowering
+from lipdp.models.landmarks import Landmarks
 from lipdp.models.registry import register
 
 __all__ = ["Asinh", "Constant", "RandomFourier", "tabular"]
@@ -167,6 +168,8 @@ def tabular(
     scale: float | Sequence[float] = 1.0,
     each: int | None = None,
     centre: bool = False,
+    landmarks: int = 0,
+    ridge: float = 1e-4,
     reach: float | None = None,
     input_mode: Literal["ball", "sphere"] = "sphere",
     constant: float = 1.0,
@@ -191,6 +194,9 @@ def tabular(
         each: how many columns each of them reads.
         centre: subtract their means, released privately (needs ``statistics_budget``), before they are brought to norm 1. What all
             rows have in common tells no classes apart, but takes up most of the norm that the noise is scaled to.
+        landmarks: number of kernel features at fixed points (:class:`~lipdp.models.landmarks.Landmarks`) of width ``scale``, for
+            columns that come standardised; instead of ``fourier``.
+        ridge: how far those are whitened.
         reach: behind the standardisation, longer rows are scaled down to this norm, so that rare outliers don't set the scale.
         input_mode: how rows without Fourier features are brought to norm 1, "sphere" or "ball" (of radius ``reach``).
         constant: value of the column that serves as bias, relative to the rest; columns themselves only.
@@ -205,6 +211,8 @@ def tabular(
         raise ConfigurationError(
             "centre is for Fourier features (fourier=…), and can't be had with standardise: statistics are released once"
         )
+    if landmarks and (fourier or not isinstance(scale, int | float)):
+        raise ConfigurationError("landmarks are features of one width, instead of Fourier features: leave out fourier")
     columns = input_shape[0]
     layers: list[torch.nn.Module] = []
     if compress is not None:
@@ -219,6 +227,9 @@ def tabular(
         if centre:
             layers += [nn.Standardize(fourier, radius=1.0, moments=1), nn.BoundedInput((fourier,), mode="sphere")]
         width = fourier
+    elif landmarks and isinstance(scale, int | float):
+        layers += [Landmarks(columns, landmarks, scale, ridge), nn.BoundedInput((landmarks,), mode="sphere")]
+        width = landmarks
     else:
         if input_mode == "ball":
             layers.append(nn.Normalize(0.0, reach or radius))

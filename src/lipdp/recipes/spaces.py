@@ -247,27 +247,36 @@ _SPACES = (
             Choice("ema_decay", (0.9, 0.95, 0.98)),
         ),
     ),
-    *(
-        Space(
-            name,
-            f"ours: random Fourier features or small boundary networks on the columns of a table{size}",
-            (
-                Range("options.clip", 0.03, 0.7),
-                Choice("options.fourier", (200, 400, 800)),
-                Choice("options.each", (None, 2, 3)),
-                Range("options.scale", 0.3, 8.0),
-                Range("temperature", 1.0, 8.0),
-                Choice("batch_size", batches),
-                Choice("epochs", (10, 20, 40, 80)),
-                Range("learning_rate", 1.0, 40.0),
-                Choice("class_weights", (None, (0.3, 1.0), (0.1, 1.0))),
-                Choice("ema_decay", (0.9, 0.95)),
-            ),
-        )
-        for name, size, batches in (
-            ("tabular", "", (2048, 4096, 8192)),
-            ("tabular-small", " of about a thousand rows", (128, 256, 512)),
-        )
+    Space(
+        "tabular",
+        "ours: random Fourier features or small boundary networks on the columns of a table",
+        (
+            Range("options.clip", 0.03, 0.7),
+            Choice("options.fourier", (200, 400, 800)),
+            Choice("options.each", (None, 2, 3)),
+            Range("options.scale", 0.3, 8.0),
+            Range("temperature", 1.0, 8.0),
+            Choice("batch_size", (2048, 4096, 8192)),
+            Choice("epochs", (10, 20, 40, 80)),
+            Range("learning_rate", 1.0, 40.0),
+            Choice("class_weights", (None, (0.3, 1.0), (0.1, 1.0))),
+            Choice("ema_decay", (0.9, 0.95)),
+        ),
+    ),
+    Space(
+        "tabular-small",
+        "ours: whitened kernel features of a table of about a thousand rows, few steps on large parts of it or all",
+        (
+            Range("options.clip", 0.1, 0.7),
+            Choice("options.landmarks", (200, 400, 800)),
+            Range("options.scale", 1.0, 6.0),
+            Range("options.ridge", 1e-5, 1e-3),
+            Range("temperature", 2.0, 16.0),
+            Choice("batch_size", (512, 1024, 4096)),  # more than all rows are all of them
+            Choice("epochs", (2, 3, 4, 6, 10)),
+            Range("learning_rate", 3.0, 30.0),
+            Choice("class_weights", (None, (0.5, 1.0), (0.3, 1.0))),
+        ),
     ),
 )
 _BY_NAME = {space.name: space for space in _SPACES}
