@@ -60,13 +60,13 @@ def test_larger_images_plan_and_differentiate(name):
     recipe = narrowed(recipes.get(name))
     info = data.info(recipe.dataset)
     ready = recipes.prepare(recipe.but(epochs=1.0), info, noise_multiplier=1.0, accountant="rdp", seed=0)
-    x, y = inputs(info, 2), torch.tensor([0, 1])
-    assert ready.model[0](x).shape[-1] == recipe.options["side"]
+    model, x, y = ready.model.double(), inputs(info, 2).double(), torch.tensor([0, 1])  # rounding adds up in such deep networks
+    assert model[0](x).shape[-1] == recipe.options["side"]
     found, expected = (
-        lipdp.clipping.clipped_gradients(ready.model, ready.loss, x, y, 1.0, method) for method in ("bookkeeping", "naive")
+        lipdp.clipping.clipped_gradients(model, ready.loss, x, y, 1.0, method) for method in ("bookkeeping", "naive")
     )
     for key, value in expected.items():
-        assert float((found[key] - value).norm()) <= 5e-3 * float(value.norm()) + 1e-6, key
+        assert float((found[key] - value).norm()) <= 1e-8 * float(value.norm()) + 1e-12, key
 
 
 def test_resized_refuses_what_is_no_image():
