@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp import data
-from lipdp.certify import certified_accuracy, certify
+from lipdp.certify import certified_accuracy
 from lipdp.certify.radii import chord_radius
 from lipdp.clipping import clip_batch
 from lipdp.data import DatasetInfo
@@ -22,10 +23,11 @@ from lipdp.recipes.grid import base_recipe
 from lipdp.recipes.pareto import CERTIFIED, history_line
 from lipdp.recipes.recipe import Prepared, Recipe, Result, prepare
 from lipdp.recipes.spaces import changed
-from lipdp.training import Callback, evaluate, fit
+from lipdp.training import Callback, fit
 from lipdp.training.callbacks import Run
 
 HELD_OUT, BATCH, DELTA, EVALUATIONS, PROBED = 0.1, 8192, 1e-5, 6, 512
+ROWS = 2500  # judged at once
 ROUNDING = 1e-4  # of logits of size 1 at most, in float32
 RADII = (0.1, 0.25, 0.5, 1.0)  # of the raw pixels in [0, 1], L2
 
@@ -44,16 +46,25 @@ class Cell:
         """What cells of different budgets share."""
         return self.dataset, self.network, self.method
 
+    @property
+    def pair(self) -> tuple[str, str, float]:
+        """What the cells of both methods share."""
+        return self.dataset, self.network, self.epsilon
+
 
 @dataclass(frozen=True)
 class Job:
-    """A run: a trial on held-out records (``number`` is its round), or a final on the test set (its seed)."""
+    """A run: a trial on held-out records (``number`` is its round), or a final on the test set (its seed).
+
+    ``choice`` counts how often the cell's settings have been chosen: finals of earlier choices are kept, but no longer count.
+    """
 
     cell: Cell
     kind: str
     number: int
     settings: dict[str, Any]
     steps: int
+    choice: int = 0
 
 
 class Noise:
@@ -79,25 +90,36 @@ def evaluated_steps(steps: int) -> list[int]:
     return [step for step in range(1, steps + 1) if step == steps or (step % every == 0 and steps - step >= every // 2)]
 
 
-class _Certificates(Callback):
-    """Certified accuracy of held-out records at each evaluation, by the layers' constraints: ‖W‖ ≤ 1, so ℓ ≤ 1 on the unit sphere.
+def judged(model: torch.nn.Module, part: TensorDataset, *, proved: bool) -> dict[str, float]:
+    """Accuracy; with ``proved`` also certified accuracies, by the layers' constraints: ‖W‖ ≤ 1, so ℓ ≤ 1 on the unit sphere.
 
-    :func:`lipdp.certify` takes the norms that the weights really have, a second's work: the finals do that.
+    :func:`lipdp.certify` takes the norms that the weights really have, which are a little smaller, and takes longer for it.
     """
+    correct, radii = [], []
+    for x, y in zip(*(torch.split(tensor, ROWS) for tensor in part.tensors), strict=True):
+        with torch.no_grad():
+            top = model(x).double().topk(2, dim=1)
+        correct.append(top.indices[:, 0] == y)
+        flat = x.flatten(1)
+        lengths = (flat - flat.mean(1, keepdim=True)).norm(dim=1).double()
+        margins = (top.values[:, 0] - top.values[:, 1] - ROUNDING).clamp_min(0) * correct[-1]
+        radii.append(chord_radius(margins / math.sqrt(2), lengths, 1.0))
+    found = {"accuracy": float(torch.cat(correct).double().mean())}
+    shares = certified_accuracy(torch.cat(radii), RADII) if proved else {}
+    return found | {f"{CERTIFIED}{radius:g}": share for radius, share in shares.items()}
 
-    def __init__(self, held_out: TensorDataset) -> None:
-        self._x, self._y = (tensor[:2000] for tensor in held_out.tensors)
-        flat = self._x.flatten(1)
-        self._lengths = (flat - flat.mean(1, keepdim=True)).norm(dim=1).double()
+
+class _Judge(Callback):
+    """Held-out records at each evaluation, all figures from one pass: averaging and projecting the weights is most of the work."""
+
+    def __init__(self, held_out: TensorDataset, *, proved: bool) -> None:
+        self._held_out, self._proved = held_out, proved
 
     def on_evaluation(self, run: Run, row: dict[str, float]) -> None:
-        with run.engine.averaged() as model, torch.no_grad():
-            outputs = model(self._x).double()
-        top = outputs.topk(2, dim=1)
-        margins = (top.values[:, 0] - top.values[:, 1] - ROUNDING).clamp_min(0) * (top.indices[:, 0] == self._y)
-        radii = chord_radius(margins / math.sqrt(2), self._lengths, 1.0)
-        for radius, share in certified_accuracy(radii, RADII).items():
-            run.history.metrics.setdefault(f"{CERTIFIED}{radius:g}", []).append(share)
+        with run.engine.averaged() as model:
+            found = judged(model, self._held_out, proved=self._proved)
+        for name, value in found.items():
+            run.history.metrics.setdefault(name if name.startswith(CERTIFIED) else f"validation_{name}", []).append(value)
 
 
 _parts: dict[tuple[str, str, str], tuple[TensorDataset, TensorDataset, DatasetInfo]] = {}
@@ -114,11 +136,11 @@ def _data(dataset: str, kind: str, device: str, limit: int | None) -> tuple[Tens
     return _parts[dataset, kind, device]
 
 
-def perform(job: Job, noise_file: str, device: str, threads: int | None, limit: int | None = None, batch: int = BATCH) -> str:
+def perform(job: Job, noise_file: str, device: str, threads: int, limit: int | None = None, batch: int = BATCH) -> str:
     """Do it; the line to be written."""
-    if threads:
-        torch.set_num_threads(threads)
     started = time.monotonic()
+    torch.set_num_threads(threads)
+    gc.collect()  # a model and its recorded steps point at each other, and hold the device's memory
     cell, noise = job.cell, Noise(Path(noise_file))
     learn, judge, info = _data(cell.dataset, job.kind, device, limit)
     records = len(learn)
@@ -130,9 +152,9 @@ def perform(job: Job, noise_file: str, device: str, threads: int | None, limit: 
     ready = prepare(recipe, info, noise_multiplier=sigma, dataset_size=records, accountant="rdp", seed=seed)
     assert ready.plan.steps == job.steps
     trial = job.kind == "trial"
-    hooks = [_Certificates(judge)] if trial and cell.method == "clipless" else []
+    proved = cell.method == "clipless"
     history = fit(
-        ready.model, ready.loss, ready.optimizer, ready.plan, learn, validation=judge if trial else None, callbacks=hooks,
+        ready.model, ready.loss, ready.optimizer, ready.plan, learn, callbacks=[_Judge(judge, proved=proved)] if trial else [],
         seed=seed, device=device, scheduler=ready.scheduler, ema_decay=recipe.ema_decay, evaluations=EVALUATIONS, settle=True,
         input_shape=info.shape,
     )  # fmt: skip
@@ -141,15 +163,18 @@ def perform(job: Job, noise_file: str, device: str, threads: int | None, limit: 
     ]
     history.epsilon = history.metrics["epsilon"][-1]
     trained = time.monotonic()
-    figures = evaluate(ready.model, ready.loss, judge, device=device, batch_size=2048)
+    figures = judged(ready.model, judge, proved=proved)
     result = Result(recipe.name, figures["accuracy"], history.epsilon, DELTA, job.steps, trained - started, ready.plan.method, seed,
                     history, ready.model, ready.plan)  # fmt: skip
-    certified = {} if trial or cell.method != "clipless" else certified_accuracy(certify(ready.model, *judge.tensors), RADII)
+    certified = {} if trial else {float(name.removeprefix(CERTIFIED)): v for name, v in figures.items() if name != "accuracy"}
     line = history_line(recipe, result, evaluated_on="validation" if trial else "test", certified=certified)
     line |= {"kind": job.kind, "number": job.number, "budget": cell.epsilon, "network": cell.network, "sigma": sigma}
-    line |= {"changes": job.settings, "device": device.partition(":")[0]}
+    line |= {"changes": job.settings, "choice": job.choice, "device": device.partition(":")[0]}
     if not trial and job.number == 0:
-        line["tightness"] = _proved(ready, learn) if cell.method == "clipless" else _clipped(ready, recipe, learn)
+        try:
+            line["tightness"] = _proved(ready, learn) if proved else _clipped(ready, recipe, learn)
+        except Exception as error:  # the run is done, and its result stands without this
+            line["without_tightness"] = repr(error)
     return json.dumps({**line, "total_seconds": round(time.monotonic() - started, 2)}, default=str)
 
 

@@ -25,12 +25,13 @@ def plot_dots(dots: Sequence[Dot], path: str | Path) -> None:
 
 
 def plot_by(dots: Sequence[Dot], field: str, path: str | Path) -> None:
-    """The hull of each architecture, method or recipe."""
+    """The hull of each architecture, method or recipe; dashed where gradients were clipped."""
     plain = [dot for dot in dots if dot.radius == 0]
     figure, axes = _axes(plain)
     for label, group in grouped(plain, lambda dot: str(getattr(dot, field))).items():
         corners = hull(group)
-        line = axes.plot([d.epsilon for d in corners], [100 * d.score for d in corners], marker=".", label=label)[0]
+        style = "-" if any(d.method == "clipless" for d in group) else "--"
+        line = axes.plot([d.epsilon for d in corners], [100 * d.score for d in corners], style, marker=".", label=label)[0]
         axes.scatter([d.epsilon for d in group], [100 * d.score for d in group], s=5, alpha=0.25, color=line.get_color())
     _save(figure, axes, path)
 
@@ -65,5 +66,7 @@ def _axes(dots: Sequence[Dot]) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: str | Path) -> None:
-    axes.legend(fontsize="small")
+    # Many entries would cover the lines.
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(axes.get_legend_handles_labels()[1]) > 6 else {}
+    axes.legend(fontsize="small", **beside)
     figure.savefig(path, dpi=150)
