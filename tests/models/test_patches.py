@@ -21,9 +21,10 @@ from lipdp.models.features import extract_features, split_front
 from lipdp.models.leaves import leaf_images
 from lipdp.models.patches import PatchFeatures, pooling_windows
 from lipdp.models.scattering_textures import texture_images
+from lipdp.recipes.catalog import best_recipe
 from lipdp.recipes.features import FeatureRecipe, train_on_features
 from lipdp.recipes.mixtures import MIXTURES
-from lipdp.recipes.patches import PATCHES, best_recipe, patch_recipe
+from lipdp.recipes.patches import PATCHES, patch_recipe
 from tests.soundness.harness import attack
 
 SMALL: dict[str, Any] = {"patch": 3, "filters": 6, "grid": 2}

@@ -92,7 +92,10 @@ def test_constants_are_reached() -> None:
     signs = layer.signs.prod(1).flatten()
     assert max(moved) == pytest.approx(1.0 if signs[0] == signs[1] else math.sqrt(0.5))
     many = RandomReLU(1, blocks=1).double()
-    assert max(float((many(x)[i] - many(x)[i + 2]).abs().max()) for i in (0, 1)) == pytest.approx(1.0)
+    reached = max(float((many(x)[i] - many(x)[i + 2]).abs().max()) for i in (0, 1))
+    assert reached == pytest.approx(1.0)
+    model = nn.Sequential(nn.BoundedInput((1,), norm=3.0), many.float())
+    assert reached <= analyse(model, 1.0).lipschitz == pytest.approx(1.0, rel=1e-3)
 
 
 def test_the_calculus_knows_it() -> None:

@@ -7,9 +7,9 @@ import pytest
 from lipdp import data, recipes
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Squares
+from lipdp.recipes.catalog import best_recipe
 from lipdp.recipes.features import prepare_head, train_on_features
 from lipdp.recipes.handwriting import HANDWRITING, handwriting_recipe
-from lipdp.recipes.patches import best_recipe
 
 
 def test_found_by_name_and_budget() -> None:

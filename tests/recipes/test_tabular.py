@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import data, losses, models
+from lipdp.bounds import analyse
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.models.landmarks import Landmarks
@@ -113,8 +114,8 @@ def test_their_gains_hold_against_attacks(layer: torch.nn.Module) -> None:
 
 @given(columns=st.integers(1, 6), scale=st.floats(0.2, 5.0), spread=st.floats(0.1, 30.0), seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_no_kernel_value_is_steeper_than_one_by_the_scale(columns: int, scale: float, spread: float, seed: int) -> None:
-    """‖∇k_j‖ ≤ 1/s for every landmark, whatever the number of columns: what the layer's gain rests on."""
+def test_no_kernel_value_is_steeper_than_its_bound(columns: int, scale: float, spread: float, seed: int) -> None:
+    """‖∇k_j‖ ≤ √(2/e)/s for every landmark, whatever the number of columns: what the layer's gain rests on."""
     draw = torch.Generator().manual_seed(seed)
     layer = Landmarks(columns, 5, scale, 0.01, seed=seed).double()
     x = spread * torch.randn(40, columns, generator=draw, dtype=torch.float64)
@@ -123,7 +124,20 @@ def test_no_kernel_value_is_steeper_than_one_by_the_scale(columns: int, scale: f
     assert torch.allclose((values - layer.centre) @ layer.whitener, layer(x))
     for number in range(5):
         (slope,) = torch.autograd.grad(values[:, number].sum(), x, retain_graph=True)
-        assert float(slope.norm(dim=1).max()) <= (1 + 1e-9) / scale
+        assert float(slope.norm(dim=1).max()) <= (1 + 1e-9) * math.sqrt(2 / math.e) / scale
+
+
+def test_bounds_of_landmarks_are_reached() -> None:
+    """One landmark of many columns: its kernel value at the point itself, and its slope where each column gives it as much."""
+    columns, scale = 400, 30.0
+    layer = Landmarks(columns, 1, scale, 0.01).double()
+    found = analyse(lipdp.nn.Sequential(lipdp.nn.BoundedInput((columns,), norm=1e3), layer), 1.0)
+    away = scale * math.sqrt(math.exp(0.5 / columns) - 1)
+    x = (layer.points + away).requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x).sum(), x)
+    assert 0.99 < float(slope.norm()) / found.lipschitz <= 1
+    far = layer.points + torch.tensor([[0.0], [1e9]], dtype=torch.float64)  # kernel values 1 and 0
+    assert 0.99 < float(layer(far).detach().abs().max()) / found.output.norm <= 1
 
 
 def test_landmark_features_of_standard_normal_rows_are_white() -> None:

@@ -78,16 +78,21 @@ def _cauchy(x: torch.Tensor, points: torch.Tensor, scale: float) -> torch.Tensor
 
 @rule(Landmarks)
 def _landmarks(layer: Landmarks, call: Call) -> Transfer:
-    """k_j lies in [0, 1], so ‖k − c‖² ≤ Σ max(c_j, 1 − c_j)². With t_i = (x_i − z_i)/s the gradient of k_j has the norm
+    """k_j lies in [0, 1], so ‖k − c‖² ≤ Σ max(c_j, 1 − c_j)².
 
-        (2/s)·k·√(Σ t_i²/(1 + t_i²)²) ≤ (2/s)·k·√(Σ t_i²) ≤ (2/s)·k·√(1/k − 1) = (2/s)·√(k − k²) ≤ 1/s,
+    With t_i = (x_i − z_i)/s and v_i = log(1 + t_i²), k = e^(−V) for V = Σ v_i, and
 
-    for Σ t_i² ≤ Π(1 + t_i²) − 1 = 1/k − 1. So k(x) has the gain √m/s at most, and both bounds are multiplied by ‖M‖₂.
+        ‖∇k_j‖ = (2/s)·k·√(Σ t_i²/(1 + t_i²)²) ≤ (2/s)·e^(−V)·√V ≤ √(2/e)/s,
+
+    for t²/(1 + t²)² = e^(−v)·(1 − e^(−v)) ≤ v, and √V·e^(−V) is largest at V = ½. So k(x) has the gain √(2m/e)/s at most, and both
+    bounds are multiplied by ‖M‖₂. Reached by one landmark of many columns.
     """
     size = float(np.linalg.norm(layer.whitener.double().cpu().numpy(), 2)) * (1 + 1e-9)
     centre = layer.centre.double().cpu()
     reach = float(torch.maximum(centre.abs(), (1 - centre).abs()).norm()) * (1 + 1e-6)
-    return Transfer(Bound(size * reach, call.output_shape), (size * math.sqrt(layer.outputs) / layer.scale,), exact=False)
+    return Transfer(
+        Bound(size * reach, call.output_shape), (size * math.sqrt(2 * layer.outputs / math.e) / layer.scale,), exact=False
+    )
 
 
 @lowering(Landmarks)

@@ -13,11 +13,11 @@ from lipdp.recipes.grid import GRID
 from lipdp.recipes.grid_scattering import SCATTERING_GRID
 from lipdp.recipes.handwriting import HANDWRITING
 from lipdp.recipes.mixtures import LARGE, MIXTURES
-from lipdp.recipes.patches import PATCHES, best_recipe
+from lipdp.recipes.patches import PATCHES
 from lipdp.recipes.recipe import Recipe
-from lipdp.recipes.scattering import SCATTERING
+from lipdp.recipes.scattering import SCATTERING, nearest_budget
 
-__all__ = ["get", "names"]
+__all__ = ["best_recipe", "get", "names"]
 
 _SEARCH = "best of {} random trials (benchmarks/search.py, epsilon=3) on a sixth of the training set, held out"
 
@@ -103,6 +103,11 @@ _BY_NAME = {recipe.name: recipe for recipe in _ALL}
 def names() -> tuple[str, ...]:
     """All recipes, the short names included."""
     return (*_DEFAULTS, *_BY_BUDGET, *_BY_NAME)
+
+
+def best_recipe(dataset: str, epsilon: float) -> FeatureRecipe:
+    """The best on fixed features that two cores can compute in minutes; later families were better where they were tried."""
+    return nearest_budget({**SCATTERING, **PATCHES, **MIXTURES, **HANDWRITING}, dataset, epsilon)
 
 
 def get(name: str, epsilon: float | None = None) -> Recipe | FeatureRecipe:

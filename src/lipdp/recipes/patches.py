@@ -11,13 +11,10 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from lipdp.data import info
-from lipdp.recipes.features import FeatureRecipe
-from lipdp.recipes.handwriting import HANDWRITING
-from lipdp.recipes.mixtures import MIXTURES
-from lipdp.recipes.scattering import SCATTERING, nearest_budget
+from lipdp.recipes.features import FeatureRecipe, whole_batch_recipe
+from lipdp.recipes.scattering import nearest_budget
 
-__all__ = ["PATCHES", "best_recipe", "patch_recipe"]
+__all__ = ["PATCHES", "patch_recipe"]
 
 _ORDERS = (1.0, 1.23, 0.524, 0.6)
 _SCATTERING: tuple[dict[str, Any], ...] = (
@@ -35,22 +32,15 @@ _RADIUS = {"cifar10": 1.5, "fashion_mnist": 2.0}
 def _made(
     dataset: str, epsilon: float, time: float, clip: float, provenance: str, ema_decay: float = 0.9
 ) -> tuple[tuple[str, float], FeatureRecipe]:
-    """``time`` is the learning rate times the steps, in units of the clip and of the sum of the momentum's weights."""
-    momentum, steps = 0.9, 150
-    recipe = FeatureRecipe(
+    recipe = whole_batch_recipe(
         f"{dataset.replace('_', '-')}-patches-eps{epsilon:g}",
         dataset,
-        "patches-linear",
         {"blocks": _BLOCKS[dataset], "centre": "private", "radius": _RADIUS[dataset], "clip": clip},
-        batch_size=info(dataset).train_size,
-        steps=steps,
-        learning_rate=time / steps * (1 - momentum),
-        momentum=momentum,
-        schedule="linear",
+        epsilon=epsilon,
+        time=time,
         ema_decay=ema_decay,
-        statistics_budget=0.16 / epsilon,
         provenance=provenance,
-    )
+    ).but(statistics_budget=0.16 / epsilon)  # not rounded: what was run
     return (dataset, epsilon), recipe
 
 
@@ -76,8 +66,3 @@ PATCHES = MappingProxyType(
 def patch_recipe(dataset: str, epsilon: float) -> FeatureRecipe:
     """The recipe of patches for a dataset whose budget is nearest to ``epsilon``, on a scale of factors."""
     return nearest_budget(PATCHES, dataset, epsilon)
-
-
-def best_recipe(dataset: str, epsilon: float) -> FeatureRecipe:
-    """The best on fixed features that two cores can compute in minutes; later families were better where they were tried."""
-    return nearest_budget({**SCATTERING, **PATCHES, **MIXTURES, **HANDWRITING}, dataset, epsilon)
