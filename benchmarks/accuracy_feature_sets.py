@@ -132,6 +132,25 @@ LISTS["third"] = {
     "p4 f2000 overlap=4 + scatter": one(patch(patch=4, filters=2000, overlap=4.0), *_scatter),
     "p4 f2000 overlap=2.5 + J3": one(patch(**_smooth, filters=2000), scatter(J=3, weight=0.5)),
 }
+# Around the best of these: more filters, more scattering.
+_more, _most = SCATTER, (scatter(weight=1.2), scatter(J=3, weight=0.9))
+LISTS["fourth"] = {
+    "p4 f4000 overlap=2.5 + more scatter": one(patch(**_smooth, filters=4000), *_more),
+    "p4 f2000 overlap=2.5 + most scatter": one(patch(**_smooth, filters=2000), *_most),
+    "p4 f4000 overlap=2.5 + most scatter": one(patch(**_smooth, filters=4000), *_most),
+    "p4 f2000 + p7 f1000 overlap=2.5 + more scatter": one(
+        patch(**_smooth, filters=2000), patch(patch=7, overlap=2.5, weight=0.7), *_more
+    ),
+    "p4 f2000 overlap=2.5 + more scatter L=12": one(
+        patch(**_smooth, filters=2000), scatter(L=12, weight=0.8), scatter(J=3, weight=0.6)
+    ),
+    "p4 f3000 grid=5 overlap=2.5 + more scatter": one(patch(**_smooth, filters=3000, grid=5), *_more),
+    "p4 f4000 overlap=2.5 threshold=1.3 + most scatter": one(patch(**_smooth, filters=4000, threshold=1.3), *_most),
+    "p4 f2000 overlap=2.5 mix=0.03 + more scatter": one(patch(**_smooth, filters=2000, mix=0.03), *_more),
+    "p4 f2000 overlap=2.5 + more scatter mix=0.03": one(
+        patch(**_smooth, filters=2000), scatter(weight=0.8, mix=0.03), scatter(J=3, weight=0.6, mix=0.03)
+    ),
+}
 # Fewer than 27 000 features: what two cores compute in minutes.
 LISTS["processor"] = {
     "p4 f1000 overlap=2.5 mix=0.3 + more J3, no copies": one(patch(**_smooth, mix=0.3), scatter(J=3, weight=0.8, shifts=0)),

@@ -20,7 +20,9 @@ TWINS: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("vgg", "plain-vgg", (1, 7, 7), {"depth": 8, "width": 8, "hidden": 6}),
     ("resnet", "plain-resnet", (3, 8, 8), {"width": 4}),
     ("resnet", "plain-resnet", (1, 7, 7), {"width": 4, "depth": 10}),
+    ("resnet", "plain-resnet", (1, 12, 12), {"width": 4, "patch": 3, "pooled": False, "hidden": 8}),
     ("mixer", "plain-mixer", (3, 8, 8), {"patch": 4, "dim": 6, "depth": 2}),
+    ("mixer", "plain-mixer", (1, 8, 8), {"patch": 4, "dim": 6, "pooled": False, "hidden": 4}),
 ]
 CASES = pytest.mark.parametrize(("original", "twin", "shape", "options"), TWINS, ids=[f"{t[1]}-{t[2]}" for t in TWINS])
 
@@ -94,6 +96,7 @@ def test_one_private_step() -> None:
         ("plain-vgg", (8,), {}, "plain-vgg needs images"),
         ("plain-vgg", (1, 8, 8), {"depth": 7}, "5, 8 or 11"),
         ("plain-resnet", (1, 8, 8), {"depth": 7}, "6, 10 or 18"),
+        ("plain-resnet", (1, 8, 8), {"patch": 3}, "multiples of the patch"),
         ("plain-mixer", (1, 7, 7), {}, "multiples of the patch"),
         ("plain-mixer", (1, 8, 8), {"depth": -1}, "depth"),
     ],

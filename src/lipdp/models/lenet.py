@@ -47,8 +47,6 @@ def lenet(
         )
     if any(c < 2 or c % 2 for c in channels) or kernel_size < 1 or kernel_size % 2 == 0:
         raise ConfigurationError(f"lenet needs even channels and an odd kernel, not {tuple(channels)} and {kernel_size}")
-    if hidden is not None and (hidden < 2 or hidden % 2):
-        raise ConfigurationError(f"the hidden width must be even (GroupSort sorts pairs), not {hidden}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
     depth, height, width = input_shape
     for size in channels:
@@ -59,8 +57,4 @@ def lenet(
         ]
         depth, height, width = size, height // 2, width // 2
     layers.append(nn.Flatten())
-    features = depth * height * width
-    if hidden is not None:
-        layers += [nn.SpectralLinear(features, hidden, bias=False), nn.GroupSort(2)]
-        features = hidden
-    return nn.Sequential(*layers, *head(features, classes, clip))
+    return nn.Sequential(*layers, *head(depth * height * width, classes, clip, hidden))

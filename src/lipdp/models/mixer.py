@@ -13,12 +13,17 @@ __all__ = ["MixerBlock", "mixer", "transformer"]
 
 
 class MixerBlock(torch.nn.Module):
-    """``x ← (x + mix(x))/2`` twice: once along the tokens, once along the channels; each mix is dense, GroupSort, dense."""
+    """``x ← (x + mix(x))/2`` twice: once along the tokens, once along the channels; each mix is dense, GroupSort, dense.
 
-    def __init__(self, tokens: int, dim: int) -> None:
+    Without ``residual`` ``x ← mix(x)``, which keeps norms exactly; an average is as long as its two terms only where they agree.
+    """
+
+    def __init__(self, tokens: int, dim: int, residual: bool = True) -> None:
         super().__init__()
-        self.along_tokens = nn.Residual(self._mix(tokens))
-        self.along_channels = nn.Residual(self._mix(dim))
+        self.along_tokens: torch.nn.Module = self._mix(tokens)
+        self.along_channels: torch.nn.Module = self._mix(dim)
+        if residual:
+            self.along_tokens, self.along_channels = nn.Residual(self.along_tokens), nn.Residual(self.along_channels)
 
     @staticmethod
     def _mix(size: int) -> nn.Sequential:
@@ -58,12 +63,15 @@ def mixer(
     patch: int = 4,
     dim: int = 64,
     depth: int = 1,
+    residual: bool = True,
+    pooled: bool = True,
+    hidden: int | None = None,
     input_norm: float = 1.0,
     input_mode: InputMode = "sphere",
     centre: bool = True,
     clip: float | None = None,
 ) -> nn.Sequential:
-    """Patches to tokens (an exact, non-overlapping convolution), mixer blocks with square weights, logits of the tokens' mean.
+    """Patches to tokens (an exact, non-overlapping convolution), mixer blocks with square weights, logits of their mean or of all.
 
     Args:
         input_shape: (channels, height, width), sides multiples of ``patch``.
@@ -71,6 +79,10 @@ def mixer(
         patch: side of a patch.
         dim: channels of a token (even).
         depth: number of blocks.
+        residual: blocks average what they mix with what they got.
+        pooled: logits of the tokens' mean. The mean of 1-Lipschitz features is short, and so are its margins; without it the
+            features keep their norm, and the logits have more weights.
+        hidden: width of a dense layer before the logits (even), ``None`` for none.
         input_norm: norm of the inputs.
         input_mode: "sphere" or "ball".
         centre: subtract each example's own mean first.
@@ -79,9 +91,10 @@ def mixer(
     tokens, cut = _patches(input_shape, patch, dim, "mixer")
     if depth < 0:
         raise ConfigurationError(f"depth must be 0 or more, not {depth}")
-    blocks: list[torch.nn.Module] = [MixerBlock(tokens, dim) for _ in range(depth)]
+    blocks: list[torch.nn.Module] = [MixerBlock(tokens, dim, residual) for _ in range(depth)]
     front = [*stem(input_shape, input_norm, input_mode, centre), *cut]
-    return nn.Sequential(*front, *blocks, nn.TokenMean(tokens), *head(dim, classes, clip))
+    end = nn.TokenMean(tokens) if pooled else nn.Flatten()
+    return nn.Sequential(*front, *blocks, end, *head(dim if pooled else tokens * dim, classes, clip, hidden))
 
 
 @register("transformer")

@@ -23,10 +23,16 @@ def stem(input_shape: tuple[int, ...], input_norm: float, input_mode: InputMode,
     return [*centring, nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
 
 
-def head(features: int, classes: int, clip: float | None) -> list[torch.nn.Module]:
-    """What every model ends with: the logits, and optionally a clip on their gradient."""
-    logits: list[torch.nn.Module] = [nn.SpectralLinear(features, classes, bias=False)]
-    return logits if clip is None else [*logits, nn.ClipGradient(clip)]
+def head(features: int, classes: int, clip: float | None, hidden: int | None = None) -> list[torch.nn.Module]:
+    """What every model ends with: optionally a hidden layer, the logits, and optionally a clip on their gradient."""
+    if hidden is not None and (hidden < 2 or hidden % 2):
+        raise ConfigurationError(f"the hidden width must be even (GroupSort sorts pairs), not {hidden}")
+    layers: list[torch.nn.Module] = []
+    if hidden is not None:
+        layers += [nn.SpectralLinear(features, hidden, bias=False), nn.GroupSort(2)]
+        features = hidden
+    layers.append(nn.SpectralLinear(features, classes, bias=False))
+    return layers if clip is None else [*layers, nn.ClipGradient(clip)]
 
 
 @register("mlp")

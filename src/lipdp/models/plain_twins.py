@@ -36,6 +36,13 @@ def _stem(input_shape: tuple[int, ...]) -> torch.nn.Module:
     return T.LayerNorm(input_shape, elementwise_affine=False)
 
 
+def _head(features: int, classes: int, hidden: int | None, activation: str) -> list[torch.nn.Module]:
+    """Optionally a hidden layer, then the logits."""
+    if hidden is None:
+        return [T.Linear(features, classes)]
+    return [T.Linear(features, hidden), _activation(activation), T.Linear(hidden, classes)]
+
+
 def _group_norm(channels: int, groups: int) -> torch.nn.GroupNorm:
     return T.GroupNorm(math.gcd(groups, channels), channels)
 
@@ -91,12 +98,7 @@ def plain_lenet(
     for size in channels:
         layers += [T.Conv2d(depth, size, kernel_size, padding=kernel_size // 2), _activation(activation), T.MaxPool2d(2)]
         depth, rows, columns = size, rows // 2, columns // 2
-    layers.append(T.Flatten())
-    features = depth * rows * columns
-    if hidden is not None:
-        layers += [T.Linear(features, hidden), _activation(activation)]
-        features = hidden
-    return T.Sequential(*layers, T.Linear(features, classes))
+    return T.Sequential(*layers, T.Flatten(), *_head(depth * rows * columns, classes, hidden, activation))
 
 
 @register("plain-vgg")
@@ -159,24 +161,35 @@ def plain_resnet(
     *,
     depth: int = 6,
     width: int = 32,
+    patch: int = 1,
+    pooled: bool = True,
+    hidden: int | None = None,
     groups: int = 8,
     activation: Activation = "relu",
 ) -> torch.nn.Sequential:
-    """The twin of `resnet`: residual sums with group normalisation, 2×2 convolutions of stride 2 between stages, a mean, logits.
+    """The twin of `resnet`: residual sums with group normalisation, 2×2 convolutions of stride 2 between stages, logits.
 
     Args:
         input_shape: (channels, height, width).
         classes: number of outputs.
         depth: 6, 10 or 18.
         width: channels of the first stage.
+        patch: side of the squares of pixels that become channels before the first convolution.
+        pooled: average over the image before the logits.
+        hidden: width of a dense layer before the logits, ``None`` for none.
         groups: of channels that are normalised together.
         activation: "relu" or "tanh".
     """
     if depth not in BLOCKS:
         raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
     channels, rows, columns = _image(input_shape, "plain-resnet", 2)
-    layers: list[torch.nn.Module] = [_stem(input_shape), T.Conv2d(channels, width, 3, padding=1), _group_norm(width, groups)]
-    layers.append(_activation(activation))
+    if patch < 1 or rows % patch or columns % patch:
+        raise ConfigurationError(f"plain-resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
+    layers: list[torch.nn.Module] = [_stem(input_shape)]
+    if patch > 1:
+        layers.append(T.PixelUnshuffle(patch))
+        channels, rows, columns = channels * patch**2, rows // patch, columns // patch
+    layers += [T.Conv2d(channels, width, 3, padding=1), _group_norm(width, groups), _activation(activation)]
     channels = width
     for stage, blocks in enumerate(BLOCKS[depth]):
         if stage and min(rows, columns) >= 2:
@@ -186,7 +199,10 @@ def plain_resnet(
         for _ in range(blocks):
             halves = [(T.Conv2d(channels, channels, 3, padding=1), _group_norm(channels, groups)) for _ in range(2)]
             layers += [_Residual(*halves[0], _activation(activation), *halves[1]), _activation(activation)]
-    return T.Sequential(*layers, T.AdaptiveAvgPool2d(1), T.Flatten(), T.Linear(channels, classes))
+    if pooled:
+        layers.append(T.AdaptiveAvgPool2d(1))
+        rows = columns = 1
+    return T.Sequential(*layers, T.Flatten(), *_head(channels * rows * columns, classes, hidden, activation))
 
 
 class _Tokens(torch.nn.Module):
@@ -225,9 +241,11 @@ def plain_mixer(
     patch: int = 4,
     dim: int = 64,
     depth: int = 1,
+    pooled: bool = True,
+    hidden: int | None = None,
     activation: Activation = "relu",
 ) -> torch.nn.Sequential:
-    """The twin of `mixer`: patches to tokens, residual mixer blocks with layer norms, logits of the tokens' mean.
+    """The twin of `mixer`: patches to tokens, residual mixer blocks with layer norms, logits of their mean or of all.
 
     Args:
         input_shape: (channels, height, width), sides multiples of ``patch``.
@@ -235,6 +253,8 @@ def plain_mixer(
         patch: side of a patch.
         dim: channels of a token.
         depth: number of blocks.
+        pooled: logits of the tokens' mean.
+        hidden: width of a dense layer before the logits, ``None`` for none.
         activation: "relu" or "tanh".
     """
     channels, rows, columns = _image(input_shape, "plain-mixer", 1)
@@ -245,4 +265,6 @@ def plain_mixer(
     tokens = (rows // patch) * (columns // patch)
     blocks = [_MixerBlock(tokens, dim, activation) for _ in range(depth)]
     front = (_stem(input_shape), T.Conv2d(channels, dim, patch, stride=patch), _Tokens())
-    return T.Sequential(*front, *blocks, T.LayerNorm(dim), _TokenMean(), T.Linear(dim, classes))
+    end = _TokenMean() if pooled else T.Flatten()
+    features = dim if pooled else tokens * dim
+    return T.Sequential(*front, *blocks, T.LayerNorm(dim), end, *_head(features, classes, hidden, activation))

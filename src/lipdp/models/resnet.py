@@ -31,12 +31,15 @@ def resnet(
     *,
     depth: int = 6,
     width: int = 32,
+    patch: int = 1,
+    pooled: bool = True,
+    hidden: int | None = None,
     input_norm: float = 1.0,
     input_mode: InputMode = "sphere",
     centre: bool = True,
     clip: float | None = None,
 ) -> nn.Sequential:
-    """A convolution, stages of residual averages ``(x + f(x))/2``, a scaled average over the image, logits.
+    """A convolution, stages of residual averages ``(x + f(x))/2``, a scaled average over the image (or all of it), logits.
 
     Between stages the image is halved without loss (pixel-unshuffle where sides are even, an L2-norm pool where not) and a
     1×1 convolution doubles the channels. Every Δ is at most G·X.
@@ -46,6 +49,11 @@ def resnet(
         classes: number of outputs.
         depth: 6, 10 or 18: the convolutions of stem and blocks, and the logits.
         width: channels of the first stage (even).
+        patch: side of the squares of pixels that become channels before the first convolution. A convolution's gradient is a sum
+            over positions, and its bound allows for all of them to add up: fewer positions make it tighter.
+        pooled: average over the image before the logits. The average of 1-Lipschitz features is short, and so are its margins;
+            without it the features keep their norm, and the logits have more weights.
+        hidden: width of a dense layer before the logits (even), ``None`` for none.
         input_norm: norm of the inputs.
         input_mode: "sphere" or "ball".
         centre: subtract each example's own mean first.
@@ -57,6 +65,11 @@ def resnet(
         raise ConfigurationError(f"resnet needs images (channels, height, width) and an even width, not {input_shape} and {width}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
     depth_in, rows, columns = input_shape
+    if patch < 1 or rows % patch or columns % patch:
+        raise ConfigurationError(f"resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
+    if patch > 1:
+        layers.append(nn.InvertibleDownsampling(patch))
+        depth_in, rows, columns = depth_in * patch**2, rows // patch, columns // patch
     layers += [nn.SpectralConv2d(depth_in, width, 3, padding=1, bias=False), nn.GroupSort(2)]
     channels = width
     for stage, blocks in enumerate(BLOCKS[depth]):
@@ -68,8 +81,10 @@ def resnet(
             channels = 2 * channels
         for _ in range(blocks):
             layers += [_block(channels), nn.GroupSort(2)]
-    layers += [nn.ScaledAdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, *head(channels, classes, clip))
+    if pooled:
+        layers.append(nn.ScaledAdaptiveAvgPool2d(1))
+    layers.append(nn.Flatten())
+    return nn.Sequential(*layers, *head(channels if pooled else channels * rows * columns, classes, clip, hidden))
 
 
 @register("resnet6")

@@ -25,8 +25,8 @@ _GREY: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": (128,)},
     "lenet": {"channels": (16,), "kernel_size": 5, "hidden": 64},
     "vgg": {"depth": 5, "width": 16, "hidden": 64},
-    "resnet": {"depth": 6, "width": 16},
-    "mixer": {"patch": 4, "dim": 64, "depth": 1},
+    "resnet": {"depth": 6, "width": 16, "patch": 2, "pooled": False},
+    "mixer": {"patch": 4, "dim": 64, "depth": 1, "pooled": False, "hidden": 64},
 }
 _COLOUR = {**_GREY, "mlp": {"hidden": (256,)}, "lenet": {"channels": (16, 32), "kernel_size": 5, "hidden": 64}}
 _TWINS = {"mlp": "plain-dense", "lenet": "plain-lenet", "vgg": "plain-vgg", "resnet": "plain-resnet", "mixer": "plain-mixer"}
