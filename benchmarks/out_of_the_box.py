@@ -1,5 +1,6 @@
 """Networks without a front-end, proved against clipped: MLP, LeNet, VGG, ResNet, Mixer at ε = 3 and 10, after the same tuning.
 
+    python benchmarks/out_of_the_box_pilots.py search …                                   where trials start: OUT/pilots.txt
     python benchmarks/out_of_the_box.py noise --out found                                 multipliers by PLD (needs dp-accounting)
     python benchmarks/out_of_the_box.py run --out found --device cuda --workers 4 --seconds 500
     python benchmarks/out_of_the_box.py run --out found --again …                         more trials, and finals where they help
@@ -7,9 +8,10 @@
     python benchmarks/out_of_the_box.py tightness --out found                             tightness.json: before training, on a CPU
     python benchmarks/out_of_the_box.py recipes --out found                               src/lipdp/recipes/grid_found.py
 
-The two methods get the same number of trials for each (dataset, network, ε), on a held-out tenth of the training set: the network's
-starts, then changes of what has gained most. The best is trained on the whole training set with three seeds, and only those
-runs read the test set. Every run is a line of OUT/*.jsonl, which ``lipdp pareto`` draws; what was done is not done again.
+The three methods (Lipschitz layers, conventional layers between boundaries, clipping) get the same number of pilots and of trials
+for each (dataset, network, ε), on a held-out tenth of the training set: the two best pilots, then changes of what has gained most.
+The best is trained on the whole training set with three seeds, and only those runs read the test set. Every run is a line of
+OUT/*.jsonl, which ``lipdp pareto`` draws; what was done is not done again.
 """
 
 from __future__ import annotations
@@ -20,38 +22,27 @@ import json
 import math
 import pprint
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lipdp.data import info
-from lipdp.recipes.grid import DATASETS, NETWORKS, grid_name
+from lipdp.recipes.grid import DATASETS, METHODS, NETWORKS, grid_name
+from out_of_the_box_pilots import beginning, ranked
 from out_of_the_box_runs import BATCH, DELTA, HELD_OUT, Cell, Noise, evaluated_steps, untrained
 from out_of_the_box_schedule import Schedule, Settings, cell_of, counted_finals, counted_trials, cut_torn_line, read_runs, work
 
 EPSILONS, STEPS = (3.0, 10.0), (100,)
-METHODS = ("clipless", "bookkeeping")
 CERTIFIED_AT = "0.25"  # the radius of the table
-# Where a cell's trials begin: near the best of a few pilots a network (out_of_the_box_pilots.py). Clipped networks are then tried
-# with the other activation, proved ones at another temperature.
-_PROVED = {"mlp": (100.0, 0.2, 2.0), "lenet": (100.0, 0.2, 4.0), "vgg": (100.0, 0.2, 8.0), "resnet": (200.0, 0.2, 6.0),
-           "mixer": (70.0, 0.15, 12.0)}  # fmt: skip
-_CLIPPED_RATES = {"mlp": 1.0, "lenet": 1.6, "vgg": 0.9, "resnet": 1.0, "mixer": 1.6}
-STARTS: dict[tuple[str, str], list[dict[str, Any]]] = {
-    **{
-        (network, "clipless"): [
-            {"temperature": temperature * factor, "options.clip": clip, "learning_rate": rate} for factor in (1.0, 0.5)
-        ]
-        for network, (temperature, clip, rate) in _PROVED.items()
-    },
-    **{
-        (network, "bookkeeping"): [
-            {"temperature": 4.0, "max_grad_norm": 0.3, "learning_rate": rate, "options.activation": activation}
-            for activation in ("tanh", "relu")
-        ]
-        for network, rate in _CLIPPED_RATES.items()
-    },
-}
+BEGINNINGS = 2  # trials that are pilots' settings
+
+
+def starts(folder: Path, families: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """Where the trials of each family begin: the settings of its best pilots, or the recipe's where there is none."""
+    pilots = ranked(folder)
+    return {
+        family: [line["settings"] for line in pilots.get(family, ())][:BEGINNINGS] or [beginning(family)] for family in families
+    }
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -60,9 +51,10 @@ def run_all(options: argparse.Namespace) -> None:
     target = options.out / f"{options.label or device}.jsonl"
     cut_torn_line(target)
     cells = [Cell(d, n, m, e) for e in options.epsilons for n in options.networks for d in options.datasets for m in METHODS]
+    beginnings = starts(options.out, {cell.family for cell in cells})
     schedule = Schedule(
-        cells, read_runs(options.out), STARTS, trials=options.trials, steps=options.steps, workers=options.workers, device=device,
-        again=options.again,
+        cells, read_runs(options.out), beginnings, trials=options.trials, steps=options.steps, workers=options.workers,
+        device=device, again=options.again,
     )  # fmt: skip
     settings = Settings(str(options.out / "noise.json"), options.device, 1, options.limit, options.batch)
     for seconds, job, run in work(schedule, settings, target, options.seconds):
@@ -144,28 +136,33 @@ def make_table(options: argparse.Namespace) -> None:
 
 def _markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
     by_cell = {(row["dataset"], row["epsilon"], row["network"], row["method"]): row for row in rows}
-    yield f"| dataset | ε | network | clipless | book-keeping | bound used | SNR | certified at {CERTIFIED_AT} | trials, seeds |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield (
+        f"| dataset | ε | network | Lipschitz layers | boundaries | book-keeping | bound used | SNR | certified at {CERTIFIED_AT} "
+        "| trials, seeds |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for dataset, epsilon, network in dict.fromkeys((row["dataset"], row["epsilon"], row["network"]) for row in rows):
-        pair = [by_cell.get((dataset, epsilon, network, method)) for method in METHODS]
-        certified = "–" if pair[0] is None else _or_dash(pair[0][f"certified_{CERTIFIED_AT}"], "{:.0f} %")
+        cells = [by_cell.get((dataset, epsilon, network, method)) for method in METHODS]
+        certified = "–" if cells[0] is None else _or_dash(cells[0][f"certified_{CERTIFIED_AT}"], "{:.0f} %")
+        efforts = dict.fromkeys("–" if row is None else f"{row['trials']}, {row['seeds']}" for row in cells)
         columns = [
-            *_scores(pair),
-            " / ".join("–" if row is None else _or_dash(row["tightness"] and 100 * row["tightness"], "{:.0f} %") for row in pair),
-            " / ".join("–" if row is None else _or_dash(row["snr"], "{:.2g}") for row in pair),
+            *_scores(cells),
+            " / ".join("–" if row is None else _or_dash(row["tightness"] and 100 * row["tightness"], "{:.0f} %") for row in cells),
+            " / ".join("–" if row is None else _or_dash(row["snr"], "{:.2g}") for row in cells),
             certified,
-            " / ".join("–" if row is None else f"{row['trials']}, {row['seeds']}" for row in pair),
+            " / ".join(efforts),
         ]
         yield f"| {dataset} | {epsilon:g} | {network} | {' | '.join(columns)} |"
 
 
-def _scores(pair: list[dict[str, Any] | None]) -> list[str]:
-    """Mean ± deviation; the better of two in bold if they differ by more than their deviations."""
-    texts = ["–" if row is None else f"{row['accuracy']:.1f} ± {row['std']:.1f}" for row in pair]
-    one, other = pair
-    if one is not None and other is not None and abs(one["accuracy"] - other["accuracy"]) > math.hypot(one["std"], other["std"]):
-        winner = int(other["accuracy"] > one["accuracy"])
-        texts[winner] = f"**{texts[winner]}**"
+def _scores(cells: list[dict[str, Any] | None]) -> list[str]:
+    """Mean ± deviation; the best in bold if it is better than the second by more than their deviations."""
+    texts = ["–" if row is None else f"{row['accuracy']:.1f} ± {row['std']:.1f}" for row in cells]
+    known = sorted((row["accuracy"], row["std"], place) for place, row in enumerate(cells) if row is not None)
+    if len(known) > 1:
+        (second, its_std, _), (best, std, winner) = known[-2:]
+        if best - second > math.hypot(std, its_std):
+            texts[winner] = f"**{texts[winner]}**"
     return texts
 
 

@@ -47,8 +47,8 @@ class Cell:
         return self.dataset, self.network, self.method
 
     @property
-    def pair(self) -> tuple[str, str, float]:
-        """What the cells of both methods share."""
+    def task(self) -> tuple[str, str, float]:
+        """What the cells of all methods share."""
         return self.dataset, self.network, self.epsilon
 
 
@@ -125,7 +125,7 @@ class _Judge(Callback):
 _parts: dict[tuple[str, str, str], tuple[TensorDataset, TensorDataset, DatasetInfo]] = {}
 
 
-def _data(dataset: str, kind: str, device: str, limit: int | None) -> tuple[TensorDataset, TensorDataset, DatasetInfo]:
+def data_parts(dataset: str, kind: str, device: str, limit: int | None) -> tuple[TensorDataset, TensorDataset, DatasetInfo]:
     """(to learn from, to judge by, description), on the device; kept for the process's next run."""
     if (dataset, kind, device) not in _parts:
         learn, test, info = data.load(dataset)
@@ -142,7 +142,7 @@ def perform(job: Job, noise_file: str, device: str, threads: int, limit: int | N
     torch.set_num_threads(threads)
     gc.collect()  # a model and its recorded steps point at each other, and hold the device's memory
     cell, noise = job.cell, Noise(Path(noise_file))
-    learn, judge, info = _data(cell.dataset, job.kind, device, limit)
+    learn, judge, info = data_parts(cell.dataset, job.kind, device, limit)
     records = len(learn)
     # A thousandth of a step less, so that rounding can't make it one more.
     recipe = changed(base_recipe(*cell.family), job.settings).but(batch_size=batch, epochs=(job.steps - 1e-3) * batch / records)
@@ -152,7 +152,7 @@ def perform(job: Job, noise_file: str, device: str, threads: int, limit: int | N
     ready = prepare(recipe, info, noise_multiplier=sigma, dataset_size=records, accountant="rdp", seed=seed)
     assert ready.plan.steps == job.steps
     trial = job.kind == "trial"
-    proved = cell.method == "clipless"
+    proved = cell.method == "clipless"  # by Lipschitz layers: only they come with certificates
     history = fit(
         ready.model, ready.loss, ready.optimizer, ready.plan, learn, callbacks=[_Judge(judge, proved=proved)] if trial else [],
         seed=seed, device=device, scheduler=ready.scheduler, ema_decay=recipe.ema_decay, evaluations=EVALUATIONS, settle=True,
@@ -169,10 +169,10 @@ def perform(job: Job, noise_file: str, device: str, threads: int, limit: int | N
     certified = {} if trial else {float(name.removeprefix(CERTIFIED)): v for name, v in figures.items() if name != "accuracy"}
     line = history_line(recipe, result, evaluated_on="validation" if trial else "test", certified=certified)
     line |= {"kind": job.kind, "number": job.number, "budget": cell.epsilon, "network": cell.network, "sigma": sigma}
-    line |= {"changes": job.settings, "choice": job.choice, "device": device.partition(":")[0]}
+    line |= {"changes": job.settings, "choice": job.choice, "device": device.partition(":")[0], "table_method": cell.method}
     if not trial and job.number == 0:
         try:
-            line["tightness"] = _proved(ready, learn) if proved else _clipped(ready, recipe, learn)
+            line["tightness"] = _clipped(ready, recipe, learn) if recipe.max_grad_norm else _proved(ready, learn)
         except Exception as error:  # the run is done, and its result stands without this
             line["without_tightness"] = repr(error)
     return json.dumps({**line, "total_seconds": round(time.monotonic() - started, 2)}, default=str)
@@ -180,11 +180,11 @@ def perform(job: Job, noise_file: str, device: str, threads: int, limit: int | N
 
 def untrained(cell: Cell, noise_file: str, steps: int, limit: int | None = None) -> dict[str, Any]:
     """How much of their bounds the first gradients use: on the initial weights, with the cell's recipe and noise."""
-    learn, _, info = _data(cell.dataset, "final", "cpu", limit)
+    learn, _, info = data_parts(cell.dataset, "final", "cpu", limit)
     recipe = base_recipe(*cell.family).but(epochs=(steps - 1e-3) * BATCH / len(learn))
     sigma = Noise(Path(noise_file)).sigma(len(learn), BATCH, steps, cell.epsilon)
     ready = prepare(recipe, info, noise_multiplier=sigma, dataset_size=len(learn), accountant="rdp", seed=0)
-    return _proved(ready, learn) if cell.method == "clipless" else _clipped(ready, recipe, learn)
+    return _clipped(ready, recipe, learn) if recipe.max_grad_norm else _proved(ready, learn)
 
 
 def _proved(ready: Prepared, learn: TensorDataset) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which run of the out-of-the-box table is next, and the processes that do them: within a time limit, whatever fails.
 
-Rounds of trials go over all cells before the next round begins, and only rounds that both methods have been through count: they are
+Rounds of trials go over all cells before the next round begins, and only rounds that all methods have been through count: they are
 tuned with the same effort. A round begins only if it and the finals fit into the time that is left, by what runs have taken.
 """
 
@@ -24,6 +24,7 @@ from out_of_the_box_runs import Cell, Job, perform
 SEEDS = 3
 TUNED = {
     "clipless": ("temperature", "options.clip", "learning_rate"),
+    "boundaries": ("temperature", "options.clip", "options.conv_clip", "learning_rate"),
     "bookkeeping": ("temperature", "max_grad_norm", "learning_rate"),
 }
 SPREAD = math.log(1.7)  # deviation of a change, of a setting's logarithm
@@ -33,8 +34,13 @@ GRACE = 15.0  # seconds that a run may go on past the limit
 Runs = list[dict[str, Any]]
 
 
+def method_of(run: Mapping[str, Any]) -> str:
+    """As the table calls it; the plan's method of networks between boundaries is "clipless", too."""
+    return str(run.get("table_method", run["method"]))
+
+
 def cell_of(run: Mapping[str, Any]) -> Cell:
-    return Cell(run["dataset"], run["network"], run["method"], run["budget"])
+    return Cell(run["dataset"], run["network"], method_of(run), run["budget"])
 
 
 def read_runs(folder: Path) -> Runs:
@@ -43,10 +49,10 @@ def read_runs(folder: Path) -> Runs:
 
 
 def counted_trials(runs: Runs, cell: Cell) -> Runs:
-    """The cell's trials of rounds that its network has been through with both methods, on this dataset and at this budget."""
-    pair = [run for run in runs if run["kind"] == "trial" and cell_of(run).pair == cell.pair]
-    numbers = [{run["number"] for run in pair if run["method"] == method} for method in TUNED]
-    return [run for run in pair if run["method"] == cell.method and all(run["number"] in done for done in numbers)]
+    """The cell's trials of rounds that its network has been through with all methods, on this dataset and at this budget."""
+    peers = [run for run in runs if run["kind"] == "trial" and cell_of(run).task == cell.task]
+    numbers = [{run["number"] for run in peers if method_of(run) == method} for method in {method_of(run) for run in peers}]
+    return [run for run in peers if method_of(run) == cell.method and all(run["number"] in done for done in numbers)]
 
 
 def counted_finals(runs: Runs, cell: Cell) -> Runs:
@@ -76,9 +82,9 @@ def proposed(cell: Cell, number: int, starts: Sequence[Mapping[str, Any]], known
     settings, length = dict(best["changes"]), best["steps"]
     if all((run["changes"], run["steps"]) != (settings, length) for run in known if run["budget"] == cell.epsilon):
         return Job(cell, "trial", number, settings, length)
-    for name in TUNED[cell.method]:
+    for name in (name for name in TUNED[cell.method] if name in settings):
         settings[name] = float(f"{settings[name] * math.exp(draw.gauss(0, SPREAD)):.3g}")
-    if cell.method == "bookkeeping" and draw.random() < 0.1:
+    if "options.activation" in settings and draw.random() < 0.1:
         settings["options.activation"] = {"relu": "tanh", "tanh": "relu"}[settings["options.activation"]]
     return Job(cell, "trial", number, settings, draw.choice(list(steps)) if draw.random() < 0.3 else length)
 
@@ -91,7 +97,7 @@ class Schedule:
     """
 
     def __init__(
-        self, cells: Sequence[Cell], runs: Runs, starts: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
+        self, cells: Sequence[Cell], runs: Runs, starts: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]],
         *, trials: int, steps: Sequence[int], workers: int, device: str, again: bool = False,
     ) -> None:  # fmt: skip
         self.cells, self.starts, self.steps, self.trials, self.workers, self.device = cells, starts, steps, trials, workers, device
@@ -146,7 +152,7 @@ class Schedule:
                     return None
                 cell = open_cells[0]
                 known = [run for run in self.runs if run["kind"] == "trial" and cell_of(run).family == cell.family]
-                return proposed(cell, number, self.starts[cell.network, cell.method], known, self.steps)
+                return proposed(cell, number, self.starts[cell.family], known, self.steps)
         return None
 
     def finals(self) -> list[Job]:

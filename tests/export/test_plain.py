@@ -53,6 +53,7 @@ LAYERS = {
     "Standardize": (nn.Standardize(4, radius=2.0), IMAGE),
     "Boundary": (nn.Boundary(norm=3.0, cotangent=0.1), IMAGE),
     "Boundary, cotangent": (nn.Boundary(cotangent=0.1), IMAGE),
+    "Boundary, floor": (nn.Boundary(norm=3.0, floor=0.2), IMAGE),
     "Residual": (nn.Residual(nn.Sequential(nn.SpectralConv2d(4, 4, 3, padding=1), nn.GroupSort())), IMAGE),
     "Flatten": (nn.Flatten(), IMAGE),
     "floor": (nn.BoundedInput(IMAGE, norm=3.0, mode="floor", floor=0.5), IMAGE),

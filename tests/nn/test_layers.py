@@ -44,6 +44,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
         (nn.Boundary(norm=0.5), (4,)),
         (nn.Boundary(cotangent=0.5), (2, 3)),
         (nn.Boundary(norm=5.0, cotangent=0.2), (2, 3)),
+        (nn.Boundary(norm=0.8, floor=0.3), (2, 3)),
+        (nn.Boundary(norm=0.8, cotangent=0.2, floor=2.0), (4,)),
         (nn.Sequential(nn.Residual(T.Identity())), (4,)),
         (nn.Sequential(nn.Residual(nn.SpectralLinear(4, 4))), (4,)),
         (nn.Sequential(nn.Residual(nn.Residual(nn.SpectralLinear(4, 4, bias=False)))), (4,)),

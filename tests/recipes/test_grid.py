@@ -17,15 +17,20 @@ from lipdp.recipes.running import prepare
 from lipdp.recipes.spaces import changed, default_space
 
 HEADS = ("scattering-linear", "scattering-mlp")
-METHODS = ("clipless", "bookkeeping")
+METHODS = ("clipless", "boundaries", "bookkeeping")
+HEAD_METHODS = ("clipless", "bookkeeping")
 
 
-@pytest.mark.parametrize(("dataset", "network", "method"), itertools.product(DATASETS, NETWORKS + HEADS, METHODS))
+CELLS = [*itertools.product(DATASETS, NETWORKS, METHODS), *itertools.product(DATASETS, HEADS, HEAD_METHODS)]
+
+
+@pytest.mark.parametrize(("dataset", "network", "method"), CELLS)
 def test_every_cell_has_a_recipe(dataset: str, network: str, method: str) -> None:
     recipe = recipes.get(grid_name(dataset, network, method))
-    assert (recipe.dataset, recipe.method) == (dataset, method)
+    proved = method != "bookkeeping"
+    assert (recipe.dataset, recipe.method) == (dataset, "clipless" if proved else method)
     assert recipe.name in recipes.names()
-    assert (recipe.max_grad_norm is None) == (method == "clipless")
+    assert (recipe.max_grad_norm is None) == proved
     assert recipe.provenance.startswith(("untried", "best of", "the settings of", "head: best of"))
     assert default_space(recipe).fitting(recipe)
 
@@ -36,18 +41,19 @@ def test_networks_are_planned_without_data(network: str, method: str, monkeypatc
     monkeypatch.setattr(data, "load", lambda *_, **__: pytest.fail("data were read"))
     recipe = recipes.get(grid_name("cifar10", network, method))
     plan = prepare(recipe, data.info("cifar10"), noise_multiplier=2.0, accountant="rdp", seed=0).plan
-    assert plan.method == method
+    assert plan.method == recipe.method
     assert plan.batch_size == recipe.batch_size
     # The learning rate is in units of this.
-    assert 0 < plan.sensitivity < 2 if method == "clipless" else plan.sensitivity == recipe.max_grad_norm
+    assert plan.sensitivity == recipe.max_grad_norm if method == "bookkeeping" else 0 < plan.sensitivity < 2
 
 
 def test_twins_share_their_network() -> None:
     for dataset, network in itertools.product(DATASETS, NETWORKS):
-        proved, clipped = (base_recipe(dataset, network, method) for method in METHODS)
-        shared = {name: value for name, value in proved.options.items() if name != "clip"}
-        assert {name: value for name, value in clipped.options.items() if name != "activation"} == shared
-        assert (proved.batch_size, proved.epochs, proved.delta) == (clipped.batch_size, clipped.epochs, clipped.delta)
+        made = [base_recipe(dataset, network, method) for method in METHODS]
+        own = {"clip", "conv_clip", "activation"}
+        shapes = [{name: value for name, value in recipe.options.items() if name not in own} for recipe in made]
+        assert shapes[0] == shapes[1] == shapes[2]
+        assert len({(recipe.batch_size, recipe.epochs, recipe.delta) for recipe in made}) == 1
 
 
 def test_found_settings_are_those_of_the_recipes() -> None:

@@ -38,8 +38,8 @@ def _cells(module: ModuleType) -> list[Any]:
 
 
 STARTS = {
-    ("mlp", "clipless"): [{"temperature": 100.0, "options.clip": 0.2, "learning_rate": 3.0}],
-    ("mlp", "bookkeeping"): [
+    ("mnist", "mlp", "clipless"): [{"temperature": 100.0, "options.clip": 0.2, "learning_rate": 3.0}],
+    ("mnist", "mlp", "bookkeeping"): [
         {"temperature": 4.0, "max_grad_norm": 0.3, "learning_rate": 1.6, "options.activation": activation}
         for activation in ("tanh", "relu")
     ],
@@ -131,7 +131,7 @@ def test_tuning_again_makes_a_new_choice_only_where_there_is_a_better_one(schedu
 def test_a_trial_that_one_method_lacks_does_not_count_for_the_other(schedule: ModuleType) -> None:
     plan = _made(schedule, [])
     broken, twin = plan.cells[:2]
-    assert broken.pair == twin.pair
+    assert broken.task == twin.task
     _simulate(plan, 10_000.0, 1.0, _best_is(1), fails=lambda job: (job.cell, job.kind, job.number) == (broken, "trial", 1))
     for cell in (broken, twin):
         assert [run["number"] for run in schedule.counted_trials(plan.runs, cell)] == [0, 2]
@@ -141,7 +141,7 @@ def test_a_trial_that_one_method_lacks_does_not_count_for_the_other(schedule: Mo
 
 def test_what_gained_at_one_budget_is_tried_at_the_other(schedule: ModuleType) -> None:
     at_three, at_ten = (schedule.Cell("mnist", "mlp", "clipless", epsilon) for epsilon in (3.0, 10.0))
-    (start,) = STARTS["mlp", "clipless"]
+    (start,) = STARTS["mnist", "mlp", "clipless"]
     better = {**start, "learning_rate": 7.0}
     known = [
         _run(schedule.Job(at_three, "trial", 0, start, 100), 0.60),
@@ -153,7 +153,7 @@ def test_what_gained_at_one_budget_is_tried_at_the_other(schedule: ModuleType) -
     assert changed.keys() == better.keys()
     assert all(changed[name] != better[name] and 0.1 < changed[name] / better[name] < 10 for name in better)
     clipped = schedule.Cell("mnist", "mlp", "bookkeeping", 3.0)
-    both = STARTS["mlp", "bookkeeping"]
+    both = STARTS["mnist", "mlp", "bookkeeping"]
     assert [schedule.proposed(clipped, number, both, known[:number], (100,)).settings for number in range(2)] == both
 
 

@@ -146,7 +146,9 @@ class Graph(torch.nn.Module):
             "bias": lambda: torch.nn.Sequential(
                 Forward(lambda m, x: x + m.p, p=T.Parameter(torch.zeros(channels, 1, 1))), nn.Boundary(norm=2.0)
             ),
-            "boundary": lambda: nn.Boundary(norm=0.8, cotangent=draw(st.sampled_from([None, 0.6]))),
+            "boundary": lambda: nn.Boundary(
+                norm=0.8, cotangent=draw(st.sampled_from([None, 0.6])), floor=draw(st.sampled_from([None, 0.5, 1.1]))
+            ),
         }[name]()  # type: ignore[no-untyped-call]
 
     def _vector(self, name: str, draw: st.DrawFn) -> torch.nn.Module:

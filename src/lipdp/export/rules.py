@@ -217,7 +217,7 @@ def _clip_gradient(layer: nn.ClipGradient, site: Site) -> torch.Tensor:
 
 @lowering(nn.Boundary)
 def _boundary(layer: nn.Boundary, site: Site) -> torch.Tensor:
-    return site.x if layer.norm is None else _ball(site, layer.norm)
+    return site.x if layer.norm is None else _ball(site, layer.norm, layer.floor)
 
 
 @lowering(nn.LayerCentering)

@@ -1,5 +1,6 @@
 """Networks by name, one constructor each: Lipschitz ones whose bounds are known, and conventional ones ("plain-…") to clip."""
 
+from lipdp.models.boundary_twins import boundary_twin
 from lipdp.models.conventional import (
     plain_cnn,
     plain_lstm,
@@ -33,6 +34,7 @@ __all__ = [
     "RandomReLU",
     "Scattering2d",
     "Straighten",
+    "boundary_twin",
     "create",
     "extract_features",
     "lenet",

@@ -27,6 +27,11 @@ def to_ball(x: torch.Tensor, radius: float) -> torch.Tensor:
     return (x * (radius / example_norms(x).clamp_min(radius))).to(x.dtype)
 
 
+def to_floored_sphere(x: torch.Tensor, radius: float, floor: float) -> torch.Tensor:
+    """x·radius/max(‖x‖, floor) per example: radius/floor times the projection on the ball of radius ``floor``."""
+    return (x * (radius / example_norms(x).clamp_min(floor))).to(x.dtype)
+
+
 def to_sphere(x: torch.Tensor, radius: float) -> torch.Tensor:
     """x·radius/‖x‖ per example; 0 stays 0."""
     # Squares of very small entries underflow, and a norm that is too small gives an output that is too long: scale first.
@@ -112,7 +117,7 @@ class BoundedInput(torch.nn.Module):
         if self.mode == "ball":
             return to_ball(x, self.norm)
         if self.floor is not None:
-            return (x * (self.norm / example_norms(x).clamp_min(self.floor))).to(x.dtype)
+            return to_floored_sphere(x, self.norm, self.floor)
         return to_sphere(x, self.norm)
 
     def extra_repr(self) -> str:
@@ -192,28 +197,44 @@ class Boundary(torch.nn.Module):
     ``norm``, its cotangent by the second one's ``cotangent``. ``None`` leaves that direction as it is.
 
     The clip applies to the cotangent of this layer's *input*, so it also covers the projection's own Jacobian.
+
+    Args:
+        norm: radius r of the ball.
+        cotangent: C.
+        floor: scale activations of this norm or more to *exactly* ``norm``, and shorter ones by the same factor as those:
+            x·r/max(‖x‖, floor), which is r/floor-Lipschitz. The bounds of the layer behind it are then reached, at any scale of
+            what comes in; a clip further down keeps the factor r/floor away from the Δ of layers below it.
     """
 
-    def __init__(self, norm: float | None = None, cotangent: float | None = None) -> None:
+    def __init__(self, norm: float | None = None, cotangent: float | None = None, *, floor: float | None = None) -> None:
         super().__init__()
         if norm is None and cotangent is None:
             raise ConfigurationError("Boundary() bounds nothing: give norm=, cotangent=, or both")
+        if floor is not None and norm is None:
+            raise ConfigurationError("Boundary takes floor= with norm=, and only with it")
         self.norm = None if norm is None else _positive("Boundary norm", norm)
         self.cotangent = None if cotangent is None else _positive("Boundary cotangent", cotangent)
+        self.floor = None if floor is None else _positive("Boundary floor", floor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project, and mark the place where cotangents are clipped."""
         if self.cotangent is not None:
             x = clip_cotangent(x, self.cotangent)
-        return x if self.norm is None else to_ball(x, self.norm)
+        if self.norm is None:
+            return x
+        return to_ball(x, self.norm) if self.floor is None else to_floored_sphere(x, self.norm, self.floor)
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        return f"norm={self.norm}, cotangent={self.cotangent}"
+        return f"norm={self.norm}, cotangent={self.cotangent}" + ("" if self.floor is None else f", floor={self.floor:g}")
 
 
 @rule(Boundary)
 def _boundary(layer: Boundary, call: Call) -> Transfer:
     x = call.inputs[0]
+    clip = math.inf if layer.cotangent is None else layer.cotangent
+    if layer.norm is not None and layer.floor is not None:
+        gain = layer.norm / layer.floor
+        return Transfer(Bound(min(times(gain, x.norm), layer.norm), x.shape), (gain,), clip=clip)
     norm = x.norm if layer.norm is None else min(x.norm, layer.norm)
-    return Transfer(Bound(norm, x.shape, x.row_norm, x.max_abs), clip=math.inf if layer.cotangent is None else layer.cotangent)
+    return Transfer(Bound(norm, x.shape, x.row_norm, x.max_abs), clip=clip)
