@@ -38,11 +38,13 @@ BEGINNINGS = 2  # trials that are pilots' settings
 
 
 def starts(folder: Path, families: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    """Where the trials of each family begin: the settings of its best pilots, or the recipe's where there is none."""
+    """Where the trials of each family begin: the settings of its best pilots (or MNIST's), or the recipe's where there is none."""
     pilots = ranked(folder)
-    return {
-        family: [line["settings"] for line in pilots.get(family, ())][:BEGINNINGS] or [beginning(family)] for family in families
-    }
+    found = {}
+    for family in families:
+        best = pilots.get(family) or (pilots.get(("mnist", *family[1:])) if family[0] == "fashion_mnist" else None) or []
+        found[family] = [line["settings"] for line in best][:BEGINNINGS] or [beginning(family)]
+    return found
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -95,7 +97,8 @@ def measure_tightness(options: argparse.Namespace) -> None:
     found = json.loads(file.read_text()) if file.exists() else {}
     for dataset in options.datasets:
         for network in options.networks:
-            for method in METHODS:
+            # Between boundaries logits start at zero, and so do the gradients of all other layers.
+            for method in ("clipless", "bookkeeping"):
                 cell = Cell(dataset, network, method, EPSILONS[0])
                 result = untrained(cell, str(options.out / "noise.json"), STEPS[-1], options.limit)
                 found[grid_name(*cell.family)] = result
@@ -130,8 +133,25 @@ def make_table(options: argparse.Namespace) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    (options.out / "table.md").write_text("\n".join(_markdown(rows)) + "\n")
+    (options.out / "table.md").write_text("\n".join([*_markdown(rows), "", *_layers(runs)]) + "\n")
     print((options.out / "table.md").read_text())
+
+
+def _layers(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """The share of its bound that an average gradient uses, in % by layer from the input, of the trained networks of seed 0."""
+    finals = {cell: counted_finals(runs, cell) for cell in dict.fromkeys(map(cell_of, runs)) if cell.epsilon == EPSILONS[0]}
+    shares = {
+        cell: [f"{100 * row['share']:.0f}" for row in found[0]["tightness"]["parameters"].values()]
+        for cell, found in finals.items()
+        if found and "parameters" in found[0].get("tightness", {})
+    }
+    yield f"Bound used by layer at ε = {EPSILONS[0]:g}, in %, after training:"
+    yield ""
+    yield "| dataset | network | Lipschitz layers | boundaries |"
+    yield "|---|---|---|---|"
+    for dataset, network in dict.fromkeys((cell.dataset, cell.network) for cell in shares):
+        columns = [", ".join(shares.get(Cell(dataset, network, method, EPSILONS[0]), ["–"])) for method in METHODS[:2]]
+        yield f"| {dataset} | {network} | {' | '.join(columns)} |"
 
 
 def _markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -173,15 +193,13 @@ def _or_dash(value: float | None, form: str) -> str:
 def write_recipes(options: argparse.Namespace) -> None:
     """What the finals at ε = 3 were trained with as the recipes' settings."""
     runs = [run for run in read_runs(options.out) if run["budget"] == EPSILONS[0]]
+    pilots = ranked(options.out)
     found = {}
     for cell in dict.fromkeys(cell_of(run) for run in runs if run["kind"] == "final"):
         family, count = cell.family, len(counted_trials(runs, cell))
         chosen = counted_finals(runs, cell)[0]
-        source = (
-            f"best of {count} trials (benchmarks/out_of_the_box.py, epsilon=3) on a tenth of the training set, held out"
-            if count > 1
-            else "best of a few pilots (benchmarks/out_of_the_box_pilots.py, epsilon=3), rounded; one trial at full size"
-        )
+        tried = f"{len(pilots.get(family, ()))} pilots" + (f" and {count} trials" if count > 1 else "")
+        source = f"best of {tried} (benchmarks/out_of_the_box.py, epsilon=3) on a tenth of the training set, held out"
         epochs = math.floor(100 * chosen["steps"] * options.batch / info(family[0]).train_size) / 100  # the finals' steps
         found[grid_name(*family)] = (source, {**chosen["changes"], "epochs": epochs})
     text = options.recipes.read_text()

@@ -72,6 +72,7 @@ def test_every_layer_gets_inputs_of_norm_one_and_scale_does_not_matter() -> None
 NETWORKS: dict[str, tuple[T.Module, tuple[int, ...], float]] = {
     "dense": (T.Sequential(T.Linear(4, 4), T.ReLU(), T.Linear(4, 2)), (4,), 0.99),
     "residual": (Skipping(), (1, 4, 4), 0.2),
+    "transposed": (T.Sequential(T.ConvTranspose2d(2, 2, 2, stride=2), T.Tanh(), T.Flatten(), T.Linear(32, 2)), (2, 2, 2), 0.9),
     "tokens": (T.Sequential(T.LayerNorm(4), T.Linear(4, 4), T.Tanh(), T.Flatten(), T.Linear(12, 2)), (3, 4), 0.9),
 }
 
@@ -121,6 +122,11 @@ def test_what_no_boundary_helps_is_named() -> None:
     )
     with pytest.raises(LipdpError, match="BatchNorm"):
         lipdp.sensitivities(mixing, losses.CrossEntropy())
+    net = T.Sequential(T.TransformerEncoderLayer(4, 1, 4, batch_first=True), T.Flatten())
+    attention = between_boundaries(net, (3, 4), clip=0.1)
+    assert attention(torch.randn(2, 3, 4)).shape == (2, 12)
+    with pytest.raises(LipdpError, match="TransformerEncoderLayer"):
+        lipdp.sensitivities(attention, losses.CrossEntropy())
     with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module"):
         between_boundaries(3, (4,), clip=0.1)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="positive"):

@@ -13,7 +13,8 @@ from lipdp.errors import ConfigurationError
 
 __all__ = ["between_boundaries"]
 
-Weighted = torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d
+Weighted = torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.ConvTranspose2d
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 
@@ -90,6 +91,8 @@ class _Bounds:
             if hasattr(module, "bias"):
                 module.register_parameter("bias", None)
             return module
+        if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
+            return module  # attention and its like read the weights of their parts; the calculus says what it can't bound
         for name, child in list(module.named_children()):
             setattr(module, name, self.around(child))
         return module

@@ -25,14 +25,20 @@ def plot_dots(dots: Sequence[Dot], path: str | Path) -> None:
 
 
 def plot_by(dots: Sequence[Dot], field: str, path: str | Path) -> None:
-    """The hull of each architecture, method or recipe; dashed where gradients were clipped."""
+    """The hull of each architecture, method or recipe; dashed where gradients were clipped, dotted between boundaries.
+
+    Twins of a network (``plain-lenet``, ``boundary-lenet``) have its colour.
+    """
     plain = [dot for dot in dots if dot.radius == 0]
     figure, axes = _axes(plain)
+    colours: dict[str, str] = {}
     for label, group in grouped(plain, lambda dot: str(getattr(dot, field))).items():
         corners = hull(group)
-        style = "-" if any(d.method == "clipless" for d in group) else "--"
-        line = axes.plot([d.epsilon for d in corners], [100 * d.score for d in corners], style, marker=".", label=label)[0]
-        axes.scatter([d.epsilon for d in group], [100 * d.score for d in group], s=5, alpha=0.25, color=line.get_color())
+        style = "--" if all(d.method != "clipless" for d in group) else ":" if label.startswith("boundary-") else "-"
+        colour = colours.setdefault(label.removeprefix("plain-").removeprefix("boundary-"), f"C{len(colours)}")
+        epsilons, scores = [d.epsilon for d in corners], [100 * d.score for d in corners]
+        axes.plot(epsilons, scores, style, marker=".", label=label, color=colour)
+        axes.scatter([d.epsilon for d in group], [100 * d.score for d in group], s=5, alpha=0.25, color=colour)
     _save(figure, axes, path)
 
 
