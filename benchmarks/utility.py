@@ -3,10 +3,12 @@
     python benchmarks/utility.py run --seeds 0 1 2 --device cuda --out benchmarks/results/accuracy
     python benchmarks/utility.py run --recipes cifar10-scattering-eps3 --epsilon 3 …
     python benchmarks/utility.py table --out benchmarks/results/accuracy        the Markdown table of what has been run
+    python benchmarks/utility.py times                                         `lipdp train` of MNIST and CIFAR-10, the whole command
+    python benchmarks/utility.py all --device cuda                              every table of docs/accuracy.md and docs/recipes.md
 
 Settings were chosen on held-out parts of the training sets (benchmarks/accuracy_search.py); here the test set is read once for each
 seed. Every run is appended to OUT/runs.jsonl when it is done; runs that are there already are not repeated. OUT/table.csv and
-OUT/table.md are made from that file.
+OUT/table.md are made from that file. ``all`` calls the scripts of the other tables, too, each of which goes on where it was.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -148,9 +153,46 @@ def table(arguments: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def times(arguments: argparse.Namespace) -> None:
+    """What a user waits for: the whole command, with starting, loading and the features. Run nothing beside it."""
+    for dataset in ("mnist", "cifar10"):
+        command = ["lipdp", "train", dataset, "--epsilon", "3", "--seed", "0"]
+        command += ["--device", arguments.device] if arguments.device else []
+        started = time.monotonic()
+        run = subprocess.run([sys.executable, "-m", *command, "--json"], check=True, capture_output=True, text=True)
+        seconds = time.monotonic() - started
+        place = torch.cuda.get_device_name() if arguments.device else f"{len(os.sched_getaffinity(0))} cores"
+        result = json.loads(run.stdout[run.stdout.index("{") :])
+        record = {"command": " ".join(command), "seconds": round(seconds, 1), "accuracy": result["accuracy"], "device": place}
+        with (Path(arguments.out) / "times.jsonl").open("a") as stream:
+            stream.write(json.dumps(record) + "\n")
+        print(record, flush=True)
+
+
+def everything(arguments: argparse.Namespace) -> None:
+    """The scripts behind every table, one after the other; what has been run already is not run again."""
+    place = ["--device", arguments.device] if arguments.device else []
+    workers = ["--workers", "4" if arguments.device else "1"]
+    here = Path(__file__).parent
+    searched = (here / "results/out_of_the_box/pilots.txt").exists()
+    scripts = [
+        ["utility.py", "run", *place],
+        ["out_of_the_box.py", "noise"],
+        *([] if searched else [["out_of_the_box_pilots.py", "search", *place, *workers]]),
+        ["out_of_the_box.py", "run", "--trials", "1", "--seconds", "86400", *place, *workers],
+        ["out_of_the_box.py", "table"],
+        ["tabular.py"],
+        ["tabular.py", "--timing"],
+        ["utility.py", "times", *place],
+    ]
+    for script, *rest in scripts:
+        print("$ python", f"benchmarks/{script}", *rest, flush=True)
+        subprocess.run([sys.executable, str(here / script), *rest], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("plan", "run", "table"))
+    parser.add_argument("action", choices=("plan", "run", "table", "times", "all"))
     parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes or datasets; all by default")
     parser.add_argument("--epsilon", type=float, nargs="*", default=[])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -164,10 +206,9 @@ def main() -> None:
     if arguments.action == "plan":
         for recipe, epsilon in jobs(arguments.recipes, arguments.epsilon, arguments.found):
             print(recipe.name, planned(recipe, epsilon, Path(arguments.plans)).noise_multiplier, flush=True)
-    elif arguments.action == "run":
-        run(arguments)
     else:
-        table(arguments)
+        actions = {"run": run, "table": table, "times": times, "all": everything}
+        actions[arguments.action](arguments)
 
 
 if __name__ == "__main__":
