@@ -3,7 +3,7 @@
     python benchmarks/utility.py run --seeds 0 1 2 --device cuda --out benchmarks/results/accuracy
     python benchmarks/utility.py run --recipes cifar10-scattering-eps3 --epsilon 3 …
     python benchmarks/utility.py table --out benchmarks/results/accuracy        the Markdown table of what has been run
-    python benchmarks/utility.py times                                         `lipdp train` of MNIST and CIFAR-10, the whole command
+    python benchmarks/utility.py times                                         `lipdp train` of MNIST and CIFAR-10, start to end
     python benchmarks/utility.py all --device cuda                              every table of docs/accuracy.md and docs/recipes.md
 
 Settings were chosen on held-out parts of the training sets (benchmarks/accuracy_search.py); here the test set is read once for each
