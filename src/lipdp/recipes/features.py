@@ -6,10 +6,9 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.utils.data import TensorDataset
@@ -19,10 +18,11 @@ from lipdp.data import DatasetInfo, PrecomputedCopies, Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss, Squares
 from lipdp.models.features import extract_features, front_digest, split_front
-from lipdp.privacy import Accountant, Adjacency, Allocation
+from lipdp.privacy import Allocation
+from lipdp.recipes.options import PlanOptions, RunOptions, fit_options, load_parts, plan_options
 from lipdp.recipes.parts import Schedule, rate_schedule, seeded_model
 from lipdp.recipes.recipe import Prepared, Result, outcome
-from lipdp.training import Callback, PrivacyPlan, evaluate, fit, plan
+from lipdp.training import PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
 __all__ = ["FeatureRecipe", "head_optimizer", "plan_head", "prepare_head", "train_on_features", "whole_batch_recipe"]
@@ -169,18 +169,9 @@ def whole_batch_recipe(
     )
 
 
-def plan_head(
-    recipe: FeatureRecipe,
-    head: torch.nn.Module,
-    dataset_size: int,
-    *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
-) -> PrivacyPlan:
+def plan_head(recipe: FeatureRecipe, head: torch.nn.Module, dataset_size: int, **budget: Unpack[PlanOptions]) -> PrivacyPlan:
     """The plan for the head. No data are read. With both ε and σ it finds the largest number of steps."""
-    paid = recipe.statistics_budget
+    paid, epsilon = recipe.statistics_budget, budget.get("epsilon")
     if paid is not None and epsilon is None:
         raise ConfigurationError(
             f"the recipe {recipe.name} pays for statistics with a share of epsilon: give epsilon, or change its settings to "
@@ -192,15 +183,12 @@ def plan_head(
         dataset_size=dataset_size,
         batch_size=recipe.batch_size,
         delta=recipe.delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        steps=None if epsilon is not None and noise_multiplier is not None else recipe.steps,
+        steps=None if epsilon is not None and budget.get("noise_multiplier") is not None else recipe.steps,
         allocation=recipe.allocation,
         method=recipe.method,
         max_grad_norm=recipe.max_grad_norm,
         statistics_budget=paid,
-        adjacency=adjacency,
-        accountant=accountant,
+        **budget,
     )
 
 
@@ -208,20 +196,13 @@ def prepare_head(
     recipe: FeatureRecipe,
     info: DatasetInfo,
     *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
     dataset_size: int | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
     seed: int | None = None,
+    **budget: Unpack[PlanOptions],
 ) -> Prepared:
     """The head of a recipe's model with its loss, plan and optimiser. Only the dataset's public description is used."""
     head = split_front(_model(recipe, info, seed))[1]
-    size = info.train_size if dataset_size is None else dataset_size
-    made = plan_head(
-        recipe, head, size, epsilon=epsilon, noise_multiplier=noise_multiplier, adjacency=adjacency, accountant=accountant
-    )
-    return _prepared(recipe, head, made)
+    return _prepared(recipe, head, plan_head(recipe, head, info.train_size if dataset_size is None else dataset_size, **budget))
 
 
 def _model(recipe: FeatureRecipe, info: DatasetInfo, seed: int | None) -> torch.nn.Sequential:
@@ -258,59 +239,27 @@ def head_optimizer(
 def train_on_features(
     recipe: FeatureRecipe,
     *,
-    epsilon: float | None = 3.0,
-    noise_multiplier: float | None = None,
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
-    root: str | Path | None = None,
-    validation_fraction: float | None = None,
     cache: str | os.PathLike[str] | None = None,
-    callbacks: Iterable[Callback] = (),
-    microbatch_size: int | None = None,
-    checkpoint: str | Path | None = None,
-    resume: bool = False,
-    evaluations: int = 1,
     made: PrivacyPlan | None = None,
     store: MutableMapping[str, tuple[TensorDataset, TensorDataset]] | None = None,
+    **options: Unpack[RunOptions],
 ) -> Result:
     """Run a feature recipe from the data to the test accuracy.
 
     Args:
         recipe: the recipe.
-        epsilon: target ε.
-        noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
-        seed: of the initial weights and of the run's noise (then it is a secret).
-        device: where to compute.
-        adjacency: see :func:`lipdp.plan`.
-        accountant: see :func:`lipdp.plan`.
-        root: where the datasets are, see :func:`lipdp.data.load`.
-        validation_fraction: hold out this part of the *training* set and report its accuracy instead of the test set's.
         cache: a folder for the features, see :func:`lipdp.models.extract_features`.
-        callbacks: see :func:`lipdp.fit`.
-        microbatch_size: see :func:`lipdp.fit`.
-        checkpoint: see :func:`lipdp.fit`.
-        resume: see :func:`lipdp.fit`.
-        evaluations: rows of the history.
         made: the plan, if it was made before (:func:`plan_head`); the engine checks it again.
         store: keeps features in memory from one run to the next.
+        options: those of :func:`lipdp.recipes.train`; the history has one row where ``evaluations`` is not given.
     """
-    learn, test, info = data.load(recipe.dataset, root=root)
-    if validation_fraction is not None:
-        learn, test = data.split(learn, validation_fraction)
+    options = {"epsilon": 3.0, "evaluations": 1, **options}
+    seed, validation_fraction, device = options.get("seed"), options.get("validation_fraction"), options.get("device")
+    learn, test, _, info = load_parts(recipe.dataset, options)
     model = _model(recipe, info, seed)
     front, head = split_front(model)
     if made is None:
-        made = plan_head(
-            recipe,
-            head,
-            len(learn),
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
-            accountant=accountant,
-        )
+        made = plan_head(recipe, head, len(learn), **plan_options(options))
     ready = _prepared(recipe, head, made)
     place = torch.device("cpu" if device is None else device)
     started = time.monotonic()
@@ -331,18 +280,12 @@ def train_on_features(
         ready.plan,
         features,
         validation=None if validation_fraction is None or views is not None or copies is not None else test_features,
-        callbacks=callbacks,
-        seed=seed,
-        device=place,
-        microbatch_size=microbatch_size,
         scheduler=ready.scheduler,
         ema_decay=recipe.ema_decay,
         augmentation=PrecomputedCopies(count) if count > 1 else None,
-        evaluations=evaluations,
-        checkpoint=checkpoint,
-        resume=resume,
         # Features that are kept for another run stay as they are.
         settle="in_place" if store is None else True,
+        **fit_options({**options, "device": place}),
     )
     seconds = time.monotonic() - started
     predictor = ready.model if views is None else TestTimeAverage(ready.model, PrecomputedCopies(views.copies))

@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
+from torch.utils.data import TensorDataset
 
-from lipdp import data
 from lipdp.data import Augmentation, DatasetInfo
 from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
-from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation
+from lipdp.privacy import AdaptiveClip, Allocation
+from lipdp.recipes.options import FitOptions, PlanOptions, RunOptions, fit_options, load_parts, plan_options
 from lipdp.recipes.parts import rate_schedule, seeded_model
-from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
+from lipdp.training import History, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
-__all__ = ["Prepared", "Recipe", "Result", "outcome", "prepare", "train"]
+__all__ = ["Prepared", "Recipe", "Result", "fit_recipe", "outcome", "plan_recipe", "prepare", "scheduled", "train"]
 
 
 @dataclass(frozen=True)
@@ -135,28 +135,37 @@ def prepare(
     recipe: Recipe,
     info: DatasetInfo,
     *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
     dataset_size: int | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
     seed: int | None = None,
+    **budget: Unpack[PlanOptions],
 ) -> Prepared:
     """Model, loss, plan and optimiser of a recipe. Only the dataset's public description is used."""
     model = seeded_model(recipe.model, recipe.options, info, seed)
     loss = CrossEntropy(tau=recipe.temperature)
-    size = info.train_size if dataset_size is None else dataset_size
+    made = plan_recipe(recipe, model, loss, info.train_size if dataset_size is None else dataset_size, **budget)
+    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate / made.sensitivity, momentum=recipe.momentum)
+    return Prepared(recipe, model, loss, made, optimizer, scheduled(recipe, optimizer, made.steps))
+
+
+def plan_recipe(
+    recipe: Recipe,
+    model: torch.nn.Module,
+    loss: Loss,
+    size: int,
+    *,
+    batch_size: int | None = None,
+    **budget: Unpack[PlanOptions],
+) -> PrivacyPlan:
+    """The plan for a training set of this size; no data are read."""
     # With both a budget and a noise multiplier, the plan finds the largest number of steps instead of using the recipe's.
-    length = None if epsilon is not None and noise_multiplier is not None else recipe.epochs
-    made = plan(
+    both = budget.get("epsilon") is not None and budget.get("noise_multiplier") is not None
+    return plan(
         model,
         loss,
         dataset_size=size,
-        batch_size=recipe.batch_size,
+        batch_size=recipe.batch_size if batch_size is None else batch_size,
         delta=recipe.delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        epochs=length,
+        epochs=None if both else recipe.epochs,
         allocation=recipe.allocation,
         method=recipe.method,
         max_grad_norm=recipe.max_grad_norm,
@@ -165,66 +174,20 @@ def prepare(
         clip_schedule=recipe.clip_schedule,
         noise_schedule=recipe.noise_schedule,
         freeze=recipe.freeze,
-        adjacency=adjacency,
-        accountant=accountant,
+        **budget,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate / made.sensitivity, momentum=recipe.momentum)
-    scheduler = None if recipe.schedule == "constant" else rate_schedule(optimizer, recipe.schedule, made.steps)
-    return Prepared(recipe, model, loss, made, optimizer, scheduler)
 
 
-def train(
-    recipe: Recipe,
-    *,
-    epsilon: float | None = 3.0,
-    noise_multiplier: float | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    root: str | Path | None = None,
-    validation_fraction: float | None = None,
-    callbacks: Iterable[Callback] = (),
-    microbatch_size: int | None = None,
-    checkpoint: str | Path | None = None,
-    resume: bool = False,
-    evaluations: int = 10,
-) -> Result:
-    """Run a recipe from the data to the test accuracy.
+def scheduled(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The recipe's schedule of the learning rate."""
+    return None if recipe.schedule == "constant" else rate_schedule(optimizer, recipe.schedule, steps)
 
-    Args:
-        recipe: the recipe.
-        epsilon: target ε.
-        noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
-        adjacency: see :func:`lipdp.plan`.
-        accountant: see :func:`lipdp.plan`.
-        seed: of the initial weights and of the run's noise (then it is a secret).
-        device: where to compute.
-        root: where the datasets are, see :func:`lipdp.data.load`.
-        validation_fraction: hold out this part of the *training* set and report its accuracy instead of the test set's: for
-            choosing settings.
-        callbacks: see :func:`lipdp.fit`.
-        microbatch_size: see :func:`lipdp.fit`.
-        checkpoint: see :func:`lipdp.fit`.
-        resume: see :func:`lipdp.fit`.
-        evaluations: rows of the history.
-    """
-    learn, test, info = data.load(recipe.dataset, root=root)
-    validation = None
-    if validation_fraction is not None:
-        learn, test = data.split(learn, validation_fraction)
-        validation = test
-    ready = prepare(
-        recipe,
-        info,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        dataset_size=len(learn),
-        adjacency=adjacency,
-        accountant=accountant,
-        seed=seed,
-    )
-    started = time.monotonic()
+
+def fit_recipe(
+    ready: Prepared, learn: TensorDataset, validation: TensorDataset | None, options: FitOptions, *, settle: bool = False
+) -> tuple[History, float]:
+    """Train what was prepared; the history, and the seconds it took."""
+    recipe, started = ready.recipe, time.monotonic()
     history = fit(
         ready.model,
         ready.loss,
@@ -232,20 +195,24 @@ def train(
         ready.plan,
         learn,
         validation=validation,
-        callbacks=callbacks,
-        seed=seed,
-        device=device,
-        microbatch_size=microbatch_size,
         scheduler=ready.scheduler,
         ema_decay=recipe.ema_decay,
         tail_average=recipe.tail_average,
         augmentation=recipe.augmentation,
-        evaluations=evaluations,
-        checkpoint=checkpoint,
-        resume=resume,
+        settle=settle,
+        **options,
     )
-    seconds = time.monotonic() - started
-    figures = evaluate(ready.model, ready.loss, test, device=device)
+    return history, time.monotonic() - started
+
+
+def train(recipe: Recipe, **options: Unpack[RunOptions]) -> Result:
+    """Run a recipe from the data to the test accuracy; the options are those of :func:`lipdp.recipes.train`."""
+    options = {"epsilon": 3.0, **options}
+    seed = options.get("seed")
+    learn, test, validation, info = load_parts(recipe.dataset, options)
+    ready = prepare(recipe, info, dataset_size=len(learn), seed=seed, **plan_options(options))
+    history, seconds = fit_recipe(ready, learn, validation, fit_options(options))
+    figures = evaluate(ready.model, ready.loss, test, device=options.get("device"))
     return Result(**outcome(ready, ready.model, history, figures["accuracy"], seconds, seed))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -13,6 +13,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.privacy import Accountant, Adjacency
 from lipdp.recipes import features, recipe, tabular
 from lipdp.recipes.features import FeatureRecipe
+from lipdp.recipes.options import PlanOptions, RunOptions
 from lipdp.recipes.recipe import Prepared, Recipe, Result
 from lipdp.recipes.tabular import TabularRecipe
 from lipdp.training import Callback
@@ -26,27 +27,16 @@ def prepare(
     chosen: AnyRecipe,
     info: DatasetInfo,
     *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
     dataset_size: int | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
     seed: int | None = None,
+    **budget: Unpack[PlanOptions],
 ) -> Prepared:
-    """Model, loss, plan and optimiser of a recipe, see :func:`lipdp.recipes.recipe.prepare`."""
-    arguments: dict[str, Any] = {
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "dataset_size": dataset_size,
-        "adjacency": adjacency,
-        "accountant": accountant,
-        "seed": seed,
-    }
+    """Model, loss, plan and optimiser of a recipe: arguments of :func:`train`. Only the dataset's public description is used."""
     if isinstance(chosen, TabularRecipe):
-        return tabular.prepare_table(chosen, info, **arguments)
+        return tabular.prepare_table(chosen, info, dataset_size=dataset_size, seed=seed, **budget)
     if isinstance(chosen, FeatureRecipe):
-        return features.prepare_head(chosen, info, **arguments)
-    return recipe.prepare(_known(chosen), info, **arguments)
+        return features.prepare_head(chosen, info, dataset_size=dataset_size, seed=seed, **budget)
+    return recipe.prepare(_known(chosen), info, dataset_size=dataset_size, seed=seed, **budget)
 
 
 def train(
@@ -66,8 +56,26 @@ def train(
     resume: bool = False,
     evaluations: int = 10,
 ) -> Result:
-    """Run a recipe from the data to the test figure, see :func:`lipdp.recipes.recipe.train`."""
-    arguments: dict[str, Any] = {
+    """Run a recipe from the data to the test figure.
+
+    Args:
+        chosen: the recipe.
+        epsilon: target ε.
+        noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
+        adjacency: see :func:`lipdp.plan`.
+        accountant: see :func:`lipdp.plan`.
+        seed: of the initial weights and of the run's noise (then it is a secret).
+        device: where to compute.
+        root: where the datasets are, see :func:`lipdp.data.load`.
+        validation_fraction: hold out this part of the *training* set and report its figure instead of the test set's: for
+            choosing settings.
+        callbacks: see :func:`lipdp.fit`.
+        microbatch_size: see :func:`lipdp.fit`.
+        checkpoint: see :func:`lipdp.fit`.
+        resume: see :func:`lipdp.fit`.
+        evaluations: rows of the history; runs on fixed features have one.
+    """
+    options: RunOptions = {
         "epsilon": epsilon,
         "noise_multiplier": noise_multiplier,
         "adjacency": adjacency,
@@ -81,11 +89,12 @@ def train(
         "checkpoint": checkpoint,
         "resume": resume,
     }
-    if isinstance(chosen, TabularRecipe):
-        return tabular.train_table(chosen, **arguments, evaluations=evaluations)
     if isinstance(chosen, FeatureRecipe):
-        return features.train_on_features(chosen, **arguments)
-    return recipe.train(_known(chosen), **arguments, evaluations=evaluations)
+        return features.train_on_features(chosen, **options)
+    options["evaluations"] = evaluations
+    if isinstance(chosen, TabularRecipe):
+        return tabular.train_table(chosen, **options)
+    return recipe.train(_known(chosen), **options)
 
 
 def _known(chosen: Any) -> Recipe:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import TensorDataset
 
-from lipdp import data, models
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import CrossEntropy
-from lipdp.privacy import Accountant, Adjacency
-from lipdp.recipes.parts import rate_schedule
-from lipdp.recipes.recipe import Prepared, Recipe, Result, outcome
-from lipdp.training import Callback, evaluate, fit, plan
+from lipdp.recipes.options import PlanOptions, RunOptions, fit_options, load_parts, plan_options
+from lipdp.recipes.parts import seeded_model
+from lipdp.recipes.recipe import Prepared, Recipe, Result, fit_recipe, outcome, plan_recipe, scheduled
+from lipdp.training import Callback, evaluate
 from lipdp.training.callbacks import Run
 
 __all__ = ["AUROC", "TabularRecipe", "TabularResult", "auroc", "prepare_table", "train_table", "worth_settling"]
@@ -102,51 +98,24 @@ def prepare_table(
     recipe: TabularRecipe,
     info: DatasetInfo,
     *,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
     dataset_size: int | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
     seed: int | None = None,
+    **budget: Unpack[PlanOptions],
 ) -> Prepared:
     """Model, loss, plan and optimiser. Only the table's public description is used."""
     if info.classes != 2:
         raise ConfigurationError(f"{recipe.name}: tabular recipes are for two classes, and {info.name} has {info.classes}")
-    with torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        else:
-            torch.seed()
-        model = models.create(recipe.model, input_shape=info.shape, classes=2, **recipe.options)
+    model = seeded_model(recipe.model, recipe.options, info, seed)
     loss = CrossEntropy(tau=recipe.temperature, class_weights=recipe.class_weights)
     size = info.train_size if dataset_size is None else dataset_size
-    made = plan(
-        model,
-        loss,
-        dataset_size=size,
-        batch_size=min(recipe.batch_size, size),  # small tables are taken whole, also when a part of them is held out
-        delta=recipe.delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        epochs=None if epsilon is not None and noise_multiplier is not None else recipe.epochs,
-        allocation=recipe.allocation,
-        method=recipe.method,
-        max_grad_norm=recipe.max_grad_norm,
-        statistics_budget=recipe.statistics_budget,
-        adaptive=recipe.adaptive,
-        clip_schedule=recipe.clip_schedule,
-        noise_schedule=recipe.noise_schedule,
-        freeze=recipe.freeze,
-        adjacency=adjacency,
-        accountant=accountant,
-    )
+    # Small tables are taken whole, also when a part of them is held out.
+    made = plan_recipe(recipe, model, loss, size, batch_size=min(recipe.batch_size, size), **budget)
     groups = [
         {"params": [weight], "lr": recipe.learning_rate / made.sensitivities.get(name, made.sensitivity)}
         for name, weight in model.named_parameters()
     ]
     optimizer = torch.optim.SGD(groups, momentum=recipe.momentum)
-    scheduler = None if recipe.schedule == "constant" else rate_schedule(optimizer, recipe.schedule, made.steps)
-    return Prepared(recipe, model, loss, made, optimizer, scheduler)
+    return Prepared(recipe, model, loss, made, optimizer, scheduled(recipe, optimizer, made.steps))
 
 
 def worth_settling(recipe: TabularRecipe, model: torch.nn.Module, rows: int) -> bool:
@@ -155,64 +124,17 @@ def worth_settling(recipe: TabularRecipe, model: torch.nn.Module, rows: int) -> 
     return recipe.epochs > 1.5 and 4 * rows * width <= _MOST_STORED
 
 
-def train_table(
-    recipe: TabularRecipe,
-    *,
-    epsilon: float | None = 1.0,
-    noise_multiplier: float | None = None,
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    root: str | Path | None = None,
-    validation_fraction: float | None = None,
-    callbacks: Iterable[Callback] = (),
-    microbatch_size: int | None = None,
-    checkpoint: str | Path | None = None,
-    resume: bool = False,
-    evaluations: int = 10,
-) -> TabularResult:
-    """Run a recipe from the table to the AUROC; the arguments are those of :func:`lipdp.recipes.train`."""
-    learn, test, info = data.load(recipe.dataset, root=root)
-    validation = None
-    hooks = list(callbacks)
-    if validation_fraction is not None:
-        learn, test = data.split(learn, validation_fraction)
-        validation = test
-        hooks.insert(0, _ValidationAuroc(test))
-    ready = prepare_table(
-        recipe,
-        info,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        dataset_size=len(learn),
-        adjacency=adjacency,
-        accountant=accountant,
-        seed=seed,
-    )
-    started = time.monotonic()
-    history = fit(
-        ready.model,
-        ready.loss,
-        ready.optimizer,
-        ready.plan,
-        learn,
-        validation=validation,
-        callbacks=hooks,
-        seed=seed,
-        device=device,
-        microbatch_size=microbatch_size,
-        scheduler=ready.scheduler,
-        ema_decay=recipe.ema_decay,
-        tail_average=recipe.tail_average,
-        augmentation=recipe.augmentation,
-        evaluations=evaluations,
-        checkpoint=checkpoint,
-        resume=resume,
-        settle=worth_settling(recipe, ready.model, len(learn)),
-    )
-    seconds = time.monotonic() - started
-    figures = evaluate(ready.model, ready.loss, test, device=device, batch_size=8192)
+def train_table(recipe: TabularRecipe, **options: Unpack[RunOptions]) -> TabularResult:
+    """Run a recipe from the table to the AUROC; the options are those of :func:`lipdp.recipes.train`."""
+    options = {"epsilon": 1.0, **options}
+    seed = options.get("seed")
+    learn, test, validation, info = load_parts(recipe.dataset, options)
+    if validation is not None:
+        options["callbacks"] = [_ValidationAuroc(test), *options.get("callbacks", ())]
+    ready = prepare_table(recipe, info, dataset_size=len(learn), seed=seed, **plan_options(options))
+    settle = worth_settling(recipe, ready.model, len(learn))
+    history, seconds = fit_recipe(ready, learn, validation, fit_options(options), settle=settle)
+    figures = evaluate(ready.model, ready.loss, test, device=options.get("device"), batch_size=8192)
     inputs, labels = test.tensors
     return TabularResult(
         **outcome(ready, ready.model, history, figures["accuracy"], seconds, seed),
