@@ -88,6 +88,27 @@ def test_recipes(lipdp):
     assert rows["digits-mlp"]["options"]["hidden"] == list(recipes.get("digits-mlp").options["hidden"])
 
 
+def test_recipes_by_words(lipdp):
+    plain = lipdp("recipes", "cifar10-", "LENET")
+    assert plain.code == 0
+    for name in ("cifar10-lenet ", "cifar10-lenet-boundaries ", "cifar10-lenet-bookkeeping "):  # whole, on one line
+        assert name in plain.stdout
+    assert "vgg" not in plain.stdout
+    found = lipdp("recipes", "cifar10-", "lenet", "--json").json["recipes"]
+    assert [row["name"] for row in found] == ["cifar10-lenet", "cifar10-lenet-boundaries", "cifar10-lenet-bookkeeping"]
+    unknown = lipdp("recipes", "cats", "--json")
+    assert (unknown.code, unknown.json["kind"]) == (2, "ConfigurationError")
+
+
+def test_one_recipe(lipdp):
+    plain = lipdp("recipes", "digits")
+    assert plain.code == 0
+    for text in ("digits-mlp, also digits", "temperature", "20.0", "options.clip", "best of 40 random trials"):
+        assert text in plain.stdout
+    assert "max_grad_norm" not in plain.stdout  # it has none
+    assert lipdp("recipes", "digits-mlp", "--json").json["options"]["clip"] == recipes.get("digits-mlp").options["clip"]
+
+
 def test_data_list(lipdp, tmp_path):
     plain = lipdp("data", "--data", tmp_path)
     assert plain.code == 0

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lipdp.cli import options
 from lipdp.cli.output import console, print_fields, print_json, table
+from lipdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lipdp.recipes.running import AnyRecipe
 
 __all__ = ["DATA_EXAMPLE", "RECIPES_EXAMPLE", "data", "recipes"]
 
 DATA_EXAMPLE = """Example: lipdp data
 
 Example: lipdp data mnist --data /srv/datasets"""
-RECIPES_EXAMPLE = "Example: lipdp recipes"
+RECIPES_EXAMPLE = """Example: lipdp recipes cifar10 lenet
+
+Example: lipdp recipes cifar10-lenet-boundaries"""
 
 
 def data(
@@ -90,31 +96,64 @@ def _describe_dataset(name: str, root: Path | None, download: bool, as_json: boo
     )
 
 
-def recipes(as_json: options.Json = False) -> None:
-    """List the recipes that can be trained."""
+def recipes(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|WORDS]",
+            help="A recipe, to see all of it; or words, to list the recipes with all of them in their names.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the recipes that can be trained; or show one, with its settings and where they come from."""
     from lipdp import recipes as catalogue
 
     by_name = {name: catalogue.get(name) for name in catalogue.names()}
     short = {recipe.name: name for name, recipe in by_name.items() if recipe.name != name}
-    all_recipes = [recipe for name, recipe in by_name.items() if recipe.name == name]
+    wanted = [word.lower() for word in words or ()]
+    if len(wanted) == 1 and wanted[0] in by_name:
+        _describe_recipe(by_name[wanted[0]], short.get(by_name[wanted[0]].name), as_json)
+        return
+    listed = [recipe for name, recipe in by_name.items() if recipe.name == name and all(word in name for word in wanted)]
+    if not listed:
+        raise ConfigurationError(
+            f"no recipe has {' and '.join(repr(word) for word in wanted)} in its name; `lipdp recipes` lists all of them"
+        )
     if as_json:
-        print_json({"recipes": [{**dataclasses.asdict(recipe), "alias": short.get(recipe.name)} for recipe in all_recipes]})
+        print_json({"recipes": [{**dataclasses.asdict(recipe), "alias": short.get(recipe.name)} for recipe in listed]})
         return
     rows = [
         (
             recipe.name,
             short.get(recipe.name, ""),
-            recipe.dataset,
-            " ".join([recipe.model, *(f"{key}={_compact(value)}" for key, value in recipe.options.items())]),
+            recipe.model,
+            recipe.method,
             f"{recipe.batch_size:,}",
-            f"{recipe.epochs:g}",
-            f"{recipe.learning_rate:g}",
-            f"{recipe.delta:g}",
+            f"{recipe.epochs:.3g}",
         )
-        for recipe in all_recipes
+        for recipe in listed
     ]
-    headers = ("recipe", "short name", "dataset", "model", "batch", "epochs", "lr", "δ")
-    console().print(table(headers, rows, right=("batch", "epochs", "lr", "δ")))
+    headers = ("recipe", "short name", "model", "method", "batch", "epochs")
+    out = console()
+    out.print(table(headers, rows, right=("batch", "epochs")))
+    out.print(
+        "[dim]`lipdp recipes NAME` shows one with its settings, `lipdp recipes WORD …` those with the words in their names.[/dim]"
+    )
+
+
+def _describe_recipe(recipe: AnyRecipe, alias: str | None, as_json: bool) -> None:
+    if as_json:
+        print_json({**dataclasses.asdict(recipe), "alias": alias})
+        return
+    out = console()
+    out.print(f"[bold]{recipe.name}[/bold]" + ("" if alias is None else f", also {alias}"))
+    elsewhere = ("name", "options", "provenance")
+    fields = [(field.name, getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.name not in elsewhere]
+    fields += [(f"options.{name}", value) for name, value in recipe.options.items()]
+    fields.append(("provenance", recipe.provenance))
+    print_fields(out, [(name, _compact(value)) for name, value in fields if value is not None])
 
 
 def _compact(value: object) -> str:
