@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import random
 import statistics
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,8 +188,17 @@ class Settings:
     batch: int
 
 
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would go on with its run, for nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
 def _serve(end: Connection, settings: Settings) -> None:
     """One run after another, in a process that has loaded libraries and data once."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while (job := end.recv()) is not None:
         try:
             end.send((perform(job, settings.noise, settings.device, settings.threads, settings.limit, settings.batch), None))
