@@ -34,8 +34,8 @@ def between_boundaries(
     the way through the network, as it is with constrained weights: each dense layer reaches its bound, and convolutions lose
     only what their positions cancel of each other.
 
-    Gradients are then those of another direction field than the loss's, as with any clip; outputs of a layer that were longer
-    or shorter are the same. There is no useful certificate of robustness, since weights are free.
+    Gradients are then those of another direction field than the loss's, as with any clip, and a layer no longer sees how long its
+    inputs were. There is no useful certificate of robustness, since weights are free.
 
     Biases are left out, and so are the scales and shifts of normalisations: their gradients have bounds like those of the
     weights, and use less of them.
