@@ -1,0 +1,116 @@
+"""Digests of values: equal only for equal content, whatever it is made of, with order, shapes and types counted.
+
+On a processor it is BLAKE2b over the bytes. A tensor on another device is mixed there under a secret key, so that no step waits
+for a copy of it: two keyed 64-bit sums over words, each word multiplied and folded together with its position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["content_digest", "tensor_words"]
+
+_SIZE = 32
+_CHUNK = 1 << 26  # bytes handed to the hash at once
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LARGE = 1 << 22  # entries that are mixed at once on a device
+# Odd 64-bit constants (the finaliser of SplitMix64), as signed numbers.
+_MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_KEY = [secrets.randbits(63) | 1 for _ in range(4)]  # of this process: nobody can aim at a collision
+
+
+def content_digest(*parts: Any, key: bytes = b"") -> bytes:
+    """32 bytes that stand for ``parts``: tensors, bytes, texts, numbers, ``None`` and nested sequences and mappings of them.
+
+    Tensors count with dtype and shape, numbers with their type; nesting is framed, so no two contents share a message. With a
+    ``key`` (at most 64 bytes) it is a keyed digest: without the key nobody can tell or forge it.
+
+    Example:
+        >>> content_digest(torch.zeros(2)) == content_digest(torch.zeros(2, 1))
+        False
+    """
+    hasher = hashlib.blake2b(digest_size=_SIZE, key=key)
+    for part in parts:
+        for piece in _pieces(part):
+            hasher.update(piece)
+    return hasher.digest()
+
+
+def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+    if isinstance(value, torch.Tensor):
+        yield _head("tensor", f"{value.dtype}{tuple(value.shape)}{value.layout}")
+        yield from _tensor_bytes(value)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        yield _head("bytes", str(len(value)))
+        yield value if isinstance(value, bytes) else bytes(value)
+    elif isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        yield _head("str", str(len(text)))
+        yield text
+    elif isinstance(value, dict):
+        yield _head("dict", str(len(value)))
+        for key, part in value.items():
+            yield from _pieces(key)
+            yield from _pieces(part)
+    elif isinstance(value, list | tuple):
+        yield _head(type(value).__name__, str(len(value)))
+        for part in value:
+            yield from _pieces(part)
+    elif value is None or isinstance(value, bool | int | float | complex):
+        text = repr(value).encode()
+        yield _head(type(value).__name__, str(len(text)))
+        yield text
+    else:
+        raise TypeError(f"a digest is of tensors, bytes, texts, numbers and containers of them, not of {type(value).__name__}")
+
+
+def _head(kind: str, size: str) -> bytes:
+    return f"<{kind} {size}>".encode()
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if tensor.layout != torch.strided:
+        tensor = tensor.detach().to_dense()
+    flat = _words(tensor.detach().to("cpu"))
+    step = _CHUNK // flat.element_size()
+    for start in range(0, flat.numel(), step):
+        yield memoryview(flat[start : start + step].numpy()).cast("B")
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """All entries in order, as whole numbers of the same bits."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    flat = real.contiguous().reshape(-1)
+    return flat.view(_WORDS[flat.element_size()])
+
+
+def tensor_words(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A keyed digest of each tensor's values, two words of 64 bits, computed where the tensor is: (number of tensors, 2).
+
+    Each entry's bits w at position i become mix(w + a·i + b), mixed by multiplications and shifts (SplitMix64's finaliser),
+    and are added up modulo 2^64, under two pairs of secret keys (a, b) of this process: entries that trade places, and changes that
+    cancel in a plain sum, show. For comparisons within a process only.
+    """
+    return torch.stack([_device_digest(tensor.detach()) for tensor in tensors])
+
+
+def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    words = _words(tensor)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _LARGE):
+        part = words[start : start + _LARGE].to(torch.int64)
+        index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=tensor.device)
+        sums = [_mix(part + index * a + b).sum() for a, b in (_KEY[:2], _KEY[2:])]
+        total = total + torch.stack(sums)
+    return total
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX[0]  # the masks make the shifts logical
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX[1]
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

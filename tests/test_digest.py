@@ -1,0 +1,81 @@
+"""Digests: what differs in anything that counts has another digest."""
+
+import itertools
+
+import pytest
+import torch
+
+from lipdp.digest import content_digest, tensor_words
+
+DIFFERENT = [
+    torch.zeros(2),
+    torch.zeros(2, 1),
+    torch.zeros(2, dtype=torch.float64),
+    torch.zeros(2, dtype=torch.int32),
+    torch.tensor([0.0, -0.0]),
+    torch.tensor([1.0, 2.0]),
+    torch.tensor([2.0, 1.0]),
+    torch.tensor([1 + 2j]),
+    torch.tensor([1 - 2j]),
+    torch.tensor([True, False]),
+    torch.tensor([], dtype=torch.bfloat16),
+    b"",
+    b"12",
+    "12",
+    12,
+    12.0,
+    True,
+    1,
+    None,
+    [],
+    (),
+    {},
+    ["1", "2"],
+    ["12", ""],
+    [["1"], "2"],
+    {"1": "2"},
+]
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(range(len(DIFFERENT)), 2)))
+def test_different_contents_have_different_digests(a: int, b: int) -> None:
+    assert content_digest(DIFFERENT[a]) != content_digest(DIFFERENT[b])
+
+
+def test_layout_in_memory_does_not_count_but_conjugation_does() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    assert content_digest(x.t().contiguous().t()) == content_digest(x)
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert content_digest(z.conj()) == content_digest(z.conj().resolve_conj()) != content_digest(z)
+
+
+def test_keys_separate() -> None:
+    assert content_digest("a", key=b"1") != content_digest("a", key=b"2")
+    assert content_digest("a", key=b"1") == content_digest("a", key=b"1")
+
+
+def test_unknown_things_are_refused() -> None:
+    with pytest.raises(TypeError, match="object"):
+        content_digest(object())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_words_see_every_entry_and_its_place(dtype: torch.dtype) -> None:
+    x = torch.randint(0, 2, (37,)).to(dtype)
+    x[3], x[5] = 0, 1
+    before = tensor_words([x]).tolist()
+    swapped = x.clone()
+    swapped[[3, 5]] = x[[5, 3]]
+    assert tensor_words([swapped]).tolist() != before
+    assert tensor_words([x.clone()]).tolist() == before
+    for i in range(len(x)):
+        changed = x.clone()
+        changed[i] = 1 - x[i].to(torch.int8) if dtype == torch.bool else x[i] + 1
+        assert tensor_words([changed]).tolist() != before
+
+
+def test_words_see_changes_that_cancel_in_a_sum() -> None:
+    x = torch.zeros(1000, dtype=torch.int64)
+    y = x.clone()
+    y[10], y[20] = 1, -1
+    assert tensor_words([x]).tolist() != tensor_words([y]).tolist()
