@@ -1,12 +1,13 @@
 """Digests of values: equal only for equal content, whatever it is made of, with order, shapes and types counted.
 
-On a processor it is BLAKE2b over the bytes. A tensor on another device is mixed there under a secret key, so that no step waits
+On a processor it is SHA-256 over the bytes. A tensor on another device is mixed there under a secret key, so that no step waits
 for a copy of it: two keyed 64-bit sums over words, each word multiplied and folded together with its position.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 
 __all__ = ["content_digest", "tensor_words"]
 
-_SIZE = 32
 _CHUNK = 1 << 26  # bytes handed to the hash at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LARGE = 1 << 22  # entries that are mixed at once on a device
@@ -28,13 +28,13 @@ def content_digest(*parts: Any, key: bytes = b"") -> bytes:
     """32 bytes that stand for ``parts``: tensors, bytes, texts, numbers, ``None`` and nested sequences and mappings of them.
 
     Tensors count with dtype and shape, numbers with their type; nesting is framed, so no two contents share a message. With a
-    ``key`` (at most 64 bytes) it is a keyed digest: without the key nobody can tell or forge it.
+    ``key`` it is a keyed digest (HMAC): without the key nobody can tell or forge it.
 
     Example:
         >>> content_digest(torch.zeros(2)) == content_digest(torch.zeros(2, 1))
         False
     """
-    hasher = hashlib.blake2b(digest_size=_SIZE, key=key)
+    hasher = hmac.new(key, digestmod="sha256") if key else hashlib.sha256()
     for part in parts:
         for piece in _pieces(part):
             hasher.update(piece)

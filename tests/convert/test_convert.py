@@ -176,7 +176,7 @@ def test_functional_dropout_follows_the_mode():
 
 def test_the_report_of_a_resnet():
     found, _ = rows(ResNet())
-    assert found["function 'add' in the forward of 'layers.0'"].after == "(x + y)/2"
+    assert found["function 'iadd' in the forward of 'layers.0'"].after == "(x + y)/2"
     assert "windows overlap" in found["pool"].note
     assert found["average"].after.startswith("ScaledAvgPool2d(kernel_size=(2, 2)")
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lipdp import models, nn, parametrize
-from lipdp.bounds.trace import find_input_dtype
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.export import Site, export, lowering
 from lipdp.parametrize import constraint
+from lipdp.program import find_input_dtype
 
 IMAGE = (4, 6, 7)
 

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipdp import nn
 from lipdp.bounds import analyse
-from lipdp.bounds.trace import trace
+from lipdp.bounds.propagate import program_of
 from lipdp.parametrize import Constrained, effective_leaves, project_
 
 RTOL = 1e-9
@@ -137,7 +137,7 @@ class _Target:
         self.analysis = analyse(model, loss, input_shape=input_shape, input_norm=input_norm)
         self.constant = self.analysis.loss_lipschitz
         assert math.isfinite(self.constant), "attack needs a loss with a finite constant"
-        traced = trace(model, input_shape)
+        traced = program_of(model, input_shape)
         self.root, self.graph, self.constants = traced.model, traced.graph, traced.constants
         self.shape = next(shapes[0] for node, shapes in traced.shapes.items() if node.op == "placeholder")
         declared = [m.norm for m in model.modules() if isinstance(m, nn.BoundedInput)]

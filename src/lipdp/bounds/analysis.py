@@ -12,9 +12,10 @@ from torch import fx
 
 from lipdp.bounds.bound import Bound, Shape, times
 from lipdp.bounds.operator_norm import unit_roundoff
-from lipdp.bounds.propagate import Forward, as_bound, backward_pass, forward_pass
-from lipdp.bounds.trace import Traced, describe, trace
+from lipdp.bounds.propagate import Forward, as_bound, backward_pass, forward_pass, program_of
+from lipdp.bounds.ties import refuse_ties
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
+from lipdp.program import Program, check_program, describe
 
 __all__ = ["Analysis", "LayerBound", "LipschitzLoss", "ParameterBound", "analyse", "sensitivities"]
 
@@ -74,6 +75,7 @@ class Analysis:
             clipping left out: what certificates need.
         operations: number of tensor operations, forward and backward, for the rounding slack.
         roundoff: u of the model's coarsest floating-point type.
+        program: what was analysed, as a function: the only thing that may run under these bounds.
         at_limits: Δ of every parameter if some :class:`lipdp.nn.ClipGradient`, by module name, had another ``max_norm``.
     """
 
@@ -84,6 +86,7 @@ class Analysis:
     lipschitz: float
     operations: int
     roundoff: float
+    program: Program = field(repr=False, compare=False)
     at_limits: Callable[[Mapping[str, float]], dict[str, float]] = field(repr=False, compare=False)
 
     @property
@@ -114,9 +117,10 @@ def analyse(
             model's first layer that bounds it.
         check: raise :class:`~lipdp.errors.UnboundedError` if some parameter's Δ is infinite.
     """
-    traced = trace(model, input_shape)
-    forward = forward_pass(traced, input_norm)
-    output_node = next(node for node in traced.graph.nodes if node.op == "output")
+    program = program_of(model, input_shape)
+    refuse_ties(program)
+    forward = forward_pass(program, input_norm)
+    output_node = next(node for node in program.graph.nodes if node.op == "output")
     final = output_node.args[0]
     if not isinstance(final, fx.Node) or not isinstance(forward.bounds.get(final), Bound):
         raise UnsupportedError(
@@ -126,15 +130,15 @@ def analyse(
     output = forward.bounds[final]
     assert isinstance(output, Bound)
     constant = _loss_constant(loss, output)
-    cotangents = backward_pass(traced, forward, final, constant, clip=True)
-    rows = _parameter_rows(traced, forward, cotangents)
+    cotangents = backward_pass(program, forward, final, constant, clip=True)
+    rows = _parameter_rows(program, forward, cotangents)
     if check:
-        _refuse_infinite(traced, forward, cotangents, rows, output, constant)
-    unclipped = backward_pass(traced, forward, final, 1.0, clip=False)
-    source = next(node for node in traced.graph.nodes if node.op == "placeholder")
+        _refuse_infinite(program, forward, cotangents, rows, output, constant)
+    unclipped = backward_pass(program, forward, final, 1.0, clip=False)
+    source = next(node for node in program.graph.nodes if node.op == "placeholder")
     layers = tuple(
         LayerBound(
-            describe(node, traced.modules),
+            describe(node, program.modules),
             value.shape,
             value.norm,
             cotangents.get(node, 0.0),
@@ -156,9 +160,10 @@ def analyse(
                 f"the clipping layer '{hidden[0]}' can't change during a run: the calculus does not see it under that name. Use it "
                 "once, under one name, outside of layers that have a rule of their own."
             )
-        changed = backward_pass(traced, forward, final, constant, clip=True, limits=limits)
-        return {row.name: row.sensitivity for row in _parameter_rows(traced, forward, changed)}
+        changed = backward_pass(program, forward, final, constant, clip=True, limits=limits)
+        return {row.name: row.sensitivity for row in _parameter_rows(program, forward, changed)}
 
+    check_program(program)  # behind the rules, which know better why something is refused
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     return Analysis(
         parameters=rows,
@@ -168,6 +173,7 @@ def analyse(
         lipschitz=unclipped.get(source, 0.0),
         operations=2 * len(layers) + 1,
         roundoff=max(unit_roundoff(dtype) for dtype in dtypes),
+        program=program,
         at_limits=at_limits,
     )
 
@@ -205,15 +211,15 @@ def _loss_constant(loss: LipschitzLoss | float, output: Bound) -> float:
     return constant
 
 
-def _parameter_rows(traced: Traced, forward: Forward, cotangents: Mapping[fx.Node, float]) -> tuple[ParameterBound, ...]:
-    names = traced.names
-    trainable = [p for p in traced.model.parameters() if p.requires_grad]
+def _parameter_rows(program: Program, forward: Forward, cotangents: Mapping[fx.Node, float]) -> tuple[ParameterBound, ...]:
+    names = program.names
+    trainable = [p for p in program.model.parameters() if p.requires_grad]
     rows = {names[id(p)]: ParameterBound(names[id(p)], 0.0, 0.0, 0.0, p.numel(), 0) for p in trainable}
     for node, transfer in forward.transfers.items():
         reaching = cotangents.get(node, 0.0)
         for local, factor in transfer.parameters.items():
             if node.op == "call_module":
-                parameter = traced.modules[str(node.target)].get_parameter(local)
+                parameter = program.modules[str(node.target)].get_parameter(local)
                 if not parameter.requires_grad:
                     continue
                 name = names[id(parameter)]
@@ -233,7 +239,7 @@ def _parameter_rows(traced: Traced, forward: Forward, cotangents: Mapping[fx.Nod
 
 
 def _refuse_infinite(
-    traced: Traced,
+    program: Program,
     forward: Forward,
     cotangents: Mapping[fx.Node, float],
     rows: tuple[ParameterBound, ...],
@@ -253,32 +259,32 @@ def _refuse_infinite(
             "with lipdp.nn.ClipGradient as the last layer."
         )
     if not math.isfinite(row.cotangent_norm):
-        culprit = _first_infinite_gain(traced, forward, cotangents)
+        culprit = _first_infinite_gain(program, forward, cotangents)
         raise UnboundedError(
             f"{head}the cotangent that reaches it is unbounded, because of {culprit}. Ways out: a constrained layer in its "
             "place (lipdp.nn.SpectralLinear, SpectralConv2d …); lipdp.nn.Boundary(cotangent=…) or ClipGradient in front of it; "
             "or a clipping method for this model."
         )
-    culprit = _first_infinite_norm(traced, forward)
+    culprit = _first_infinite_norm(program, forward)
     raise UnboundedError(
         f"{head}the activations that reach it are unbounded, because of {culprit}. Ways out: lipdp.nn.BoundedInput as the first "
         "layer; a constrained layer in its place; lipdp.nn.Boundary(norm=…) behind it; or a clipping method for this model."
     )
 
 
-def _first_infinite_norm(traced: Traced, forward: Forward) -> str:
+def _first_infinite_norm(program: Program, forward: Forward) -> str:
     for node, transfer in forward.transfers.items():
         inputs = [as_bound(forward.bounds[source]).norm for source in forward.sources[node]]
         if all(map(math.isfinite, inputs)) and not math.isfinite(as_bound(transfer.output).norm):
-            return describe(node, traced.modules) + (f": {transfer.why_infinite}" if transfer.why_infinite else "")
-        if not traced.input_dtype.is_floating_point and transfer.why_infinite and not math.isfinite(as_bound(transfer.output).norm):
-            return f"{describe(node, traced.modules)}: {transfer.why_infinite}"  # it reads token ids, which have no norm
+            return describe(node, program.modules) + (f": {transfer.why_infinite}" if transfer.why_infinite else "")
+        if not program.input_dtype.is_floating_point and transfer.why_infinite and not math.isfinite(as_bound(transfer.output).norm):
+            return f"{describe(node, program.modules)}: {transfer.why_infinite}"  # it reads token ids, which have no norm
     return "the model's input, whose norm nothing bounds"
 
 
-def _first_infinite_gain(traced: Traced, forward: Forward, cotangents: Mapping[fx.Node, float]) -> str:
+def _first_infinite_gain(program: Program, forward: Forward, cotangents: Mapping[fx.Node, float]) -> str:
     for node in reversed(forward.transfers):
         transfer = forward.transfers[node]
         if math.isfinite(cotangents.get(node, 0.0)) and not all(map(math.isfinite, transfer.gains)):
-            return describe(node, traced.modules) + (f": {transfer.why_infinite}" if transfer.why_infinite else "")
+            return describe(node, program.modules) + (f": {transfer.why_infinite}" if transfer.why_infinite else "")
     return "an operation behind it"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.registry import Call, ParameterRef, find_function_rule, find_module_rule
-from lipdp.bounds.trace import Traced, describe
-from lipdp.bounds.way_out import no_rule
+from lipdp.bounds.bound import Bound, Shape, Transfer, times
+from lipdp.bounds.registry import Call, ParameterRef, find_function_rule, find_module_rule, has_rule, rule_class
+from lipdp.bounds.way_out import no_rule, way_out
 from lipdp.errors import LipdpError, UnsupportedError
+from lipdp.program import Program, describe, trace
 
-__all__ = ["Forward", "as_bound", "backward_pass", "forward_pass"]
+__all__ = ["Forward", "as_bound", "backward_pass", "forward_pass", "program_of"]
 
 # Operations that only rearrange, so that the batch's size may be among their arguments, as in x.view(x.shape[0], -1).
 _TAKES_SIZES = {"view", "reshape", "unflatten", "expand", torch.reshape, torch.unflatten}
@@ -32,21 +32,30 @@ class Forward:
     sources: dict[fx.Node, list[fx.Node]]  # the activations a node reads, in order of appearance
 
 
-def forward_pass(traced: Traced, input_norm: float) -> Forward:
+def program_of(model: torch.nn.Module, input_shape: Shape | None = None) -> Program:
+    """The program of ``model``, whose operations are those that have rules."""
+
+    def refuse(where: str, module: torch.nn.Module) -> LipdpError | None:
+        return no_rule(where, module) if way_out(module) and not has_rule(module) else None
+
+    return trace(model, input_shape, rule_class, refuse)
+
+
+def forward_pass(program: Program, input_norm: float) -> Forward:
     """X at every node, by the rule of its operation."""
     state = Forward({}, {}, {})
-    names = traced.names
+    names = program.names
     derived: set[fx.Node] = set()  # constants computed from a trainable parameter
-    for node in traced.graph.nodes:
+    for node in program.graph.nodes:
         if node.op == "output":
             continue
-        if node in traced.constants:
-            own = traced.modules[str(node.target)].parameters() if node.op == "call_module" else ()
+        if node in program.constants:
+            own = program.modules[str(node.target)].parameters() if node.op == "call_module" else ()
             trained = any(p.requires_grad for p in own)
-            if trained or (node.op != "get_attr" and any(_is_trainable(traced, s, names, derived) for s in node.all_input_nodes)):
+            if trained or (node.op != "get_attr" and any(_is_trainable(program, s, names, derived) for s in node.all_input_nodes)):
                 derived.add(node)
             continue
-        shapes = traced.shapes[node]
+        shapes = program.shapes[node]
         if node.op == "placeholder":
             state.bounds[node] = Bound(input_norm, shapes[0])
             continue
@@ -54,23 +63,23 @@ def forward_pass(traced: Traced, input_norm: float) -> Forward:
             _take_item(node, state)
             continue
         sources: list[fx.Node] = []
-        resolve = _resolver(traced, state, names, derived, sources, node)
+        resolve = _resolver(program, state, names, derived, sources, node)
         args = tuple(fx.map_arg(argument, resolve) for argument in node.args)
         kwargs = {key: fx.map_arg(argument, resolve) for key, argument in node.kwargs.items()}
         inputs = tuple(as_bound(state.bounds[source]) for source in sources)
-        call = Call(describe(node, traced.modules), args, kwargs, inputs, shapes)
-        state.transfers[node] = _apply_rule(traced, node, call)
+        call = Call(describe(node, program.modules), args, kwargs, inputs, shapes)
+        state.transfers[node] = _apply_rule(program, node, call)
         state.sources[node] = sources
         state.bounds[node] = state.transfers[node].output
     return state
 
 
-def _is_trainable(traced: Traced, node: fx.Node, names: Mapping[int, str], derived: set[fx.Node]) -> bool:
-    return node in derived or (node.op == "get_attr" and id(traced.constants.get(node)) in names)
+def _is_trainable(program: Program, node: fx.Node, names: Mapping[int, str], derived: set[fx.Node]) -> bool:
+    return node in derived or (node.op == "get_attr" and id(program.constants.get(node)) in names)
 
 
 def _resolver(
-    traced: Traced,
+    program: Program,
     state: Forward,
     names: Mapping[int, str],
     derived: set[fx.Node],
@@ -83,15 +92,15 @@ def _resolver(
             return state.bounds[node]
         if node in derived:
             raise UnsupportedError(
-                f"{describe(user, traced.modules)} uses something computed from a trainable parameter "
-                f"({describe(node, traced.modules)}); how steep that computation is, nothing says. Use the parameter as it "
+                f"{describe(user, program.modules)} uses something computed from a trainable parameter "
+                f"({describe(node, program.modules)}); how steep that computation is, nothing says. Use the parameter as it "
                 "is, or put the computation into a module with a rule."
             )
-        value = traced.constants[node]
-        if node in traced.varying and user.target not in _TAKES_SIZES:
+        value = program.constants[node]
+        if node in program.varying and user.target not in _TAKES_SIZES:
             raise UnsupportedError(
-                f"{describe(user, traced.modules)} uses a number that depends on how many examples the batch has "
-                f"({describe(node, traced.modules)}): one example's influence would depend on the others. Use fixed numbers."
+                f"{describe(user, program.modules)} uses a number that depends on how many examples the batch has "
+                f"({describe(node, program.modules)}): one example's influence would depend on the others. Use fixed numbers."
             )
         if isinstance(value, torch.Tensor) and id(value) in names:
             return ParameterRef(names[id(value)], value)
@@ -127,9 +136,9 @@ def _take_item(node: fx.Node, state: Forward) -> None:
     state.sources[node] = [source]
 
 
-def _apply_rule(traced: Traced, node: fx.Node, call: Call) -> Transfer:
+def _apply_rule(program: Program, node: fx.Node, call: Call) -> Transfer:
     try:
-        transfer = _find_and_apply(traced, node, call)
+        transfer = _find_and_apply(program, node, call)
     except LipdpError:
         raise
     except Exception as error:
@@ -152,7 +161,7 @@ def _apply_rule(traced: Traced, node: fx.Node, call: Call) -> Transfer:
     return transfer
 
 
-def _find_and_apply(traced: Traced, node: fx.Node, call: Call) -> Transfer:
+def _find_and_apply(program: Program, node: fx.Node, call: Call) -> Transfer:
     if node.op != "call_module":
         function_rule = find_function_rule(node.target)
         if function_rule is None:
@@ -161,7 +170,7 @@ def _find_and_apply(traced: Traced, node: fx.Node, call: Call) -> Transfer:
                 "the function one (lipdp.bounds.rule_for_function), or use a clipping method for this model."
             )
         return function_rule(call)
-    module = traced.modules[str(node.target)]
+    module = program.modules[str(node.target)]
     module_rule = find_module_rule(module)
     if module_rule is None:
         raise no_rule(call.where, module)
@@ -192,7 +201,7 @@ class _Cotangent:
 
 
 def backward_pass(
-    traced: Traced,
+    program: Program,
     forward: Forward,
     final: fx.Node,
     constant: float,
@@ -206,7 +215,7 @@ def backward_pass(
     replaced = limits or {}
     cotangents: defaultdict[fx.Node, _Cotangent] = defaultdict(_Cotangent)
     cotangents[final].whole = constant
-    for node in reversed(list(traced.graph.nodes)):
+    for node in reversed(list(program.graph.nodes)):
         if node not in forward.transfers or node not in cotangents:
             continue
         transfer, reaching = forward.transfers[node], cotangents[node].total

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from lipdp.bounds.bound import Shape
-from lipdp.bounds.propagate import forward_pass
-from lipdp.bounds.trace import trace
+from lipdp.bounds.propagate import forward_pass, program_of
 
 __all__ = ["ConvolutionNote", "convolution_notes", "lower_norm"]
 
@@ -79,12 +78,12 @@ def convolution_notes(model: torch.nn.Module, *, input_shape: Shape | None = Non
         >>> note.layer, note.bound, 0.3 < note.tightness < 0.95
         ('1', 1.0, True)
     """
-    traced = trace(model, input_shape)
-    forward = forward_pass(traced, math.inf)
+    program = program_of(model, input_shape)
+    forward = forward_pass(program, math.inf)
     notes: dict[str, ConvolutionNote] = {}
     for node, transfer in forward.transfers.items():
-        layer: Any = traced.modules.get(str(node.target)) if node.op == "call_module" else None
+        layer: Any = program.modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(layer, _CONVOLUTION) and str(node.target) not in notes:
-            shape = traced.shapes[forward.sources[node][0]][0]
+            shape = program.shapes[forward.sources[node][0]][0]
             notes[str(node.target)] = ConvolutionNote(str(node.target), transfer.gains[0], lower_norm(layer, shape), transfer.note)
     return tuple(notes.values())

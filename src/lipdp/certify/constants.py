@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from lipdp import nn
 from lipdp.bounds import Analysis, Shape, analyse, certified_norm
 from lipdp.bounds.operator_norm import unit_roundoff
-from lipdp.bounds.trace import Traced, describe, trace
+from lipdp.bounds.propagate import program_of
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
 from lipdp.export.graph import Builder, Seen
 from lipdp.export.plain import check_same, lower
 from lipdp.export.registry import Lowering, find_lowering
 from lipdp.export.rules import used_weight
 from lipdp.parametrize import Constrained
+from lipdp.program import Program, check_program, describe
 
 __all__ = ["Network", "Scaling", "freeze"]
 
@@ -54,13 +55,13 @@ class Network:
     """A model frozen for certification.
 
     Attributes:
-        model: a copy in evaluation mode.
+        model: the program of a copy in evaluation mode.
         lipschitz: ℓ from the input, or from the scaled input where there is a scaling, to the outputs.
         scaling: how the inputs are brought into a ball or onto a sphere, if they are.
         slack: (1+u)^operations, for rounding.
     """
 
-    model: torch.nn.Module
+    model: Program
     lipschitz: float
     scaling: Scaling | None
     slack: float
@@ -75,9 +76,10 @@ def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Ne
     """
     own = copy.deepcopy(model).eval().requires_grad_(False)
     _check_weights(own)
-    traced = trace(own, input_shape)
-    _refuse_jumps(traced)
-    plain = _measured(traced, input_shape)
+    program = program_of(own, input_shape)
+    check_program(program)
+    _refuse_jumps(program)
+    plain = _measured(program, input_shape)
     dtypes = {dtype} | {p.dtype for p in own.parameters() if p.is_floating_point()}
     factor = 1 + max(map(unit_roundoff, dtypes))
     node, layer = _bounded_input(plain)
@@ -86,9 +88,9 @@ def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Ne
         before = analyse(front, 1.0, input_shape=input_shape)
         behind = analyse(rest, 1.0, input_shape=layer.input_shape, input_norm=layer.norm)
         scaling = Scaling(front, _finite(before, model), layer.norm, layer.mode == "ball")
-        return Network(own, _finite(behind, model), scaling, factor ** (before.operations + behind.operations))
+        return Network(program, _finite(behind, model), scaling, factor ** (before.operations + behind.operations))
     analysis = analyse(plain, 1.0, input_shape=input_shape)
-    return Network(own, _finite(analysis, model), None, factor**analysis.operations)
+    return Network(program, _finite(analysis, model), None, factor**analysis.operations)
 
 
 def _check_weights(model: torch.nn.Module) -> None:
@@ -121,11 +123,11 @@ def _moved(layer: Constrained) -> str:
     return ""
 
 
-def _refuse_jumps(traced: Traced) -> None:
+def _refuse_jumps(program: Program) -> None:
     """Bounds on slopes say nothing of functions that jump, or that draw."""
-    for node in traced.graph.nodes:
-        where = describe(node, traced.modules)
-        module = traced.modules.get(str(node.target)) if node.op == "call_module" else None
+    for node in program.graph.nodes:
+        where = describe(node, program.modules)
+        module = program.modules.get(str(node.target)) if node.op == "call_module" else None
         threshold = 20.0
         if isinstance(module, torch.nn.Softplus):
             threshold = float(module.threshold)
@@ -137,16 +139,16 @@ def _refuse_jumps(traced: Traced) -> None:
             raise UnsupportedError(f"{where} draws at random in evaluation too; give it training=self.training.")
 
 
-def _measured(traced: Traced, input_shape: Shape) -> fx.GraphModule:
+def _measured(program: Program, input_shape: Shape) -> fx.GraphModule:
     def choose(module: torch.nn.Module) -> Lowering | None:
         return find_lowering(module) if isinstance(module, _MEASURED) else None
 
-    for node in traced.graph.nodes:  # tensors that `forward` makes: the trace has taken them off the model again
-        if node.op == "get_attr" and "." not in str(node.target) and not hasattr(traced.model, str(node.target)):
-            setattr(traced.model, str(node.target), traced.constants[node])
-    seen = {node: Seen(shapes[0], torch.float32) for node, shapes in traced.shapes.items() if shapes}
-    plain = lower(traced.model, traced.graph, seen, choose, "Frozen").eval().requires_grad_(False)
-    check_same(traced.model, plain, input_shape)
+    for node in program.graph.nodes:  # tensors that `forward` makes: the trace has taken them off the model again
+        if node.op == "get_attr" and "." not in str(node.target) and not hasattr(program.model, str(node.target)):
+            setattr(program.model, str(node.target), program.constants[node])
+    seen = {node: Seen(shapes[0], torch.float32) for node, shapes in program.shapes.items() if shapes}
+    plain = lower(program.model, program.graph, seen, choose, "Frozen").eval().requires_grad_(False)
+    check_same(program.model, plain, input_shape)
     return plain
 
 

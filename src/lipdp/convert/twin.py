@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.bounds.registry import find_function_rule, has_rule
-from lipdp.bounds.trace import describe
 from lipdp.convert.replacements import FUNCTIONS, decide
 from lipdp.convert.report import Conversion, ConversionReport, Decision, Row, Where
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
-from lipdp.export.graph import Builder, Seen, record, token_dtype, trace_graph
+from lipdp.export.graph import Builder, Seen, record, token_dtype
+from lipdp.program import describe, trace_graph
 
 __all__ = ["convert"]
 

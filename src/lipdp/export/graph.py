@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,34 +11,12 @@ from torch import fx
 from torch.nn import functional as F
 
 from lipdp.bounds.bound import Shape
-from lipdp.bounds.trace import TABLES, describe, find_input_dtype
-from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+from lipdp.errors import ConfigurationError, LipdpError
+from lipdp.program import TABLES, describe, find_input_dtype
 
-__all__ = ["Builder", "Seen", "record", "token_dtype", "trace_graph"]
+__all__ = ["Builder", "Seen", "record", "token_dtype"]
 
-_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _METADATA = (getattr, "size", "dim", "numel")  # what may be asked of an input of any type
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, leaf: Callable[[torch.nn.Module], bool]) -> None:
-        super().__init__()
-        self.leaf = leaf
-
-    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, _CONTAINERS) and type(m).forward is getattr(torch.nn, type(m).__name__, type(m)).forward:
-            return False
-        return self.leaf(m) or type(m).__module__.startswith("torch.nn")
-
-
-def trace_graph(model: torch.nn.Module, leaf: Callable[[torch.nn.Module], bool], advice: str) -> fx.Graph:
-    """The graph of ``model``'s forward, down to torch's own modules and those for which ``leaf`` is true."""
-    try:
-        return _Tracer(leaf).trace(model)
-    except LipdpError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(f"{type(model).__name__} can't be traced by torch.fx: {error}. {advice}") from error
 
 
 def token_dtype(model: torch.nn.Module, graph: fx.Graph) -> torch.dtype | None:

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from lipdp.bounds.bound import Shape
-from lipdp.bounds.trace import TABLES, describe, find_input_shape
 from lipdp.errors import ConfigurationError, UnsupportedError
-from lipdp.export.graph import Builder, Seen, record, token_dtype, trace_graph
+from lipdp.export.graph import Builder, Seen, record, token_dtype
 from lipdp.export.registry import Lowering, Site, find_lowering
+from lipdp.program import TABLES, describe, find_input_shape, trace_graph
 
 __all__ = ["check_same", "export", "lower"]
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lipdp.bounds.trace import find_input_shape
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
 from lipdp.memory import keep_freed_memory
@@ -21,6 +20,7 @@ from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
+from lipdp.program import find_input_shape
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
 from lipdp.training.copies import Copies

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from lipdp.bounds import Analysis, analyse
-from lipdp.bounds.trace import find_input_shape
 from lipdp.clipping import CapturedClipping, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
 from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
+from lipdp.program import find_input_shape
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies

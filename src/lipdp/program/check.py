@@ -1,0 +1,156 @@
+"""Whether a program computes what its module computes, tried on random inputs and weights before anything rests on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lipdp.errors import LipdpError, UnsupportedError
+from lipdp.program.program import TABLES, Program
+from lipdp.program.reading import undisturbed
+
+__all__ = ["check_program"]
+
+_SIZES = (1, 2, 3, 5, 8)
+_COMPANY = 8
+# The same operations in the same order: what differs is at most the order of additions inside a kernel.
+_SAME = 64
+# One example in a batch of another size: kernels choose another blocking.
+_ALONE = 4096
+
+
+def check_program(program: Program, sizes: tuple[int, ...] = _SIZES, *, gradients: bool = True) -> None:
+    """Refuse a program whose outputs or gradients differ from its module's, or whose examples do not stand alone.
+
+    Batches of ``sizes`` random examples go through both, with the weights as they are and with weights moved at random (so that a
+    number read off a weight shows); then each example of a batch alone. Outputs are compared to rounding, gradients of a random
+    combination of the outputs likewise.
+
+    Args:
+        program: made from the module as it is now.
+        sizes: numbers of examples to try.
+        gradients: compare gradients too, and try moved weights and single examples.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for moved in (False, True) if gradients else (False,):
+        with undisturbed(program.model), _moved(program, generator if moved else None):
+            for size in sizes if not moved else sizes[-1:]:
+                x = _inputs(program, size, generator)
+                _compare(program, x, gradients)
+            if gradients and not moved:
+                _compare_alone(program, _inputs(program, _COMPANY, generator))
+
+
+def _inputs(program: Program, size: int, generator: torch.Generator) -> torch.Tensor:
+    like = next((t for t in (*program.model.parameters(), *program.model.buffers())), torch.zeros(()))
+    if program.input_dtype.is_floating_point:
+        x = torch.randn(size, *program.input_shape, generator=generator, dtype=torch.float64).to(program.input_dtype)
+    else:
+        tables = [module.num_embeddings for module in program.modules.values() if isinstance(module, TABLES)]
+        limit = min(tables, default=2)
+        x = torch.randint(max(1, limit), (size, *program.input_shape), generator=generator).to(program.input_dtype)
+    return x.to(like.device)
+
+
+@contextmanager
+def _moved(program: Program, generator: torch.Generator | None) -> Iterator[None]:
+    """Trainable weights, moved a little within the block."""
+    if generator is None:
+        yield
+        return
+    trained = [p for p in program.model.parameters() if id(p) in program.names]
+    kept = [p.detach().clone() for p in trained]
+    with torch.no_grad():
+        for p in trained:
+            scale = p.detach().abs().mean() * 0.1 + 1e-2 if p.numel() else 0.0
+            p.add_((torch.randn(p.shape, generator=generator, dtype=torch.float64) * float(scale)).to(p))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in zip(trained, kept, strict=True):
+                p.copy_(before)
+
+
+def _compare(program: Program, x: torch.Tensor, gradients: bool) -> None:
+    name = type(program.model).__name__
+    expected, wanted = _evaluate(program.model, program, x, gradients)
+    got, given = _evaluate(program, program, x, gradients)
+    why = (
+        "What the graph shows is not what forward does: look for writes in place through another name or a view, for choices made by "
+        "the type, the batch size or a counter, for numbers read off a parameter (.item(), .tolist(), .data), for torch.no_grad"
+        " or autocast"
+    )
+    if isinstance(expected, torch.Tensor) and not (isinstance(got, torch.Tensor) and expected.shape == got.shape):
+        raise UnsupportedError(f"{name} gives outputs of other shapes than its graph for {len(x)} examples. {why}.")
+    if isinstance(expected, torch.Tensor) and not _close(got, expected, _SAME):
+        raise UnsupportedError(
+            f"{name} gives other outputs than its graph for {len(x)} random examples (they differ by "
+            f"{float((got - expected).abs().nan_to_num().max()):.2g}). {why}."
+        )
+    for key in wanted:
+        if not _close(given[key], wanted[key], _SAME):
+            raise UnsupportedError(
+                f"the gradient of '{key}' in {name} is another one than in its graph, for {len(x)} random examples (by "
+                f"{float((given[key] - wanted[key]).abs().nan_to_num().max()):.2g}). {why}; for detach."
+            )
+
+
+def _evaluate(
+    function: Callable[[torch.Tensor], Any], program: Program, x: torch.Tensor, gradients: bool
+) -> tuple[Any, Mapping[str, torch.Tensor]]:
+    trained = {program.names[id(p)]: p for p in program.model.parameters() if id(p) in program.names}
+    torch.manual_seed(0)  # inside undisturbed: dropout draws the same in both
+    with torch.set_grad_enabled(gradients), torch.autocast(x.device.type, enabled=False):
+        try:
+            output = function(x.clone())
+        except LipdpError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(f"{type(program.model).__name__} fails on {len(x)} random examples: {error}") from error
+        if not gradients or not trained or not isinstance(output, torch.Tensor) or not output.requires_grad:
+            zero = {name: torch.zeros_like(p) for name, p in trained.items()} if gradients else {}
+            return output.detach() if isinstance(output, torch.Tensor) else output, zero
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output)
+        found = torch.autograd.grad(output, list(trained.values()), weights, allow_unused=True)
+    return output.detach(), {
+        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)
+    }
+
+
+def _compare_alone(program: Program, x: torch.Tensor) -> None:
+    first, again = (_output(program, x, seed) for seed in (0, 1))
+    if not _close(again, first, _SAME):
+        return  # random layers: no two passes agree
+    for row in range(len(x)):
+        alone = _output(program, x[row : row + 1], 0)
+        if not _close(alone[0], first[row], _ALONE, scale=first):
+            raise UnsupportedError(
+                f"{type(program.model).__name__} gives an example another output in company than alone (they differ by "
+                f"{float((alone[0] - first[row]).abs().nan_to_num().max()):.2g}): examples are mixed, so one example's influence can't be "
+                "bounded. A layer's own rule may be wrong."
+            )
+
+
+def _output(program: Program, x: torch.Tensor, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        output: torch.Tensor = program(x.clone())
+    return output
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, units: float, scale: torch.Tensor | None = None) -> bool:
+    """Equal to rounding, relative to the largest entry; what is not finite must be so in both."""
+    if a.numel() == 0:
+        return True
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    finite = torch.isfinite(b)
+    if not bool((torch.isfinite(a) == finite).all()):
+        return False
+    reference = (b if scale is None else scale).nan_to_num(0.0, 0.0, 0.0).double().abs().max()
+    tolerance = units * torch.finfo(a.dtype).eps * float(reference)
+    return bool(((a - b)[finite].double().abs() <= tolerance + torch.finfo(a.dtype).tiny).all())
