@@ -1,7 +1,7 @@
 """Digests of values: equal only for equal content, whatever it is made of, with order, shapes and types counted.
 
 On a processor it is SHA-256 over the bytes. A tensor on another device is mixed there under a secret key, so that no step waits
-for a copy of it: two keyed 64-bit sums over words, each word multiplied and folded together with its position.
+for a copy of it: a keyed 64-bit sum over its words, each multiplied and folded together with its position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LARGE = 1 << 22  # entries that are mixed at once on a device
 # Odd 64-bit constants (the finaliser of SplitMix64), as signed numbers.
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_KEY = [secrets.randbits(63) | 1 for _ in range(4)]  # of this process: nobody can aim at a collision
+_KEY = secrets.randbits(63) | 1, secrets.randbits(63)  # of this process: nobody can aim at a collision
 
 
 def content_digest(*parts: Any, key: bytes = b"") -> bytes:
@@ -90,10 +90,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_words(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A keyed digest of each tensor's values, two words of 64 bits, computed where the tensor is: (number of tensors, 2).
+    """A keyed digest of each tensor's values, a word of 64 bits, computed where the tensor is.
 
     Each entry's bits w at position i become mix(w + a·i + b), mixed by multiplications and shifts (SplitMix64's finaliser),
-    and are added up modulo 2^64, under two pairs of secret keys (a, b) of this process: entries that trade places, and changes that
+    and are added up modulo 2^64, under secret keys a and b of this process: entries that trade places, and changes that
     cancel in a plain sum, show. For comparisons within a process only.
     """
     return torch.stack([_device_digest(tensor.detach()) for tensor in tensors])
@@ -101,12 +101,11 @@ def tensor_words(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
     words = _words(tensor)
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _LARGE):
         part = words[start : start + _LARGE].to(torch.int64)
         index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=tensor.device)
-        sums = [_mix(part + index * a + b).sum() for a, b in (_KEY[:2], _KEY[2:])]
-        total = total + torch.stack(sums)
+        total = total + _mix(part + index * _KEY[0] + _KEY[1]).sum()
     return total
 
 

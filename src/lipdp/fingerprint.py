@@ -1,7 +1,7 @@
 """What a computation depends on besides its inputs, as one hashable value: storages, modes, settings, hooks, closures.
 
 Whoever keeps something that was made for a model (a captured CUDA graph, a verdict) compares fingerprints to learn whether it
-still is that model. Values of parameters are no part of it; where they are stored is.
+still is that model. Values of tensors are no part of it; where they are stored is. :func:`reachable_tensors` lists them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import enum
 import functools
 import operator
 import types
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["Watched", "fingerprint"]
+__all__ = ["Watched", "fingerprint", "reachable_tensors"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
@@ -137,8 +139,53 @@ def _sign(value: Any, seen: set[int], depth: int) -> Hashable:
         return _sign(value.__func__, seen, deeper), _sign(value.__self__, seen, deeper)
     if isinstance(value, functools.partial):
         return tuple(_sign(part, seen, deeper) for part in (value.func, value.args, value.keywords))
-    own = getattr(value, "__dict__", None)
+    if isinstance(value, np.ndarray):
+        return kind, value.shape, value.dtype.str, repr(value.tolist()) if value.dtype.hasobject else value.tobytes()
+    if isinstance(value, Mapping | Set | Sequence | deque | bytearray) and not isinstance(value, type):
+        items = value.items() if isinstance(value, Mapping) else value
+        return kind, tuple(_sign(part, seen, deeper) for part in items)
+    own = getattr(value, "__dict__", None) or _slots(value)
     return kind, id(value), _sign(own, seen, deeper) if isinstance(own, dict) and not isinstance(value, type) else None
+
+
+def _slots(value: Any) -> dict[str, Any] | None:
+    """Attributes of an object that has no dictionary."""
+    names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if isinstance(name, str)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)} or None
+
+
+def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
+    """Every tensor that the objects' attributes and items lead to within a few references, each once: also plain attributes."""
+    tensors: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors.setdefault(id(value), value)
+        elif not isinstance(value, _PLAIN) and id(value) not in seen and depth:
+            seen.add(id(value))
+            for part in _parts(value):
+                visit(part, depth - 1)
+
+    for value in objects:
+        for module in value.modules() if isinstance(value, torch.nn.Module) else [value]:
+            visit(module, _DEPTH)
+    return list(tensors.values())
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, Sequence | Set | deque):
+        return list(value)
+    if isinstance(value, types.FunctionType):
+        return [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    own = None if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", None) or _slots(value)
+    return list(own.values()) if own else []
 
 
 def _cells(function: types.FunctionType) -> list[Any]:

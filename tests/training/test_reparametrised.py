@@ -135,8 +135,11 @@ def test_a_shared_parameter_is_refused() -> None:
         nn.SpectralLinear(4, 4, bias=False),
     )
     model[3].weight = model[1].weight
-    plan = planned(model)
-    engine = lipdp.PrivacyEngine(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    with pytest.raises(UnsupportedError, match="two different constraint sets"):
+        planned(model)
+    model[3] = nn.SpectralLinear(4, 4, bias=False, constraint=Cayley())  # the same set: but its map is another path to the data
+    model[3].weight = model[1].weight
+    engine = lipdp.PrivacyEngine(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), planned(model))
     with pytest.raises(UnsupportedError, match="shared"):
         engine.step(torch.randn(3, 4), torch.tensor([0, 1, 2]))
 

@@ -13,7 +13,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, deferred_checks, holds
 from lipdp.losses import CrossEntropy
 from lipdp.parametrize import constraint
-from lipdp.training.watch import Projection, constant_buffers, project_trained
+from lipdp.training.watch import Projection, constant_state, project_trained
 from tests.test_graphs import recorder  # noqa: F401  (a fixture)
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -82,7 +82,7 @@ def test_a_buffer_that_changes_shape_or_value_is_noticed() -> None:
     model = torch.nn.Module()
     model.register_buffer("count", torch.zeros(2))
     model.register_buffer("other", torch.zeros(3))
-    with pytest.raises(lipdp.errors.UnsupportedError, match="'count'"), constant_buffers(model):
+    with pytest.raises(lipdp.errors.UnsupportedError, match="'count'"), constant_state(model):
         model.count += 1
     assert torch.equal(model.count, torch.zeros(2))
 

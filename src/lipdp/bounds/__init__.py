@@ -4,6 +4,7 @@ from lipdp.bounds.analysis import Analysis, ParameterBound, analyse, sensitiviti
 from lipdp.bounds.bound import Bound, Shape, Transfer, times
 from lipdp.bounds.fourier import conv_norm_fft
 from lipdp.bounds.operator_norm import certified_norm
+from lipdp.bounds.propagate import program_of
 from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
 from lipdp.bounds.tightness import ConvolutionNote, convolution_notes
 
@@ -20,6 +21,7 @@ __all__ = [
     "certified_norm",
     "conv_norm_fft",
     "convolution_notes",
+    "program_of",
     "rule",
     "rule_for_function",
     "sensitivities",

@@ -73,11 +73,42 @@ class Program:
 
     def __call__(self, x: torch.Tensor) -> Any:
         """The outputs for a batch of examples."""
-        if tuple(x.shape[1:]) != self.input_shape:
-            raise ConfigurationError(
-                f"examples of shape {tuple(x.shape[1:])} can't enter a program that was proved for the shape {self.input_shape}"
-            )
-        return self._compiled(x, self._captured(x.device))
+        return self._whole(x)
+
+    @cached_property
+    def _whole(self) -> Callable[[torch.Tensor], Any]:
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        return self.up_to(output.args[0])
+
+    def up_to(self, result: Any) -> Callable[[torch.Tensor], Any]:
+        """The part of the program that computes a node (or a nest of nodes), as a function of a batch of examples."""
+        run = self._compile(result)
+
+        def function(x: torch.Tensor) -> Any:
+            if tuple(x.shape[1:]) != self.input_shape:
+                raise ConfigurationError(
+                    f"examples of shape {tuple(x.shape[1:])} can't enter a program that was proved for the shape {self.input_shape}"
+                )
+            return run(x, self._captured(x.device))
+
+        return function
+
+    def reaching(self, layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The part of the program in front of a layer: what enters it."""
+        for node in self.graph.nodes:
+            if node.op == "call_module" and self.modules[str(node.target)] is layer:
+                return self.up_to(node.args[0])
+        raise ConfigurationError(f"the model's forward does not reach its {type(layer).__name__}")
+
+    def has_changed_classes(self) -> bool:
+        """Whether some layer would no longer be run as the class that it was analysed as."""
+        return any(self.runs_as(module) is not cls for module, cls in self._leaves)
+
+    @cached_property
+    def _leaves(self) -> list[tuple[torch.nn.Module, type[torch.nn.Module] | None]]:
+        """One layer of each class."""
+        leaves = [self.modules[str(node.target)] for node in self.graph.nodes if node.op == "call_module"]
+        return [(module, self.runs_as(module)) for module in {type(module): module for module in leaves}.values()]
 
     @cached_property
     def digest(self) -> str:
@@ -111,7 +142,8 @@ class Program:
     @cached_property
     def _held(self) -> dict[fx.Node, Any]:
         """Constants that are read while running, by value."""
-        readers = {source for node in self.graph.nodes if self._runs(node) for source in node.all_input_nodes}
+        runs = [node for node in self.graph.nodes if self._runs(node) or node.op == "output"]
+        readers = {source for node in runs for source in node.all_input_nodes}
         return {
             node: value.detach().clone() if isinstance(value, torch.Tensor) and self._parameter(node) is None else value
             for node, value in self.constants.items()
@@ -131,21 +163,22 @@ class Program:
         return {}
 
     def _runs(self, node: fx.Node) -> bool:
-        return node.op == "output" or ((node in self.shapes or node in self.varying) and node.op != "placeholder")
+        return (node in self.shapes or node in self.varying) and node.op not in ("placeholder", "output")
 
-    @cached_property
-    def _compiled(self) -> Callable[[torch.Tensor, dict[str, Any]], Any]:
+    def _compile(self, result: Any) -> Callable[[torch.Tensor, dict[str, Any]], Any]:
         """The operations as one straight function: a line for each, a check of each result, memory freed after its last use."""
+        wanted: set[fx.Node] = set()
+        fx.map_arg(result, wanted.add)
+        kept = set(wanted)
+        for node in reversed(self.graph.nodes):
+            if node in kept and self._runs(node):
+                kept.update(node.all_input_nodes)
         source = next(node for node in self.graph.nodes if node in self.shapes and node.op == "placeholder")
         scope: dict[str, Any] = {"check": self._check, "clone": torch.Tensor.clone}
         lines = ["def run(x, held):", "    rows = x.shape[0]", f"    {_local(source)} = x"]
-        last = {operand: node for node in self.graph.nodes if self._runs(node) for operand in node.all_input_nodes}
-        for number, node in enumerate(self.graph.nodes):
-            if not self._runs(node):
-                continue
-            if node.op == "output":
-                lines.append(f"    return {self._text(node.args[0], scope)}")
-                continue
+        steps = [(number, node) for number, node in enumerate(self.graph.nodes) if node in kept and self._runs(node)]
+        last = {operand: node for _, node in steps for operand in node.all_input_nodes}
+        for number, node in steps:
             arguments = [self._text(argument, scope) for argument in node.args]
             if node in self.reading.in_place and node in self.shapes:
                 arguments[0] = f"clone({arguments[0]})"
@@ -155,7 +188,8 @@ class Program:
                 scope[f"s{number}"] = node
                 lines.append(f"    check(s{number}, {_local(node)}, rows)")
             freed = [operand for operand in node.all_input_nodes if last[operand] is node and self._is_local(operand)]
-            lines += [f"    {_local(operand)} = None" for operand in dict.fromkeys(freed)]
+            lines += [f"    {_local(operand)} = None" for operand in dict.fromkeys(freed) if operand not in wanted]
+        lines.append(f"    return {self._text(result, scope)}")
         exec("\n".join(lines), scope)
         run: Callable[[torch.Tensor, dict[str, Any]], Any] = scope["run"]
         return run

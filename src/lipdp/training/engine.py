@@ -20,6 +20,7 @@ from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
+from lipdp.bounds import program_of
 from lipdp.program import find_input_shape
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
@@ -35,7 +36,7 @@ from lipdp.training.state import STATE_FORMAT, check_state
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Streams, derive_key
-from lipdp.training.watch import ModelWatch, Projection, constant_buffers, project_trained
+from lipdp.training.watch import ModelWatch, Projection, constant_state, project_trained
 
 __all__ = ["PrivacyEngine"]
 
@@ -124,7 +125,7 @@ class PrivacyEngine:
             self.loss.to(self.device)
         project_(model)
         self._apply_clips()
-        self._watch = ModelWatch(model)
+        self._watch = ModelWatch(model, self.loss)
         self._project = Projection(model)
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
         self._streams = Streams(derive_key(secret, plan, model, self._parameters, augmentation), self.device)
@@ -179,7 +180,7 @@ class PrivacyEngine:
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
         self._watch.restore_modes()
         self._watch.check_structure()
-        if self._watch.changed:
+        if self._watch.changed or not self._query.stands:
             self._check_plan()
             project_(self.model)
             self._watch.remember()
@@ -188,7 +189,7 @@ class PrivacyEngine:
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
         copies = self._copies(number)
         batch = Sample(inputs, targets, self.microbatch_size, self.device, copies)
-        with self._streams.model(number), constant_buffers(self.model):
+        with self._streams.model(number), constant_state(self.model):
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
@@ -242,7 +243,7 @@ class PrivacyEngine:
             raise ConfigurationError("statistics are released before the first step: the weights were trained without them")
         self.ledger.charge_release(STATISTICS)
         moments = release_moments(
-            self.model,
+            program_of(self.model, self._input_shape).reaching(layer),
             layer,
             train,
             multiplier=planned[STATISTICS],
@@ -335,7 +336,7 @@ class PrivacyEngine:
                 "one_off": list(self.ledger.one_off),
                 "key": f"{self._streams.key:x}",
                 "trail": self._streams.trail,
-                "proved": self._watch.values,
+                "proved": self._watch.proved,
                 "clips": dict(self._mechanism.clips),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
@@ -368,7 +369,7 @@ class PrivacyEngine:
         self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
         self._apply_clips()
         self._streams.key, self._streams.trail = int(state["key"], 16), str(state["trail"])
-        self._watch.values = [] if self._settled else list(state["proved"])
+        self._watch.recall("" if self._settled else state["proved"])
 
     # ------------------------------------------------------------------ checks
 

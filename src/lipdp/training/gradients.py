@@ -35,7 +35,7 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def gradient_sum(
-    model: torch.nn.Module,
+    model: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
     inputs: torch.Tensor | Rows,
@@ -83,7 +83,7 @@ def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def backward(
-    model: torch.nn.Module,
+    model: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
     x: torch.Tensor,
@@ -116,7 +116,7 @@ def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def _accumulate_finite(
     sums: dict[str, torch.Tensor],
-    model: torch.nn.Module,
+    model: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
     x: torch.Tensor,

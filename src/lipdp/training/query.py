@@ -20,7 +20,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
-from lipdp.program import find_input_shape
+from lipdp.program import Program, find_input_shape
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
@@ -76,6 +76,11 @@ class Query(Protocol):
 
     def prove(self) -> None:
         """Bound the model as it is now; raises if the plan promises less."""
+        ...
+
+    @property
+    def stands(self) -> bool:
+        """Whether what was proved still is what would run, as far as classes are concerned."""
         ...
 
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
@@ -143,6 +148,17 @@ class ProvedQuery:
         """Over all operations of the analysis."""
         return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
 
+    @property
+    def program(self) -> Program:
+        """What was proved, and so what runs."""
+        assert self._analysis is not None
+        return self._analysis.program
+
+    @property
+    def stands(self) -> bool:
+        """Whether every layer still has the functions that its rule speaks of."""
+        return not self.program.has_changed_classes()
+
     def prove(self) -> None:
         """The calculus, run again; clipping norms that change are taken where they start."""
         self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
@@ -172,28 +188,33 @@ class ProvedQuery:
         for name in clips.keys() & layers.keys():
             layers[name].max_norm = clips[name]
         counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
+        # A parameter of sensitivity 0 gets no noise, so nothing of it may be released: its gradient is not even computed.
+        bounds = self.bounds(clips)
+        moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
+        sums = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
         with self._effective_leaves() as leaves, counts.watching():
-            self._trained = {**parameters, **{name: leaf for name, leaf in leaves.items() if name in parameters}}
+            self._trained = {**moving, **{name: leaf for name, leaf in leaves.items() if name in moving}}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
             replayed: Backward | None = None if leaves or clips else self._graphed
-            sums = gradient_sum(
-                self.model,
-                self._proved_loss,
-                self._trained,
-                batch.inputs,
-                batch.targets,
-                microbatch_size=batch.microbatch_size,
-                device=batch.device,
-                precision=self.plan.precision,
-                copies=batch.copies,
-                counts=counts if counts.layers else None,
-                replayed=replayed,
-            )
+            if moving:
+                sums |= gradient_sum(
+                    self.program,
+                    self._proved_loss,
+                    self._trained,
+                    batch.inputs,
+                    batch.targets,
+                    microbatch_size=batch.microbatch_size,
+                    device=batch.device,
+                    precision=self.plan.precision,
+                    copies=batch.copies,
+                    counts=counts if counts.layers else None,
+                    replayed=replayed,
+                )
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
         return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
 
     def _backward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return backward(self.model, self._proved_loss, self._trained, x, y, mask)
+        return backward(self.program, self._proved_loss, self._trained, x, y, mask)
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
@@ -217,6 +238,11 @@ class ClippedQuery:
         shape = find_input_shape(self.model)
         flat = shape is not None and len(shape) == 1 and all(p.ndim <= 2 for p in self.model.parameters())
         return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
+
+    @property
+    def stands(self) -> bool:
+        """Clipping enforces its bound on whatever runs."""
+        return True
 
     def prove(self) -> None:
         """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style."""
@@ -302,6 +328,11 @@ class MixedQuery:
     def entries(self) -> int | None:
         """As the calculus says."""
         return self._proved.entries
+
+    @property
+    def stands(self) -> bool:
+        """Of the proved part."""
+        return self._proved.stands
 
     def prove(self) -> None:
         """Both parts."""

@@ -24,6 +24,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.graphs import is_large
 from lipdp.nn.boundary import example_norms, to_ball
 from lipdp.privacy.ledger import Ledger
+from lipdp.program import Program
 from lipdp.training.batches import check_dataset, rows_at_once, slices
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
@@ -151,10 +152,11 @@ def settle(
     if count == 0:
         raise ConfigurationError(f"nothing in this model is fixed: its first layer, '{layers[0][0]}', is trained, random or clips")
     fixed = torch.nn.Sequential(OrderedDict(layers[:count]))
-    bound = analyse(fixed, 1.0, input_shape=input_shape, check=False).output
+    analysis = analyse(fixed, 1.0, input_shape=input_shape, check=False)
+    bound = analysis.output
     shape = tuple(bound.shape)
     rows = rows_at_once((copies or 1) * math.prod(shape), device)
-    stored = _apply(fixed, dataset, device, rows, copies, bound.norm * (1 - _MARGIN), in_place)
+    stored = _apply(analysis.program, dataset, device, rows, copies, bound.norm * (1 - _MARGIN), in_place)
     # What works in place must not get the stored rows themselves.
     in_place_later = any(getattr(module, "inplace", False) for _, layer in layers[count:] for module in layer.modules())
     kind = nn.BoundedInput if in_place_later else _StoredInput
@@ -169,7 +171,7 @@ def _content(fixed: torch.nn.Module, copy: bool = False) -> tuple[str, list[torc
 
 
 def _apply(
-    fixed: torch.nn.Module, dataset: Any, device: torch.device, rows: int, copies: int | None, radius: float, in_place: bool
+    fixed: Program, dataset: Any, device: torch.device, rows: int, copies: int | None, radius: float, in_place: bool
 ) -> TensorDataset:
     size, start = check_dataset(dataset), 0
     stored: torch.Tensor | None = None

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from lipdp import nn
 from lipdp.bounds import Analysis
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.errors import ConfigurationError
 from lipdp.privacy.moments import Moments, moment_stds, private_moments
 from lipdp.training.batches import gather, rows_at_once, slices
 
 __all__ = ["describe_release", "find_standardize", "release_moments"]
-
-
-class _ReachedError(Exception):
-    """Ends a forward pass at the layer whose input is wanted."""
 
 
 def find_standardize(model: torch.nn.Module) -> nn.Standardize:
@@ -37,7 +33,7 @@ def find_standardize(model: torch.nn.Module) -> nn.Standardize:
 
 
 def release_moments(
-    model: torch.nn.Module,
+    front: Callable[[torch.Tensor], torch.Tensor],
     layer: nn.Standardize,
     dataset: Any,
     *,
@@ -51,7 +47,7 @@ def release_moments(
 ) -> Moments:
     """Mean (and variance) of each channel of what reaches ``layer``, by one Gaussian mechanism of this multiplier.
 
-    What lies in front of the layer is run as it is (a frozen feature extractor, or nothing). Where records hold several
+    ``front`` is the part of the model's program in front of the layer (a frozen feature extractor, or nothing). Where records hold several
     precomputed copies, a record's moments are the means of its copies'.
     """
     entries = math.prod(gather(dataset, torch.arange(1))[0].shape)
@@ -60,7 +56,8 @@ def release_moments(
         for inputs, _ in slices(dataset, min(rows, rows_at_once(entries, device))):
             stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape)
             x = inputs.to(device)
-            reached = _input_of(model, layer, x.flatten(0, 1) if stored else x)
+            with torch.no_grad():
+                reached = front(x.flatten(0, 1) if stored else x)
             yield reached.reshape(len(inputs), copies if stored else 1, *reached.shape[1:])
 
     return private_moments(
@@ -88,21 +85,3 @@ def describe_release(model: torch.nn.Module, analysis: Analysis, multiplier: flo
             stds = moment_stds(layer.radius, math.prod(shape[1:]), multiplier, _mean_share(layer))
             each = [f"{std / dataset_size:.3g} on each {what}" for what, std in zip(("mean", "mean square"), stds, strict=True)]
             yield name, f"statistics of {layer.channels} channels, released with noise {' and '.join(each[: layer.moments])}"
-
-
-def _input_of(model: torch.nn.Module, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    reached: list[torch.Tensor] = []
-
-    def note(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        reached.append(inputs[0].detach())
-        raise _ReachedError
-
-    handle = layer.register_forward_pre_hook(note)
-    try:
-        with torch.no_grad():
-            model(x)
-    except _ReachedError:
-        return reached[0]
-    finally:
-        handle.remove()
-    raise DataError("the model's forward pass does not reach its Standardize layer")

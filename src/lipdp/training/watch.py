@@ -9,26 +9,40 @@ from typing import Any
 
 import torch
 
+from lipdp.digest import content_digest, tensor_words
 from lipdp.errors import ConfigurationError, UnsupportedError
+from lipdp.fingerprint import reachable_tensors
 from lipdp.graphs import GraphedFunction, Watched, deferred_checks
 from lipdp.parametrize import Constrained
 
-__all__ = ["ModelWatch", "Projection", "constant_buffers", "project_trained"]
+__all__ = ["ModelWatch", "Projection", "constant_state", "project_trained"]
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GLOBAL_HOOKS = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
 
 
 class ModelWatch:
-    """Remembers a model's layers, modes, settings and values at the moment its bounds were proved."""
+    """Remembers a model's layers, modes, settings and values (and its loss's) at the moment its bounds were proved.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Settings are all attributes of all modules, hooks and replaced methods among them (:mod:`lipdp.fingerprint`); values those of every
+    tensor that can be reached from the modules, by a digest.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
         self.model = model
         self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
         self._modes = [module.training for module in self._modules]
         self._structure = self._present_structure()
-        self._settings = ""
+        self._watched = Watched(model, loss)
+        self._settings = -1
+        self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
         self.values: list[Any] = []
-        self._sums = _Replayed(model, self._sums_of_bits)
+        self._words = _Replayed(model, self._digest_elsewhere)
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
@@ -37,7 +51,7 @@ class ModelWatch:
                 module.training = mode
 
     def check_structure(self) -> None:
-        """Layers and trained parameters may not change any more.
+        """Layers and trained parameters may not change any more, and nothing may hook into all modules or into a gradient.
 
         If every module has the children it had, then by induction from the model itself its modules are those it had.
         """
@@ -46,16 +60,27 @@ class ModelWatch:
                 "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its bounds are "
                 "those of the model before. Make a new plan and a new engine for the model as it is."
             )
+        if any(_GLOBAL_HOOKS):
+            raise ConfigurationError(
+                "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which can "
+                "change what every layer computes. Remove them; no step was taken."
+            )
+        for parameter in self._parameters:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ConfigurationError(
+                    f"a parameter of shape {tuple(parameter.shape)} has hooks, which can change its gradient behind the bound's back. "
+                    "Remove them; no step was taken."
+                )
 
     @property
     def changed(self) -> bool:
         """Whether some value or setting is not what :meth:`remember` saw."""
-        self._settings = str(self.model)
+        self._settings = self._watched()
         return self._present_values() != self.values
 
     def remember(self) -> None:
         """The present values and settings are proved."""
-        self._settings = str(self.model)
+        self._settings = self._watched()
         self.values = self._present_values()
 
     def remember_values(self) -> None:
@@ -66,33 +91,38 @@ class ModelWatch:
         """No values are proved until :meth:`remember`."""
         self.values = []
 
+    @property
+    def proved(self) -> str:
+        """A sign of the weights that were projected last, for a checkpoint; empty where none were."""
+        return content_digest(*self._parameters).hex() if self.values else ""
+
+    def recall(self, proved: str) -> None:
+        """After weights were loaded: if they are those of :attr:`proved`, they need not be projected again, which would move them."""
+        if not isinstance(proved, str):
+            raise TypeError("the sign of the weights that were proved is a text")
+        self.forget()
+        if proved == content_digest(*self._parameters).hex():
+            self.remember()
+
     def _present_structure(self) -> list[dict[str, Any]]:
         """Children and trained parameters of every module. The objects themselves: a number may be given to another one later."""
         trained = [{name: p for name, p in m._parameters.items() if p is not None and p.requires_grad} for m in self._modules]
         return [*(dict(module._modules) for module in self._modules), *trained]
 
     def _present_values(self) -> list[Any]:
-        """Signs of the layers' settings and of all values: sums of their bits as whole numbers, exact on every device."""
-        return [self._settings, *self._sums().tolist()]
+        """The number of the settings, and digests of all tensors: one for those on the processor, one for each elsewhere."""
+        if self._tensors[0] != self._settings:
+            self._tensors = self._settings, reachable_tensors(*self._watched.objects)
+        here = [t for t in self._tensors[1] if t.device.type == "cpu"]
+        elsewhere = len(here) < len(self._tensors[1])
+        return [self._settings, content_digest(*here), *(self._words().tolist() if elsewhere else [])]
 
-    def _sums_of_bits(self) -> torch.Tensor:
-        parameters = (p for module in self._modules for p in module._parameters.values() if p is not None)
-        buffers = (b for module in self._modules for b in module._buffers.values() if b is not None)
-        tensors = list(dict.fromkeys((*parameters, *buffers)))  # each once
-        device = tensors[0].device
-        return torch.stack([_sum_of_bits(t.detach()).to(device) for t in tensors])
+    def _digest_elsewhere(self) -> torch.Tensor:
+        return tensor_words([t for t in self._tensors[1] if t.device.type != "cpu"])
 
 
 def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return list(old) == list(new) and all(map(operator.is_, old.values(), new.values()))
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """All bits as whole numbers, added modulo 2^64; as words of 64 bits, which need no conversion, where the size allows."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = real.reshape(-1)
-    even = flat.numel() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
-    return flat.view(torch.int64 if even else _WORDS[flat.element_size()]).sum()
 
 
 class _Replayed:
@@ -169,22 +199,25 @@ def project_trained(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def constant_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """A buffer that the forward pass updates would carry data out without noise."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def constant_state(model: torch.nn.Module) -> Iterator[None]:
+    """A buffer or a frozen parameter that the forward pass updates would carry data out without noise."""
+    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    tensors = dict((*model.named_buffers(), *frozen))
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     yield
-    after = dict(model.named_buffers())
-    # One wait for a device, not one for each buffer.
-    differ = [_differs(after[name], kept) for name, kept in before.items()]
+    present = dict((*model.named_buffers(), *model.named_parameters()))
+    # One wait for a device, not one for each tensor.
+    differ = [_differs(present[name].detach(), kept) for name, kept in before.items()]
     device = next((flag.device for flag in differ if isinstance(flag, torch.Tensor)), torch.device("cpu"))
     waited = torch.stack([torch.as_tensor(flag, device=device) for flag in differ]).tolist() if device.type != "cpu" else differ
     changed = [name for name, flag in zip(before, waited, strict=True) if flag]
-    for name in changed:
-        after[name].copy_(before[name])
+    with torch.no_grad():
+        for name in changed:
+            present[name].copy_(before[name])
     if changed:
         raise UnsupportedError(
-            f"the forward pass changes the buffer '{changed[0]}': state that is updated from the data is a release that nothing "
-            "accounts for. It was put back and no step was taken. Make it constant, or remove it."
+            f"the forward pass changes '{changed[0]}': state that is updated from the data is a release that nothing accounts for. "
+            "It was put back and no step was taken. Make it constant, or remove it."
         )
 
 
