@@ -15,13 +15,13 @@ A function rule has no first argument::
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from lipdp.behaviour import ByClass
 from lipdp.bounds.bound import Bound, Shape, Transfer
 from lipdp.errors import UnsupportedError
 
@@ -31,8 +31,7 @@ ModuleRule = Callable[[Any, "Call"], Transfer]
 R = TypeVar("R", bound=ModuleRule)
 FunctionRule = Callable[["Call"], Transfer]
 
-_module_rules: dict[type[torch.nn.Module], ModuleRule] = {}
-_functions: dict[type[torch.nn.Module], list[object]] = {}  # what each class computed when it got its rule
+_module_rules: ByClass[ModuleRule] = ByClass()
 _function_rules: dict[Any, FunctionRule] = {}
 
 
@@ -83,6 +82,8 @@ class Call:
                 "Name the dimensions (1 and up) it should work over."
             )
         dims = tuple(int(d) % rank for d in (value if isinstance(value, tuple | list) else (value,)))
+        if not dims:
+            raise UnsupportedError(f"{self.where} names no dimensions, which torch takes for all of them, the batch included. Name some.")
         if 0 in dims:
             raise UnsupportedError(
                 f"{self.where} works along dimension 0, the batch: it mixes examples, so one example's influence can't be "
@@ -101,7 +102,6 @@ def rule(*classes: type[torch.nn.Module]) -> Callable[[R], R]:
     def register(function: R) -> R:
         for cls in classes:
             _module_rules[cls] = function
-            _functions[cls] = _code_of(cls)
         return function
 
     return register
@@ -119,48 +119,13 @@ def rule_for_function(*targets: Any) -> Callable[[FunctionRule], FunctionRule]:
 
 
 def rule_class(module: torch.nn.Module) -> type[torch.nn.Module] | None:
-    """The class whose rule holds for ``module``: its own, or the nearest base class that it extends without changing what is computed.
-
-    A rule speaks of the functions that its class had when the rule was registered, through the whole resolution order. It does not
-    hold where one of them was replaced since; for a subclass that overrides ``forward`` or any other method of the class that
-    ``forward`` may call; for one that brings other classes in behind it (a mixin between the class and its bases); and for an object
-    whose methods were replaced on the instance.
-    """
-    order = type(module).__mro__
-    for position, cls in enumerate(order):
-        if cls not in _module_rules:
-            continue
-        if order[position:] != cls.__mro__ or not _same_code(_code_of(cls), _functions[cls]):
-            return None
-        own = (item for subclass in order[:position] for item in vars(subclass).items())
-        changed = any(_is_code(value) and hasattr(cls, name) and name not in _HARMLESS for name, value in own)
-        replaced = any(callable(getattr(cls, name, None)) for name in vars(module))
-        return None if changed or replaced else cls
-    return None
+    """The class whose rule holds for ``module``, see :mod:`lipdp.behaviour`."""
+    return _module_rules.class_of(module)
 
 
 def find_module_rule(module: torch.nn.Module) -> ModuleRule | None:
-    """The rule that holds for the module, see :func:`rule_class`."""
-    cls = rule_class(module)
-    return None if cls is None else _module_rules[cls]
-
-
-# What a subclass may redefine and still compute the same thing.
-_HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate__", "__annotate_func__"}
-
-
-def _is_code(value: object) -> bool:
-    return callable(value) or isinstance(value, property | classmethod | staticmethod)
-
-
-def _code_of(cls: type) -> list[object]:
-    """The functions behind a class, up to torch.nn.Module (which tracers and compilers patch for a while)."""
-    bases = cls.__mro__[: cls.__mro__.index(torch.nn.Module)] if torch.nn.Module in cls.__mro__ else cls.__mro__
-    return [value for base in bases for value in vars(base).values() if _is_code(value)]
-
-
-def _same_code(a: list[object], b: list[object]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+    """The rule that holds for the module."""
+    return _module_rules.find(module)
 
 
 def has_rule(module: torch.nn.Module) -> bool:

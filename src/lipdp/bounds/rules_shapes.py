@@ -108,8 +108,13 @@ def _concatenate(call: Call) -> Transfer:
 
 @rule_for_function(torch.chunk, torch.split, "chunk", "split", torch.tensor_split, "tensor_split")
 def _split(call: Call) -> Transfer:
-    """Disjoint parts: each at most X, and their cotangents combine to √(ΣG_i²)."""
-    call.dims(call.argument(2, "dim", 0))
+    """Disjoint parts: each at most X, and their cotangents combine to √(ΣG_i²).
+
+    Parts from a_{i−1} to a_i have max(0, a_i − a_{i−1}) entries: together as many as there are only if no two overlap.
+    """
+    (dim,) = call.dims(call.argument(2, "dim", 0))
+    if sum(shape[dim - 1] for shape in call.output_shapes) != call.inputs[0].shape[dim - 1]:
+        raise call.refuse("its parts overlap: indices that do not increase take entries twice. Give them in order.")
     return Transfer(tuple(_moved(call.inputs[0], shape, True) for shape in call.output_shapes))
 
 

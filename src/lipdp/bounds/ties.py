@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from lipdp.errors import UnsupportedError
@@ -25,7 +27,8 @@ def refuse_ties(program: Program) -> None:
         constrained = [(name, module) for name, module in sharing if hasattr(module, "project_")]
         for name, module in constrained[1:]:
             first, other = constrained[0]
-            if _set_of(module) != _set_of(other) or first.rpartition(".")[2] != name.rpartition(".")[2]:
+            local = name.rpartition(".")[2]
+            if _set_of(module, local) != _set_of(other, local) or first.rpartition(".")[2] != local:
                 raise UnsupportedError(
                     f"'{first}' ({type(other).__name__}) and '{name}' ({type(module).__name__}) are one parameter in two different "
                     "constraint sets: bringing it into the second leaves the first, and its bound does not hold. Tie layers of the same "
@@ -34,8 +37,10 @@ def refuse_ties(program: Program) -> None:
     _refuse_overlaps(program)
 
 
-def _set_of(module: torch.nn.Module) -> tuple[type, str]:
-    return type(module), module.extra_repr()
+def _set_of(module: torch.nn.Module, local: str) -> tuple[type, str]:
+    """What the set of a parameter follows from: the class and its settings; a bias says nothing of the weight beside it."""
+    settings = module.extra_repr()
+    return type(module), settings if local == "bias" else re.sub(r"bias(_norm)?=[^,]*(, )?", "", settings)
 
 
 def _refuse_overlaps(program: Program) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lipdp.behaviour import ByClass
 from lipdp.clipping.contribution import Contribution
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "is_at_once",
     "norm_rule",
     "refuse",
-    "unchanged",
 ]
 
 Contributions = Callable[[torch.Tensor], Mapping[str, Contribution]]
@@ -38,7 +38,7 @@ NormRule = Callable[[Any, tuple[Any, ...], torch.Tensor], Contributions]
 Refusal = Callable[[Any], str | None]
 R = TypeVar("R", bound=NormRule)
 
-_rules: dict[type[torch.nn.Module], NormRule] = {}
+_rules: ByClass[NormRule] = ByClass()
 _refusals: dict[type[torch.nn.Module], Refusal] = {}
 _at_once: set[NormRule] = set()
 
@@ -71,18 +71,9 @@ def refuse(*classes: type[torch.nn.Module]) -> Callable[[Refusal], Refusal]:
     return register
 
 
-def unchanged(module: torch.nn.Module, cls: type[torch.nn.Module]) -> bool:
-    """Whether the module computes what ``cls`` does: neither its class nor the instance overrides the computation."""
-    names = ("forward", "_conv_forward")
-    return all(name not in vars(module) and getattr(type(module), name, None) is getattr(cls, name, None) for name in names)
-
-
 def find_norm_rule(module: torch.nn.Module) -> NormRule | None:
-    """The rule of the module's class, or of the nearest base class whose ``forward`` it has not overridden."""
-    for cls in type(module).__mro__:
-        if cls in _rules:
-            return _rules[cls] if unchanged(module, cls) else None
-    return None
+    """The rule of the module's class, or of the nearest base class that computes the same, see :mod:`lipdp.behaviour`."""
+    return _rules.find(module)
 
 
 def is_at_once(rule: NormRule) -> bool:

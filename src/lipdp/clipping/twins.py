@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lipdp.clipping.registry import unchanged
+from lipdp.behaviour import ByClass
 
 if TYPE_CHECKING:
     from lipdp.clipping.capture import Recording
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["find_twin", "twin_of"]
 
 Twin = Callable[["Recording", str], Callable[..., Any]]
-_twins: dict[type[torch.nn.Module], Twin] = {}
+_twins: ByClass[Twin] = ByClass()
 
 
 def twin_of(*classes: type[torch.nn.Module]) -> Callable[[Twin], Twin]:
@@ -38,7 +38,4 @@ def find_twin(module: torch.nn.Module) -> Twin | None:
     """The twin of the module's class (or of a base class that computes the same), if it has trainable parameters of its own."""
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return None
-    for cls in type(module).__mro__:
-        if cls in _twins:
-            return _twins[cls] if unchanged(module, cls) else None
-    return None
+    return _twins.find(module)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lipdp.behaviour import ByClass
 from lipdp.bounds.bound import Shape
 from lipdp.errors import ConfigurationError
 
@@ -60,7 +61,7 @@ class Site:
 
 Lowering = Callable[[Any, Site], "torch.nn.Module | torch.Tensor"]
 L = TypeVar("L", bound=Lowering)
-_lowerings: dict[type[torch.nn.Module], Lowering] = {}
+_lowerings: ByClass[Lowering] = ByClass()
 
 
 def lowering(*classes: type[torch.nn.Module]) -> Callable[[L], L]:
@@ -75,9 +76,5 @@ def lowering(*classes: type[torch.nn.Module]) -> Callable[[L], L]:
 
 
 def find_lowering(module: torch.nn.Module) -> Lowering | None:
-    """The lowering of the module's class or nearest base class; none if its forward was overridden on the way."""
-    for cls in type(module).__mro__:
-        if cls in _lowerings:
-            same = type(module).forward is cls.forward and "forward" not in vars(module)
-            return _lowerings[cls] if same else None
-    return None
+    """The lowering of the module's class or nearest base class that computes the same, see :mod:`lipdp.behaviour`."""
+    return _lowerings.find(module)

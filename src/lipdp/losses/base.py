@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lipdp.behaviour import changed_methods
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 
 
@@ -39,6 +40,7 @@ class Loss(nn.Module):
         `outputs` counts all the scalars of an example's output. For outputs of shape (batch, K, T, …) give either
         that, or K and `positions`, the product of the rest: `CrossEntropy` is sharper, or finite, when it knows them.
         """
+        self._check_behaviour()
         outputs = count("outputs", outputs)
         positions = None if positions is None else count("positions", positions)
         if math.isnan(norm) or norm < 0:
@@ -47,6 +49,22 @@ class Loss(nn.Module):
 
     def _constant(self, outputs: int, norm: float, positions: int | None) -> float:
         return self.lipschitz
+
+    def _check_behaviour(self) -> None:
+        """The constant must be said of the functions that run: by the class that defines them, with nothing hooked in."""
+        order = type(self).__mro__
+        defines = next(position for position, cls in enumerate(order) if "lipschitz" in vars(cls))
+        # Where that class leaves forward open, the first one below it that fills it in speaks for itself.
+        says = next((cls for cls in reversed(order[: defines + 1]) if cls.forward is not nn.Module.forward), type(self))
+        changed = changed_methods(self, says, ("_constant", "lipschitz_for"))
+        if changed:
+            raise UnsupportedError(
+                f"{type(self).__name__} changes {changed[0]} and inherits the Lipschitz constant of {says.__name__}, which is that of "
+                f"{says.__name__}'s own functions. Define the property `lipschitz` beside it."
+            )
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(self, hook, None) for hook in hooks):
+            raise UnsupportedError(f"{type(self).__name__} has hooks, which can change what it computes; its constant would not hold.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in type(self).hyperparameters and name in self.__dict__:

@@ -1,4 +1,4 @@
-"""Containers. They have no rule of their own: the calculus traces through them."""
+"""Containers and residual connections: all but the mix are traced through."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ def _convex_mix(layer: ConvexMix, call: Call) -> Transfer:
     """‖(1−a)x + ay‖ ≤ (1−a)X + aY, largest at an end of [low, high]; ∂/∂a = ⟨δ, y − x⟩ ≤ G(X + Y)."""
     x, y = call.inputs
     low, high = (layer.low, layer.high) if layer.learned else (float(layer.weight),) * 2
+    if not 0 <= low <= high <= 1:
+        raise call.refuse(f"its weight is {low:g} to {high:g}, and a convex mix has one in [0, 1]")
 
     def at(first: float, second: float) -> float:
         return max(times(1 - a, first) + times(a, second) for a in (low, high))

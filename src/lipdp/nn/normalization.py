@@ -26,8 +26,8 @@ class LayerCentering(torch.nn.Module):
     def __init__(self, dim: int | Sequence[int] | None = None) -> None:
         super().__init__()
         self.dim = None if dim is None else ((dim,) if isinstance(dim, int) else tuple(dim))
-        if self.dim is not None and 0 in self.dim:
-            raise ConfigurationError("LayerCentering over dimension 0 would average over the batch; use dimensions from 1 on")
+        if self.dim is not None and (0 in self.dim or not self.dim):
+            raise ConfigurationError("LayerCentering over dimension 0, or over none, would average over the batch; use dimensions from 1 on")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Centre each example."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,7 +149,8 @@ def trace_graph(model: torch.nn.Module, leaf: Leaf, advice: str) -> fx.Graph:
     except LipdpError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"{type(model).__name__} can't be traced by torch.fx: {error}. {advice}") from error
+        place = _line_in(error)
+        raise UnsupportedError(f"{type(model).__name__} can't be traced by torch.fx{place}: {error}. {advice}") from error
 
 
 def describe(node: fx.Node, modules: dict[str, torch.nn.Module]) -> str:
@@ -178,11 +180,19 @@ def _user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return "an unknown line"
-    file, number = frame.f_code.co_filename, frame.f_lineno
+    return "an unknown line" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _line(file: str, number: int) -> str:
     text = linecache.getline(file, number).strip()
     return f"line {number} of {Path(file).name}" + (f": {text}" if text else "")
+
+
+def _line_in(error: BaseException) -> str:
+    """The last line of the user's that an error passed through."""
+    places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [place for place in places if not place[0].startswith(_NOT_THE_USERS)]
+    return f" ({_line(*own[-1])})" if own else ""
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor | None]:

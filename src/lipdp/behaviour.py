@@ -1,0 +1,80 @@
+"""One answer to "does this object still compute what was said of its class?", for rules, norm rules, lowerings and losses.
+
+What is said of a class speaks of the functions that it has when it is said, through the whole resolution order. It does not hold where
+one of them was replaced since; for a subclass that overrides ``forward`` or any other method of the class that ``forward`` may call; for
+one that brings other classes in behind it (a mixin between the class and its bases); and for an object whose methods were replaced on
+the instance.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+__all__ = ["ByClass", "changed_methods", "is_code"]
+
+V = TypeVar("V")
+# What a subclass may redefine and still compute the same thing.
+_HARMLESS = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate__", "__annotate_func__"})
+
+
+class ByClass(Generic[V]):
+    """What is said of classes of modules, found for their instances and those of subclasses that compute the same."""
+
+    def __init__(self) -> None:
+        self._values: dict[type[torch.nn.Module], V] = {}
+        self._code: dict[type[torch.nn.Module], list[object]] = {}
+
+    def __setitem__(self, cls: type[torch.nn.Module], value: V) -> None:
+        self._values[cls] = value
+        self._code[cls] = _code_of(cls)
+
+    def __getitem__(self, cls: type[torch.nn.Module]) -> V:
+        return self._values[cls]
+
+    def __iter__(self) -> Iterator[type[torch.nn.Module]]:
+        return iter(self._values)
+
+    def class_of(self, module: torch.nn.Module) -> type[torch.nn.Module] | None:
+        """The class that speaks for ``module``: its own or the nearest base class, if it still computes the same; else ``None``."""
+        for cls in type(module).__mro__:
+            if cls in self._values:
+                same = _same(_code_of(cls), self._code[cls]) and not changed_methods(module, cls)
+                return cls if same else None
+        return None
+
+    def find(self, module: torch.nn.Module) -> V | None:
+        """What is said of :meth:`class_of` the module."""
+        cls = self.class_of(module)
+        return None if cls is None else self._values[cls]
+
+
+def changed_methods(instance: object, cls: type, allowed: Collection[str] = ()) -> list[str]:
+    """Names of what an instance, or its class on the way down from ``cls``, computes otherwise than ``cls`` does."""
+    order = type(instance).__mro__
+    position = order.index(cls)
+    if order[position:] != cls.__mro__:
+        return [f"the bases of {cls.__name__}"]
+    own = (item for subclass in order[:position] for item in vars(subclass).items())
+    fine = _HARMLESS | set(allowed)
+    overridden = [name for name, value in own if is_code(value) and hasattr(cls, name) and name not in fine]
+    replaced = [name for name in vars(instance) if callable(getattr(cls, name, None))]
+    return [*overridden, *replaced]
+
+
+def is_code(value: Any) -> bool:
+    """Whether an attribute of a class is something that is run."""
+    return callable(value) or isinstance(value, property | classmethod | staticmethod)
+
+
+def _code_of(cls: type) -> list[object]:
+    """The functions behind a class, up to torch.nn.Module (which tracers and compilers patch for a while)."""
+    bases = cls.__mro__[: cls.__mro__.index(torch.nn.Module)] if torch.nn.Module in cls.__mro__ else cls.__mro__
+    return [value for base in bases for value in vars(base).values() if is_code(value)]
+
+
+def _same(a: list[object], b: list[object]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
