@@ -1,0 +1,232 @@
+"""What changes between two steps: each kind is noticed before anything is released, proved anew or refused."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import lipdp
+from lipdp import losses, nn
+from lipdp.errors import LipdpError
+
+from .common import planned, toy
+
+T = torch.nn
+
+
+class Scaled(T.Module):
+    """Plain tensors, arrays, lists, closures and objects beside the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 0.5
+        self.plain = torch.full((8,), 0.5)
+        self.array = np.full(8, 0.5, dtype=np.float32)
+        self.listed = [torch.full((8,), 0.5), 2]
+        self.nested = {"a": {"b": [torch.full((8,), 0.5)]}}
+        self.note = types.SimpleNamespace(scale=0.5, tensor=torch.full((8,), 0.5))
+        self.register_buffer("buffer", torch.full((8,), 0.5))
+
+    def forward(self, x):
+        x = x * self.factor * self.plain * torch.from_numpy(self.array) * self.listed[0] * self.nested["a"]["b"][0]
+        return x * self.note.tensor * self.note.scale * self.buffer * 1e3
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BoundedInput((6,)),
+        nn.SpectralLinear(6, 8),
+        Scaled(),
+        nn.GroupSort(2),
+        T.Dropout(0.1),
+        nn.Sequential(T.Unflatten(1, (1, 8)), T.AvgPool1d(2), T.Flatten()),
+        nn.Normalize(0.0, 2.0),
+        nn.ConvexMix(0.5) if False else T.LeakyReLU(0.1),
+        nn.Boundary(norm=1.0, cotangent=1.0),
+        nn.SpectralLinear(4, 4, bias=False).requires_grad_(False),
+        nn.SpectralLinear(4, 3, bias=False),
+    )
+
+
+def hook(*_):
+    return None
+
+
+def swap_entries(p):
+    with torch.no_grad():
+        flat = p.view(-1)
+        flat[:2] = flat[:2].flip(0).clone()
+
+
+def negate_pair(p):
+    with torch.no_grad():
+        p.view(-1)[:2] *= -1
+
+
+CHANGES = {
+    "a setting": lambda m: setattr(m[0], "norm", 0.5),
+    "a plain number": lambda m: setattr(m[2], "factor", 0.4),
+    "a plain tensor's values": lambda m: m[2].plain.mul_(0.9),
+    "a plain tensor": lambda m: setattr(m[2], "plain", torch.full((8,), 0.4)),
+    "an array's values": lambda m: m[2].array.__imul__(np.float32(0.9)),
+    "a tensor in a list": lambda m: m[2].listed[0].mul_(0.9),
+    "an item of a list": lambda m: m[2].listed.__setitem__(0, torch.full((8,), 0.4)),
+    "a tensor deep inside": lambda m: m[2].nested["a"]["b"][0].mul_(0.9),
+    "an item deep inside": lambda m: m[2].nested["a"].update(b=[torch.full((8,), 0.4)]),
+    "an attribute of an object": lambda m: setattr(m[2].note, "scale", 0.4),
+    "a tensor of an object": lambda m: m[2].note.tensor.mul_(0.9),
+    "a buffer's values": lambda m: m[2].buffer.mul_(0.9),
+    "another buffer": lambda m: m[2].register_buffer("buffer", torch.full((8,), 0.4)),
+    "weights": lambda m: m[1].weight.data.mul_(1.5),
+    "weights, in place under no_grad": lambda m: torch.nn.init.constant_(m[1].weight, 0.2),
+    "weights, other storage": lambda m: setattr(m[1].weight, "data", m[1].weight.data.clone() * 1.1),
+    "weights permuted": lambda m: swap_entries(m[1].weight),
+    "two signs": lambda m: negate_pair(m[1].weight),
+    "one bit of a weight": lambda m: m[1].weight.data.view(-1)[:1].view(torch.int32).add_(1),
+    "a bias": lambda m: m[1].bias.data.add_(1.0),
+    "a frozen weight": lambda m: m[9].weight.data.mul_(0.5),
+    "a replaced frozen parameter": lambda m: setattr(m[9], "weight", T.Parameter(torch.eye(4), requires_grad=False)),
+    "a forward hook": lambda m: m[1].register_forward_hook(hook),
+    "a forward hook deep inside": lambda m: m[5][1].register_forward_hook(hook),
+    "a forward pre-hook": lambda m: m[1].register_forward_pre_hook(hook),
+    "a backward hook": lambda m: m[1].register_full_backward_hook(hook),
+    "a backward pre-hook": lambda m: m[1].register_full_backward_pre_hook(hook),
+    "a hook on the model": lambda m: m.register_forward_hook(hook),
+    "a parameter's hook": lambda m: m[1].weight.register_hook(hook),
+    "a parameter's last hook": lambda m: m[1].weight.register_post_accumulate_grad_hook(hook),
+    "an instance's forward": lambda m: setattr(m[1], "forward", lambda x: 9 * x),
+    "an instance's method": lambda m: setattr(m[1], "effective", lambda name: 9 * m[1].weight),
+    "the model's forward": lambda m: setattr(m, "forward", lambda x: x),
+    "another class": lambda m: setattr(m[3], "__class__", type("Evil", (nn.GroupSort,), {"forward": lambda self, x: 9 * x})),
+    "divisor_override": lambda m: setattr(m[5][1], "stride", (1,)),
+    "a negative slope": lambda m: setattr(m[7], "negative_slope", 4.0),
+    "in place": lambda m: setattr(m[7], "inplace", True),
+    "a limit on cotangents": lambda m: setattr(m[8], "cotangent", 5.0),
+    "a limit on activations": lambda m: setattr(m[8], "radius" if hasattr(m[8], "radius") else "norm", 5.0),
+    "the rate of dropout": lambda m: setattr(m[4], "p", 0.9),
+    "a layer replaced": lambda m: m.__setitem__(3, T.Identity()),
+    "a layer replaced inside": lambda m: m[5].__setitem__(1, T.Identity()),
+    "a layer appended": lambda m: m.append(T.Identity()),
+    "a layer removed": lambda m: m.__delitem__(3),
+    "a parameter replaced": lambda m: setattr(m[1], "weight", T.Parameter(m[1].weight.detach().clone())),
+    "a parameter frozen": lambda m: m[1].weight.requires_grad_(False),
+    "a parameter unfrozen": lambda m: m[9].weight.requires_grad_(True),
+    "a parameter added": lambda m: m.register_parameter("extra", T.Parameter(torch.zeros(1))),
+    "a parametrisation": lambda m: torch.nn.utils.parametrize.register_parametrization(m[10], "weight", T.Identity(), unsafe=True),
+    "half precision": lambda m: m[1].half(),
+    "an attribute added": lambda m: setattr(m[1], "extra", 3),
+}
+
+
+def engine_and_proofs(method="clipless", **options):
+    model = make()
+    loss = losses.CrossEntropy(tau=4.0)
+    plan = planned(model, loss, method=method, **options)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan)
+    engine.step(*toy(20).tensors)
+    proofs = []
+    prove = engine._query.prove
+    engine._query.prove = lambda: proofs.append(1) or prove()
+    return model, loss, engine, proofs
+
+
+def noticed(engine, proofs):
+    try:
+        engine.step(*toy(20).tensors)
+    except LipdpError:
+        assert engine.steps == 1
+        return True
+    return bool(proofs)
+
+
+def test_there_are_enough_kinds():
+    assert len(CHANGES) >= 40
+
+
+def test_nothing_is_noticed_where_nothing_changes():
+    _, _, engine, proofs = engine_and_proofs()
+    assert not noticed(engine, proofs)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_steps_is_noticed(change):
+    model, _, engine, proofs = engine_and_proofs()
+    CHANGES[change](model)
+    assert noticed(engine, proofs)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_clipping_notices_too(change):
+    model, _, engine, proofs = engine_and_proofs("bookkeeping", max_grad_norm=1.0)
+    CHANGES[change](model)
+    assert noticed(engine, proofs)
+
+
+@pytest.mark.parametrize("method", ["clipless", "bookkeeping"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_on_all_modules_are_noticed(kind, method):
+    _, _, engine, proofs = engine_and_proofs(method, **({} if method == "clipless" else {"max_grad_norm": 1.0}))
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(hook)
+    try:
+        assert noticed(engine, proofs)
+        with pytest.raises(LipdpError, match="all modules"):
+            lipdp.sensitivities(make(), losses.CrossEntropy())
+    finally:
+        handle.remove()
+    engine.step(*toy(20).tensors)
+
+
+def test_a_class_whose_functions_are_replaced_is_noticed(monkeypatch):
+    _, _, engine, proofs = engine_and_proofs()
+    original = nn.GroupSort.forward
+    monkeypatch.setattr(nn.GroupSort, "forward", lambda self, x: 7 * original(self, x))
+    assert noticed(engine, proofs)
+
+
+def test_the_loss_is_watched():
+    _, loss, engine, proofs = engine_and_proofs()
+    loss.forward = lambda outputs, targets: 100 * outputs.sum(1)
+    assert noticed(engine, proofs)
+    model, loss, engine, proofs = engine_and_proofs()
+    loss.register_forward_hook(lambda module, inputs, output: 100 * output)
+    assert noticed(engine, proofs)
+
+
+def test_a_frozen_parameter_written_in_forward_is_refused_and_put_back():
+    class Leaky(T.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = T.Linear(6, 3)
+            self.secret = T.Parameter(torch.zeros(6), requires_grad=False)
+
+        def forward(self, x):
+            if self.training and x.abs().sum() > 0:
+                self.secret.data.copy_(x[0].detach())
+            return self.lin(x)
+
+    model, loss = Leaky(), losses.CrossEntropy()
+    with pytest.raises(LipdpError, match="secret"):
+        plan = planned(model, loss, method="bookkeeping", max_grad_norm=1.0)
+        lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan).step(*toy(20).tensors)
+    assert not model.secret.any()
+
+
+def test_a_parameter_of_sensitivity_0_is_not_even_differentiated():
+    class Past(T.Module):
+        def __init__(self):
+            super().__init__()
+            self.bound, self.lin, self.unused = nn.BoundedInput((6,)), nn.SpectralLinear(6, 3), T.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.lin(self.bound(x))
+
+    model, loss = Past(), losses.CrossEntropy()
+    plan = planned(model, loss)
+    assert plan.sensitivities["unused"] == 0 == plan.noise_stds["unused"]
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), plan)
+    engine.step(*toy(20).tensors)
+    assert torch.equal(model.unused.detach(), torch.ones(3))
