@@ -383,7 +383,8 @@ class PrivacyEngine:
             self._settled.check()
         self._query.prove()
         self._mechanism.forget()
-        self._mechanism.at(min(self.steps, plan.steps - 1))
+        for phase in (*plan.phases, plan.phase(min(self.steps, plan.steps - 1))):  # the present one last: it is kept
+            self._mechanism.at(phase.start)
         spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
         if spent > plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
