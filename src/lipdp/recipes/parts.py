@@ -8,12 +8,19 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp import models
+from lipdp import data, models
+from lipdp._names import match
 from lipdp.data import DatasetInfo
 
-__all__ = ["Schedule", "rate_schedule", "seeded_model"]
+__all__ = ["Schedule", "rate_schedule", "seeded_model", "spell_names"]
 
 Schedule = Literal["constant", "cosine", "linear"]
+
+
+def spell_names(recipe: Any) -> None:
+    """Give a new recipe's dataset and model the names under which they are listed, however they were typed."""
+    for field, known in (("dataset", data.names()), ("model", models.names())):
+        object.__setattr__(recipe, field, match(getattr(recipe, field), known) or getattr(recipe, field))
 
 
 def seeded_model(name: str, options: Mapping[str, Any], info: DatasetInfo, seed: int | None) -> torch.nn.Module:

@@ -17,7 +17,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
 from lipdp.privacy import AdaptiveClip, Allocation
 from lipdp.recipes.options import FitOptions, PlanOptions, RunOptions, fit_options, load_parts, plan_options
-from lipdp.recipes.parts import rate_schedule, seeded_model
+from lipdp.recipes.parts import rate_schedule, seeded_model, spell_names
 from lipdp.training import History, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
@@ -77,6 +77,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise only show as a strange training run."""
+        spell_names(self)
         for name in ("temperature", "learning_rate", "epochs"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):

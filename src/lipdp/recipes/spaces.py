@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from lipdp._names import choose
 from lipdp.data import info
 from lipdp.errors import ConfigurationError
 from lipdp.models import registry
@@ -289,9 +290,7 @@ def space_names() -> tuple[str, ...]:
 
 def get_space(name: str) -> Space:
     """A space by name."""
-    if name not in _BY_NAME:
-        raise ConfigurationError(f"there is no search space named {name!r}; there are {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
+    return _BY_NAME[choose("search space", name, _BY_NAME)]
 
 
 def default_space(recipe: Any) -> Space:

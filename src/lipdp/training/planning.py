@@ -237,8 +237,8 @@ def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analy
         outside += [name for name, std in stds.items() if present[name] > 0 and not limits.tiny <= std <= limits.max]
         if outside:
             raise ConfigurationError(
-                f"{factors} leave {outside[0]!r} with a clipping norm or noise out of the range of {limits.dtype}. Use factors nearer "
-                "to 1."
+                f"{factors} leave {outside[0]!r} with a clipping norm or noise out of the range of {limits.dtype}. Use factors "
+                "nearer to 1."
             )
 
 
