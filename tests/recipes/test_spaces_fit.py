@@ -72,7 +72,7 @@ def test_the_default_space_of_large_data_is_as_written():
     assert sizes == (360, 719, 1438)
 
 
-@pytest.mark.parametrize("name", ["digits", "adbench-yeast", "mnist", "fashion-mnist-scattering-eps3"])
+@pytest.mark.parametrize("name", ["digits", "mnist"])
 def test_recipes_plan_with_a_part_held_out(name):
     """Recipes whose batch is the whole training set, or nearly, take all that is left of it."""
     recipe = get(name)
@@ -92,8 +92,8 @@ def test_a_search_on_small_data_has_no_refused_trial():
     pytest.importorskip("optuna")
     recipe = get("digits")
     space = default_space(recipe).without({"epochs"})
-    found = search(Sweep(recipe.but(epochs=1), 3.0, space, seed=0, sampler="random", prune=False, evaluations=1), trials=3)
-    assert (found.complete, found.failed) == (3, 0)
+    found = search(Sweep(recipe.but(epochs=1), 3.0, space, seed=0, sampler="random", prune=False, evaluations=1), trials=2)
+    assert (found.complete, found.failed) == (2, 0)
     assert found.recipe.batch_size <= data.info(recipe.dataset).train_size
 
 
