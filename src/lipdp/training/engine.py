@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from lipdp._dtypes import Types
 from lipdp.bounds.trace import find_input_shape
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
@@ -103,6 +104,7 @@ class PrivacyEngine:
         self._augmentation = augmentation
         self._settled: Settled | None = None
         self.loss = self._query.loss
+        self._types = Types(model, self.loss)
         self.ledger = Ledger(
             run=plan.run,
             delta=plan.delta,
@@ -173,10 +175,15 @@ class PrivacyEngine:
             yield poisson_indices(size, self.plan.sampling_rate, self._streams.sample(number))
 
     def step(self, inputs: torch.Tensor | Rows, targets: torch.Tensor) -> None:
-        """One private step on a Poisson batch (of any size, 0 included)."""
+        """One private step on a Poisson batch (of any size, 0 included).
+
+        Inputs and targets may be of other types than the model's: floating-point numbers of any precision, whole numbers,
+        booleans; they are converted a microbatch at a time. Token ids stay whole numbers.
+        """
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
+        dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         self._watch.restore_modes()
         self._watch.check_structure()
         if self._watch.changed:
@@ -187,7 +194,7 @@ class PrivacyEngine:
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
         copies = self._copies(number)
-        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies)
+        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies, dtypes)
         with self._streams.model(number), constant_buffers(self.model):
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
@@ -269,6 +276,7 @@ class PrivacyEngine:
         query.prove()  # before anything is taken over
         self._settled, self._input_shape = made, made.shape
         self._query = self._mechanism.query = query
+        self._types = Types(made.rest, self.loss)
         self._check_plan()
         self.microbatch_size = self._microbatch_size()
         return self._settled.dataset

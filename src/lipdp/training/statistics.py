@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lipdp import nn
+from lipdp._dtypes import Types
 from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.moments import Moments, moment_stds, private_moments
@@ -54,12 +55,12 @@ def release_moments(
     What lies in front of the layer is run as it is (a frozen feature extractor, or nothing). Where records hold several
     precomputed copies, a record's moments are the means of its copies'.
     """
-    entries = math.prod(gather(dataset, torch.arange(1))[0].shape)
+    entries, types = math.prod(gather(dataset, torch.arange(1))[0].shape), Types(model)
 
     def features() -> Iterator[torch.Tensor]:
         for inputs, _ in slices(dataset, min(rows, rows_at_once(entries, device))):
             stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape)
-            x = inputs.to(device)
+            x = types.inputs(inputs.to(device))
             reached = _input_of(model, layer, x.flatten(0, 1) if stored else x)
             yield reached.reshape(len(inputs), copies if stored else 1, *reached.shape[1:])
 
