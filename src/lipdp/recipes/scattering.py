@@ -247,6 +247,6 @@ def nearest_budget(recipes: Mapping[tuple[str, float], FeatureRecipe], dataset: 
     """Of recipes by dataset and budget, the dataset's whose budget is nearest to ``epsilon``, on a scale of factors."""
     if not epsilon > 0:
         raise ConfigurationError(f"epsilon must be positive, not {epsilon!r}")
-    meant = choose("dataset with recipes on fixed features", dataset, sorted({name for name, _ in recipes}))
+    meant = choose("recipe on fixed features for a dataset", dataset, sorted({name for name, _ in recipes}))
     known = [budget for name, budget in recipes if name == meant]
     return recipes[meant, min(known, key=lambda budget: max(budget / epsilon, epsilon / budget))]
