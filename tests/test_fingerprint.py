@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -144,3 +145,20 @@ def test_tensors_by_where_they_are():
     assert fingerprint(tensor.clone()) != before
     assert fingerprint(tensor[:2]) != before
     assert hash(fingerprint(tensor.to_sparse(), torch.empty(2, device="meta"))) is not None
+
+
+def test_plain_tensors_and_arrays_among_the_attributes():
+    """None of them is asked whether it is true: of several numbers that has no answer, and of a zero the wrong one."""
+
+    def holding(value):
+        made = model()
+        made[0].held = value
+        return made
+
+    for value in (torch.tensor(0.0), torch.zeros(3), torch.empty(0), torch.eye(2).to_sparse(), np.zeros(3), np.zeros(0), None, 0j):
+        assert not changes(holding(value), lambda made: None)
+    assert changes(holding(torch.tensor(0.0)), lambda made: setattr(made[0], "held", torch.tensor(0.0)))
+    assert changes(holding(torch.zeros(3)), lambda made: setattr(made[0], "held", torch.zeros(3)))
+    assert changes(holding(np.zeros(3)), lambda made: setattr(made[0], "held", np.zeros(3)))
+    assert changes(holding([]), lambda made: made[0].held.append(1))
+    assert changes(holding(None), lambda made: setattr(made[0], "held", 0j))

@@ -21,6 +21,7 @@ __all__ = ["Watched", "fingerprint", "reachable_tensors"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 6
 
 
@@ -214,8 +215,8 @@ def _module(module: torch.nn.Module, seen: set[int], depth: int) -> Hashable:
             parts.append(tuple(map(id, value.values())))
         elif value.__class__ in (int, bool, str, float):
             parts.append((name, value))
-        elif value:  # empty dictionaries of hooks are most of a module's attributes
+        elif isinstance(value, _CONTAINERS) and not value:  # dictionaries of hooks, most of a module's attributes
+            parts.append((name, value.__class__))
+        else:  # not asked whether it is true: a tensor or an array of several numbers is neither
             parts.append((name, _sign(value, seen, depth)))
-        else:
-            parts.append(name)
     return tuple(parts)

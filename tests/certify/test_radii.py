@@ -314,7 +314,7 @@ def test_what_has_no_certificate_is_refused(model, error, match):
 @pytest.mark.parametrize(
     ("arguments", "options", "error"),
     [
-        ((torch.ones(3, 6).long(),), {}, DataError),
+        ((torch.ones(3, 6).to(torch.complex64),), {}, DataError),
         ((torch.ones(6),), {}, DataError),
         ((torch.ones(3, 6).double(), torch.ones(2)), {}, DataError),
         ((torch.ones(3, 6).double(), torch.full((3,), 6)), {}, DataError),

@@ -130,3 +130,17 @@ def test_data_of_one(lipdp, tmp_path):
     assert (unknown.code, unknown.json["kind"]) == (2, "ConfigurationError")
     missing = lipdp("data", "mnist", "--data", tmp_path, "--no-download", "--json")
     assert (missing.code, missing.json["kind"]) == (2, "DataError")
+
+
+@pytest.mark.usefixtures("no_data")
+def test_names_as_their_publishers_write_them(lipdp):
+    arguments = ("--noise-multiplier", "2", "--epochs", "1", "--batch-size", "2048", "--json")
+    assert lipdp("plan", "Fashion-MNIST-MLP", *arguments).json == lipdp("plan", "fashion_mnist_mlp", *arguments).json
+    for typed in ("fashion-mnist", "Fashion_MNIST", "FASHION MNIST"):
+        assert lipdp("recipes", typed, "--json").json["dataset"] == "fashion_mnist"
+
+
+def test_an_unknown_dataset_is_refused_with_the_nearest(lipdp):
+    refused = lipdp("data", "fashion-minst")
+    assert refused.code == 2
+    assert "Did you mean 'fashion_mnist'? Choose one of 'digits', 'mnist', 'fashion_mnist'" in refused.stderr

@@ -144,7 +144,7 @@ def test_resume_without_a_checkpoint_says_so(lipdp, tmp_path):
         (("--set", "options=3"), "one by one"),
         (("--set", "options.width=3"), "does not accept these options"),
         (("--set", "options.hidden=63"), "hidden widths must be even"),
-        (("--set", "dataset=cats"), "there is no dataset 'cats'"),
+        (("--set", "dataset=cats"), "there is no dataset named 'cats'"),
         (("--epsilon", "3", "--noise-multiplier", "1", "--epochs", "2"), "give two of"),
         (("--validation-fraction", "1.5"), "--validation-fraction must lie between 0 and 1"),
         (("--device", "abacus"), "--device abacus can't be used here"),

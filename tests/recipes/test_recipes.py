@@ -34,7 +34,7 @@ def test_names_and_short_names():
     assert recipes.get("mnist").dataset == "mnist"
 
 
-@pytest.mark.parametrize("name", ["", "nonsense", "MNIST "])
+@pytest.mark.parametrize("name", ["", "nonsense", "MNIST2"])
 def test_unknown_names(name):
     with pytest.raises(ConfigurationError, match="digits"):
         recipes.get(name)

@@ -419,11 +419,13 @@ def test_batches_that_do_not_fit_are_errors_that_cost_nothing(inputs, targets):
     assert same(before, weights(engine.model))
 
 
-def test_inputs_of_another_type_are_errors_that_cost_nothing():
+def test_types_that_can_not_be_converted_are_errors_that_cost_nothing():
+    """Others are converted: tests/test_dtypes.py."""
     engine = engine_of(small())
-    for inputs in (torch.ones(3, 6, dtype=torch.long), torch.ones(3, 6, dtype=torch.float64)):
-        with pytest.raises((RuntimeError, ValueError)):
-            engine.step(inputs, torch.arange(3))
+    x, y = torch.ones(3, 6), torch.arange(3)
+    for inputs, targets in ((x.to(torch.complex64), y), (x.to_sparse(), y), (x, y.to(torch.complex64)), (x, y.double())):
+        with pytest.raises(DataError):
+            engine.step(inputs, targets)
     assert engine.steps == 0
 
 

@@ -6,7 +6,8 @@ import copy
 
 import torch
 
-from lipdp.errors import ConfigurationError
+from lipdp._dtypes import Types
+from lipdp.errors import ConfigurationError, DataError
 from lipdp.training.evaluation import predict
 
 __all__ = ["attack"]
@@ -32,7 +33,7 @@ def attack(
 
     Args:
         model: any classifier; evaluated in evaluation mode, on a copy.
-        x: a batch of inputs.
+        x: a batch of inputs; of another type than the model's, they are converted, and the points found are of the model's.
         y: the true classes; ``None``: the model's own decisions.
         radius: one for all, or one for each example.
         steps: gradient steps of each run.
@@ -41,12 +42,17 @@ def attack(
     """
     if steps < 1 or restarts < 1:
         raise ConfigurationError(f"an attack needs at least one step and one run, not steps={steps}, restarts={restarts}")
+    types = Types(model)
+    if not isinstance(x, torch.Tensor) or not types.of_inputs(x).is_floating_point:
+        what = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DataError(f"an attack moves inputs with real entries, not {what}: token ids can't be moved by a little")
+    x, y = types.inputs(x), None if y is None else types.targets(y)
     radii = torch.as_tensor(radius, dtype=x.dtype, device=x.device).expand(len(x))
     if not bool(((radii >= 0) & torch.isfinite(radii)).all()):
         raise ConfigurationError("the attack's radius must be finite and not negative")
     own = copy.deepcopy(model).eval().requires_grad_(False)
     with torch.no_grad():
-        target = predict(own(x)) if y is None else y.reshape(len(x)).to(x.device)
+        target = predict(own(x)) if y is None else _targets(own(x), y.reshape(len(x)).to(x.device))
     radii = radii.reshape(-1, *([1] * (x.ndim - 1)))
     generator = torch.Generator().manual_seed(seed)
     best, lowest = x.clone(), _margin(own, x, target).detach()
@@ -70,6 +76,17 @@ def attack(
             lowest = torch.where(lower, margin, lowest)
             best = torch.where(lower.reshape(radii.shape), x + delta, best)
     return best.detach()
+
+
+def _targets(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Refuses what are no classes of the model."""
+    several = outputs.ndim > 1 and outputs.shape[1] > 1
+    if several and (y.is_floating_point() or bool(((y < 0) | (y >= outputs.shape[1])).any())):
+        raise DataError(
+            f"targets must be class numbers from 0 to {outputs.shape[1] - 1}, for a model of {outputs.shape[1]} outputs; got "
+            f"{str(y.dtype).removeprefix('torch.')}"
+        )
+    return y
 
 
 def _margin(model: torch.nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lipdp._dtypes import Types
+from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.certify.constants import Network, freeze
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.training.evaluation import predict
@@ -46,7 +48,8 @@ def certify(
 
     Args:
         model: any model of the calculus, also with unconstrained weights. Constrained weights must lie inside their sets.
-        x: a batch of inputs, as the model takes them.
+        x: a batch of inputs. Those of another type than the model's are converted, and radii are around them as given: rounding
+            takes a part. Whole numbers (pixels) count as real ones, with neighbours in between.
         y: the true classes; for one output, positive means the positive class. ``None``: radii of the decisions as they are.
         input_lipschitz: the preprocessing's Lipschitz constant (per-channel scaling by 1/σ_c: 1/min σ_c), for radii in the
             units of the raw input.
@@ -68,14 +71,18 @@ def certify(
         raise ConfigurationError(f"input_lipschitz must be a positive finite number, not {input_lipschitz!r}")
     if batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
-    _check_data(x, y)
+    types = Types(model)
+    _check_data(x, y, types)
+    given, x = x, types.inputs(x)
     network = freeze(model, tuple(x.shape[1:]), x.dtype)
-    targets = None if y is None else y.to(x.device)
+    targets = None if y is None else types.targets(y).to(x.device)
     radii = [
         _radii(network, x[start : start + batch_size], None if targets is None else targets[start : start + batch_size])
         for start in range(0, len(x), batch_size)
     ]
-    return torch.cat(radii) / input_lipschitz if radii else torch.zeros(0, dtype=torch.float64, device=x.device)
+    if not radii:
+        return torch.zeros(0, dtype=torch.float64, device=x.device)
+    return _before_conversion(torch.cat(radii), given, x) / input_lipschitz
 
 
 def certified_accuracy(radii: torch.Tensor, thresholds: Sequence[float]) -> dict[float, float]:
@@ -90,12 +97,25 @@ def certified_accuracy(radii: torch.Tensor, thresholds: Sequence[float]) -> dict
     return {float(threshold): float((radii > threshold).double().mean()) for threshold in thresholds}
 
 
-def _check_data(x: torch.Tensor, y: torch.Tensor | None) -> None:
-    if not isinstance(x, torch.Tensor) or x.ndim < 2 or not x.is_floating_point():
+def _check_data(x: torch.Tensor, y: torch.Tensor | None, types: Types) -> None:
+    if not isinstance(x, torch.Tensor) or x.ndim < 2 or not types.of_inputs(x).is_floating_point:
         what = f"a tensor of {x.dtype} and shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise DataError(f"certify needs a batch of inputs with real entries, not {what}")
     if y is not None and tuple(y.shape) not in ((len(x),), (len(x), 1)):
         raise DataError(f"certify needs one target for each of the {len(x)} inputs, not a tensor of shape {tuple(y.shape)}")
+
+
+def _before_conversion(radii: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Radii around the inputs as they were given, from those around what they were rounded to.
+
+    With fl(z) the rounding, |fl(z) − z| ≤ u·|z| + s for each entry (s: the smallest normal number, below which it may become 0):
+    ‖fl(z + δ) − fl(z)‖ ≤ (1 + u)·‖δ‖ + 2u·‖z‖ + 2s·√n, which stays below R for ‖δ‖ < (R − 2u·‖z‖ − 2s·√n)/(1 + u).
+    """
+    if given.is_floating_point() and torch.promote_types(given.dtype, x.dtype) == x.dtype:
+        return radii  # nothing was rounded, here or at any point nearby
+    u, smallest = unit_roundoff(x.dtype), torch.finfo(x.dtype).smallest_normal
+    rounded = 2 * u * _norms(given) * (1 + 1e-9) + 2 * smallest * math.sqrt(given[0].numel())
+    return ((radii - rounded) / (1 + u) * (1 - 1e-12)).clamp_min(0.0)
 
 
 def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lipdp._names import match
 from lipdp.cli import options
 from lipdp.cli.output import console, print_fields, print_json, table
 from lipdp.errors import ConfigurationError
@@ -113,8 +114,9 @@ def recipes(
     by_name = {name: catalogue.get(name) for name in catalogue.names()}
     short = {recipe.name: name for name, recipe in by_name.items() if recipe.name != name}
     wanted = [word.lower() for word in words or ()]
-    if len(wanted) == 1 and wanted[0] in by_name:
-        _describe_recipe(by_name[wanted[0]], short.get(by_name[wanted[0]].name), as_json)
+    one = match(wanted[0], by_name) if len(wanted) == 1 else None
+    if one is not None:
+        _describe_recipe(by_name[one], short.get(by_name[one].name), as_json)
         return
     listed = [recipe for name, recipe in by_name.items() if recipe.name == name and all(word in name for word in wanted)]
     if not listed:

@@ -50,14 +50,14 @@ def certify(
     from lipdp.training.batches import gather
 
     model = lipdp.load(file)
-    _, test, _ = lipdp.data.load(name, root=data)
+    _, test, info = lipdp.data.load(name, root=data)
     part: Dataset[Any] = Subset(test, range(min(len(test), examples or len(test))))
     x, y = gather(part, _numbers(len(part)))  # type: ignore[arg-type]
     found = lipdp.certify(model, x, y)
     shares = lipdp.certified_accuracy(found, [radius / 255 for radius in asked])
     report = {
         "model": str(file),
-        "dataset": name,
+        "dataset": info.name,
         "examples": len(x),
         "median_radius": float(found.median()),
         "certified_accuracy": {f"{radius:g}/255": share for radius, share in zip(asked, shares.values(), strict=True)},
@@ -68,7 +68,7 @@ def certify(
     rows = [(f"{radius:g}/255", f"{100 * share:.1f}%") for radius, share in zip(asked, shares.values(), strict=True)]
     out = console()
     out.print(
-        f"[bold]{file}[/bold] on {len(x):,} test examples of {name}; L2 radii in the units of pixels in [0, 1]", soft_wrap=True
+        f"[bold]{file}[/bold] on {len(x):,} test examples of {info.name}; L2 radii in the units of pixels in [0, 1]", soft_wrap=True
     )
     out.print(table(("radius", "certified accuracy"), rows, right=("radius", "certified accuracy")))
     out.print(f"median radius {float(found.median()):.4g}")

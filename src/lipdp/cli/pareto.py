@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._names import match
 from lipdp.cli import options
 from lipdp.cli.output import console, print_json, table
 from lipdp.errors import ConfigurationError
@@ -80,7 +81,8 @@ def _field(name: str) -> Any:
 
 
 def _selected(dots: list[Dot], dataset: str | None, evaluated_on: str) -> list[Dot]:
-    kept = [dot for dot in dots if dot.evaluated_on == evaluated_on and dataset in (None, dot.dataset)]
+    wanted = dataset if dataset is None else match(dataset, {dot.dataset for dot in dots})
+    kept = [dot for dot in dots if dot.evaluated_on == evaluated_on and (dataset is None or dot.dataset == wanted)]
     if not kept:
         have = sorted({f"{dot.dataset} ({dot.evaluated_on})" for dot in dots})
         raise ConfigurationError(f"no dots of {dataset or 'any dataset'} ({evaluated_on}); there are those of {', '.join(have)}")

@@ -21,7 +21,19 @@ import torch
 
 from lipdp.clipping.arithmetic import Squares, accumulating, matmuls, squared, unit_roundoff
 
-__all__ = ["Contribution", "Dense", "Form", "PositionSum", "Scatter", "rounding_matters", "runs", "summed", "weighted", "zeroed"]
+__all__ = [
+    "Contribution",
+    "Dense",
+    "Form",
+    "PositionSum",
+    "Scatter",
+    "flat",
+    "rounding_matters",
+    "runs",
+    "summed",
+    "weighted",
+    "zeroed",
+]
 
 # False while only norms of gradients as they are released are wanted: for those held as sums, no margin is needed then.
 rounding_matters: ContextVar[bool] = ContextVar("rounding_matters", default=True)
@@ -65,6 +77,11 @@ class Contribution(ABC):
         return Dense(self.materialise(), self.rounding()).merged(copies)
 
 
+def flat(tensor: torch.Tensor, dims: int = 1) -> torch.Tensor:
+    """(B, …) → (B, p): all dimensions from ``dims`` on as one; where there is none (a parameter of one number), of size 1."""
+    return tensor.flatten(dims) if tensor.ndim > dims else tensor.unsqueeze(-1)
+
+
 def zeroed(tensor: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
     """``tensor`` with zeros in the rows of the dropped examples."""
     return tensor.masked_fill(dropped.reshape(-1, *([1] * (tensor.ndim - 1))), 0)
@@ -78,7 +95,7 @@ def runs(tensor: torch.Tensor, copies: int) -> torch.Tensor:
 def weighted(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
     """Σ_i w_i g_i, in float32 proper: what was measured is what is added up."""
     with matmuls(gradients.device, tf32=False):
-        return (weights.to(gradients.dtype) @ gradients.flatten(1)).reshape(gradients.shape[1:])
+        return (weights.to(gradients.dtype) @ flat(gradients)).reshape(gradients.shape[1:])
 
 
 def _sum_rounding(terms: torch.Tensor, positions: int, dims: tuple[int, ...]) -> torch.Tensor:
@@ -105,12 +122,12 @@ class PositionSum(Contribution):
         """Of the sums, which are small."""
         if self.cotangents.shape[1] == 1:
             return self._squares.total
-        norms: torch.Tensor = torch.linalg.vector_norm(self.materialise().flatten(1), dim=1)
+        norms: torch.Tensor = torch.linalg.vector_norm(flat(self.materialise()), dim=1)
         return (norms + self.rounding()).square()
 
     def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
         """Of the sums, which are what is weighted."""
-        return squared(self.materialise().flatten(1), (1,))
+        return squared(flat(self.materialise()), (1,))
 
     def materialise(self) -> torch.Tensor:
         """The sums over positions."""
@@ -161,11 +178,11 @@ class Dense(Contribution):
 
     def squared_norms(self, form: Form = "auto") -> torch.Tensor:
         """Directly."""
-        return (squared(self.materialise().flatten(1), (1,)).sqrt() + self.rounding()).square()
+        return (squared(flat(self.materialise()), (1,)).sqrt() + self.rounding()).square()
 
     def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
         """Of the gradients, which are what is weighted."""
-        return squared(self.materialise().flatten(1), (1,))
+        return squared(flat(self.materialise()), (1,))
 
     def materialise(self) -> torch.Tensor:
         """As they are."""
@@ -188,7 +205,7 @@ class Dense(Contribution):
         """The sums, with the rounding of adding up on top of what each had."""
         gradients = self.materialise()
         rows = gradients.reshape(-1, copies, *gradients.shape[1:])
-        added = _sum_rounding(rows.flatten(2), copies, (1, 2))
+        added = _sum_rounding(flat(rows, 2), copies, (1, 2))
         return Dense(rows.sum(1), added + self.rounding().reshape(-1, copies).sum(1))
 
 

@@ -20,7 +20,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lipdp.clipping.arithmetic import HALF
-from lipdp.clipping.contribution import Contribution, Dense
+from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.registry import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.graphs import is_recording
@@ -207,6 +207,6 @@ def _off(again: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     if again.shape != before.shape:
         return torch.ones(len(before), dtype=torch.bool, device=before.device)
     tolerance = 0.05 if before.dtype in HALF else 1e-3
-    a, b = again.detach().flatten(1).double(), before.flatten(1).double()
+    a, b = flat(again.detach()).double(), flat(before).double()
     off: torch.Tensor = (a - b).norm(dim=1) > tolerance * b.norm(dim=1) + 1e-12
     return off & torch.isfinite(b).all(1)

@@ -20,6 +20,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
+from lipdp._dtypes import Types
 from lipdp.clipping.batch import (
     TWO_PASSES,
     Batch,
@@ -64,6 +65,8 @@ def per_example_norms(
     check_choice("form", form, Form)
     parameters = trainable(model)
     check_supported(model)
+    types = Types(model, loss)
+    x, y = types.inputs(x), types.targets(y)
     batch = prepare(x, y, None, copies)
     if len(x) == 0:
         return zeros(next(iter(parameters.values()))).new_zeros(0)
@@ -97,7 +100,7 @@ def clipped_gradients(
     Args:
         model: any model whose examples don't mix; in the mode it is in.
         loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
-        x: inputs, batch first.
+        x: inputs, batch first; numbers of another type than the model's are converted, token ids stay whole numbers.
         y: targets.
         max_norm: C; or C_g by group (see ``style``). A 0-dimensional tensor stays on its device.
         method: how; every method gives the same result. "bookkeeping" is the fastest.
@@ -170,6 +173,7 @@ class Clipping:
 
     def __post_init__(self) -> None:
         check_choices(self.method, self.clip, self.form, self.stability)
+        self._types = Types(self.model, self.loss)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Clipped:
         """The batch, clipped."""
@@ -204,7 +208,7 @@ class Clipping:
         made = clipping_groups(parameters, max_norm, self.style, self.groups)
         if self.method in TWO_PASSES:
             check_two_passes(self.method, parameters, self.style, x.device)
-        batch = prepare(x, y, mask, self.copies)
+        batch = prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies)
         bounds = bounds_of(made, parameters, x.device)
         if len(x) == 0:
             check_supported(self.model)

@@ -25,8 +25,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from lipdp._names import choose
 from lipdp.bounds import Bound, Call, Transfer, rule, times
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.errors import DataError
 from lipdp.nn.norms import Normalize
 
 __all__ = [
@@ -228,7 +229,5 @@ def colour_space(name: str) -> torch.nn.Module:
         >>> round(colour_space("grayscale").lipschitz, 3)
         0.669
     """
-    if name not in COLOUR_SPACES:
-        raise ConfigurationError(f"there is no colour space {name!r}; choose one of {', '.join(COLOUR_SPACES)}")
-    made: torch.nn.Module = COLOUR_SPACES[name]()
+    made: torch.nn.Module = COLOUR_SPACES[choose("colour space", name, COLOUR_SPACES)]()
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import MappingProxyType
 
+from lipdp._names import choose
 from lipdp.data.adbench import ADBENCH
 from lipdp.data.cifar10 import CIFAR10
 from lipdp.data.digits import DIGITS
@@ -12,7 +13,6 @@ from lipdp.data.files import data_root
 from lipdp.data.imdb import IMDB
 from lipdp.data.info import Availability, DatasetInfo, Loaded, Source
 from lipdp.data.mnist import FASHION_MNIST, MNIST
-from lipdp.errors import ConfigurationError
 
 __all__ = ["SOURCES", "available", "info", "load", "names"]
 
@@ -35,11 +35,8 @@ def available(root: str | os.PathLike[str] | None = None) -> dict[str, Availabil
 
 
 def _source(name: str) -> Source:
-    # Publishers write fashion-mnist; Python and folders here fashion_mnist.
-    source = SOURCES.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
-    if source is None:
-        raise ConfigurationError(f"there is no dataset {name!r}: load one of {', '.join(map(repr, SOURCES))}.")
-    return source
+    # Publishers write Fashion-MNIST; Python and folders here fashion_mnist.
+    return SOURCES[choose("dataset", name, SOURCES)]
 
 
 def info(name: str) -> DatasetInfo:
@@ -53,7 +50,7 @@ def info(name: str) -> DatasetInfo:
 
 
 def load(name: str, *, root: str | os.PathLike[str] | None = None, download: bool = True) -> Loaded:
-    """Load a dataset: `train, test, metadata`.
+    """Load a dataset: `train, test, metadata`. Case, dashes and underscores of its name do not matter.
 
     `train` and `test` are `TensorDataset`s of float32 images in [0, 1], shape (N, C, H, W), and int64 labels;
     `metadata` is a `DatasetInfo`. The pixels are as published, only divided by the largest grey level: no

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipdp._dtypes import Types
 from lipdp.bounds import Analysis, analyse
 from lipdp.diagnose.diagnosis import Diagnosis, ParameterDiagnosis
 from lipdp.diagnose.norms import Measured, measure_gradients
@@ -88,8 +89,8 @@ def diagnose(
     if float64:
         own = own.double()
     like = next((p for p in own.parameters() if p.is_floating_point()), x)
-    x = x.to(like.device, like.dtype if x.is_floating_point() else None)
-    y = y.to(like.device)
+    types = Types(own, proved_loss)
+    x, y = types.inputs(x.to(like.device)), types.targets(y.to(like.device))
     with torch.random.fork_rng(devices=[like.device] if like.device.type == "cuda" else []):
         analysis = analyse(own, proved_loss, input_shape=input_shape, check=False)
         measured: Measured | None = None

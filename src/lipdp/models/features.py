@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
+from lipdp._dtypes import Types
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Augmentation, fixed_views
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
@@ -137,7 +138,7 @@ def extract_features(
     Args:
         module: fixed and public. It is run in evaluation mode without gradients, and must treat examples one by one: that is
             checked on random inputs, for features that mix examples would void any guarantee.
-        dataset: of (inputs, targets).
+        dataset: of (inputs, targets). Inputs of another type than the module's are converted; token ids stay whole numbers.
         device: where to compute.
         batch_size: rows at once.
         copies: send these copies of every example through it: a fixed augmentation, e.g. ``lipdp.data.Flip()``. Train on them
@@ -164,10 +165,11 @@ def extract_features(
     if place.type == "cpu":
         keep_freed_memory()
     with _evaluating(module), torch.no_grad():
-        _check_one_by_one(module, inputs, place)
+        types = Types(module)
+        _check_one_by_one(module, inputs, place, types)
         features: torch.Tensor | None = None
         for start in range(0, len(inputs), rows):
-            x = inputs[start : start + rows].to(place)
+            x = types.inputs(inputs[start : start + rows].to(place))
             y = module(x) if copies is None else _by_copy(module, x, copies)
             if features is None:  # all of it at once: putting parts together would take the memory twice
                 features = torch.empty((len(inputs), *y.shape[1:]), dtype=dtype or y.dtype, device=keep)
@@ -189,7 +191,7 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _check_one_by_one(module: torch.nn.Module, inputs: torch.Tensor, device: torch.device) -> None:
+def _check_one_by_one(module: torch.nn.Module, inputs: torch.Tensor, device: torch.device, types: Types) -> None:
     """A row's features may not change with the rows beside it."""
     if len(inputs) == 0:
         raise DataError("the dataset is empty: there are no features to compute")
@@ -197,7 +199,7 @@ def _check_one_by_one(module: torch.nn.Module, inputs: torch.Tensor, device: tor
     shape = (3, *inputs.shape[1:])
     # Token ids are only known to be valid where they occur; which rows are mixed below does not matter.
     x = torch.rand(shape, generator=draw).to(inputs.dtype) if inputs.is_floating_point() else inputs[:3].clone()
-    x = x.to(device)
+    x = types.inputs(x.to(device))
     together, other = module(x), module(torch.cat([x[:1], 1 - x[1:] if x.is_floating_point() else x[1:].flip(0)]))
     if not isinstance(together, torch.Tensor) or together.shape[:1] != x.shape[:1]:
         raise UnsupportedError(f"{type(module).__name__} must turn a batch into one tensor of as many rows")

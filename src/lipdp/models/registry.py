@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lipdp._names import choose
 from lipdp.errors import ConfigurationError
 
 __all__ = ["create", "names", "option_names", "register"]
@@ -34,9 +35,7 @@ def names() -> tuple[str, ...]:
 
 def option_names(name: str) -> tuple[str, ...]:
     """The options that a model names in its signature."""
-    if name not in _builders:
-        raise ConfigurationError(f"there is no model named {name!r}; there are {', '.join(names())}")
-    parameters = inspect.signature(_builders[name]).parameters.values()
+    parameters = inspect.signature(_builders[choose("model", name, names())]).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
@@ -55,8 +54,7 @@ def create(name: str, *, input_shape: Sequence[int], classes: int, **options: An
         >>> sum(p.numel() for p in model.parameters())
         2368
     """
-    if name not in _builders:
-        raise ConfigurationError(f"there is no model named {name!r}; there are {', '.join(names())}")
+    name = choose("model", name, names())
     if classes < 1:
         raise ConfigurationError(f"classes must be at least 1, not {classes}")
     try:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
+from lipdp._names import choose
 from lipdp.data import RandomCrop
-from lipdp.errors import ConfigurationError
 from lipdp.recipes.adbench import ADBENCH_RECIPES
 from lipdp.recipes.clipping_paper import CLIPPING_PAPER
 from lipdp.recipes.features import FeatureRecipe
@@ -112,15 +110,10 @@ def best_recipe(dataset: str, epsilon: float) -> FeatureRecipe:
 
 def get(name: str, epsilon: float | None = None) -> Recipe | FeatureRecipe:
     """A recipe by name; a dataset's name means the best recipe for it, at the budget nearest to ``epsilon`` (by default 3)."""
-    if name in _BY_BUDGET:
-        return best_recipe(name, 3.0 if epsilon is None else epsilon)
-    found = _BY_NAME.get(_DEFAULTS.get(name, name))
-    if found is None:
-        near = difflib.get_close_matches(name, names(), n=3)
-        meant = f" Did you mean {' or '.join(near)}?" if near else ""
-        short = ", ".join((*_DEFAULTS, *_BY_BUDGET))
-        raise ConfigurationError(
-            f"there is no recipe named {name!r}.{meant} {short} mean the best recipe for the dataset; `lipdp recipes` (or "
-            f"lipdp.recipes.names()) lists all {len(names())}."
-        )
-    return found
+    short = ", ".join((*_DEFAULTS, *_BY_BUDGET))
+    count = len(names())
+    choices = f"{short} mean the best recipe for the dataset; `lipdp recipes` (or lipdp.recipes.names()) lists all {count}."
+    meant = choose("recipe", name, names(), choices)
+    if meant in _BY_BUDGET:
+        return best_recipe(meant, 3.0 if epsilon is None else epsilon)
+    return _BY_NAME[_DEFAULTS.get(meant, meant)]

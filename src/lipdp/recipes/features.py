@@ -20,7 +20,7 @@ from lipdp.losses import CrossEntropy, Loss, Squares
 from lipdp.models.features import extract_features, front_digest, split_front
 from lipdp.privacy import Allocation
 from lipdp.recipes.options import PlanOptions, RunOptions, fit_options, load_parts, plan_options
-from lipdp.recipes.parts import Schedule, rate_schedule, seeded_model
+from lipdp.recipes.parts import Schedule, batch_of, rate_schedule, seeded_model, spell_names
 from lipdp.recipes.recipe import Prepared, Result, outcome
 from lipdp.training import PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
@@ -83,6 +83,7 @@ class FeatureRecipe:
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise only show as a strange training run."""
+        spell_names(self)
         for name in ("temperature", "learning_rate", "hidden_rate"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
@@ -181,7 +182,7 @@ def plan_head(recipe: FeatureRecipe, head: torch.nn.Module, dataset_size: int, *
         head,
         recipe.make_loss(),
         dataset_size=dataset_size,
-        batch_size=recipe.batch_size,
+        batch_size=batch_of(recipe, dataset_size),
         delta=recipe.delta,
         steps=None if epsilon is not None and budget.get("noise_multiplier") is not None else recipe.steps,
         allocation=recipe.allocation,

@@ -8,12 +8,31 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp import models
+from lipdp import data, models
+from lipdp._names import match
 from lipdp.data import DatasetInfo
 
-__all__ = ["Schedule", "rate_schedule", "seeded_model"]
+__all__ = ["Schedule", "batch_of", "rate_schedule", "seeded_model", "spell_names"]
 
 Schedule = Literal["constant", "cosine", "linear"]
+
+
+def spell_names(recipe: Any) -> None:
+    """Give a new recipe's dataset and model the names under which they are listed, however they were typed."""
+    for field, known in (("dataset", data.names()), ("model", models.names())):
+        object.__setattr__(recipe, field, match(getattr(recipe, field), known) or getattr(recipe, field))
+
+
+def batch_of(recipe: Any, records: int) -> int:
+    """The expected batch size for a run on so many records.
+
+    It is the recipe's; or all of them, where a part of the training set is held out and leaves fewer. A batch that the whole
+    training set could not give either is left as it is, for the plan to refuse.
+    """
+    known = recipe.dataset in data.names()
+    all_records = data.info(recipe.dataset).train_size if known else records
+    batch: int = recipe.batch_size
+    return min(batch, records) if batch <= all_records else batch
 
 
 def seeded_model(name: str, options: Mapping[str, Any], info: DatasetInfo, seed: int | None) -> torch.nn.Module:

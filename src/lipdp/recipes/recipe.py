@@ -17,7 +17,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.losses import CrossEntropy, Loss
 from lipdp.privacy import AdaptiveClip, Allocation
 from lipdp.recipes.options import FitOptions, PlanOptions, RunOptions, fit_options, load_parts, plan_options
-from lipdp.recipes.parts import rate_schedule, seeded_model
+from lipdp.recipes.parts import batch_of, rate_schedule, seeded_model, spell_names
 from lipdp.training import History, PrivacyPlan, evaluate, fit, plan
 from lipdp.training.plan import Method
 
@@ -77,6 +77,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise only show as a strange training run."""
+        spell_names(self)
         for name in ("temperature", "learning_rate", "epochs"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
@@ -156,14 +157,14 @@ def plan_recipe(
     batch_size: int | None = None,
     **budget: Unpack[PlanOptions],
 ) -> PrivacyPlan:
-    """The plan for a training set of this size; no data are read."""
+    """The plan for a training set of this size, in batches of :func:`~lipdp.recipes.parts.batch_of` it; no data are read."""
     # With both a budget and a noise multiplier, the plan finds the largest number of steps instead of using the recipe's.
     both = budget.get("epsilon") is not None and budget.get("noise_multiplier") is not None
     return plan(
         model,
         loss,
         dataset_size=size,
-        batch_size=recipe.batch_size if batch_size is None else batch_size,
+        batch_size=batch_of(recipe, size) if batch_size is None else batch_size,
         delta=recipe.delta,
         epochs=None if both else recipe.epochs,
         allocation=recipe.allocation,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from lipdp._names import choose
 from lipdp.errors import ConfigurationError
 from lipdp.recipes.features import FeatureRecipe
 
@@ -244,8 +245,8 @@ def scattering_recipe(dataset: str, epsilon: float) -> FeatureRecipe:
 
 def nearest_budget(recipes: Mapping[tuple[str, float], FeatureRecipe], dataset: str, epsilon: float) -> FeatureRecipe:
     """Of recipes by dataset and budget, the dataset's whose budget is nearest to ``epsilon``, on a scale of factors."""
-    known = [budget for name, budget in recipes if name == dataset]
-    if not known or not epsilon > 0:
-        names = ", ".join(sorted({name for name, _ in recipes}))
-        raise ConfigurationError(f"there is no recipe on fixed features for {dataset!r} and epsilon={epsilon!r}; datasets: {names}")
-    return recipes[dataset, min(known, key=lambda budget: max(budget / epsilon, epsilon / budget))]
+    if not epsilon > 0:
+        raise ConfigurationError(f"epsilon must be positive, not {epsilon!r}")
+    meant = choose("recipe on fixed features for a dataset", dataset, sorted({name for name, _ in recipes}))
+    known = [budget for name, budget in recipes if name == meant]
+    return recipes[meant, min(known, key=lambda budget: max(budget / epsilon, epsilon / budget))]

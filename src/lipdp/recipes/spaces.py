@@ -1,7 +1,7 @@
 """What a sweep searches: named spaces of settings, those of the papers' tables among them.
 
 A setting is a field of a recipe (``learning_rate``) or, as ``options.NAME``, an option of its model (``options.clip``). Spaces say
-nothing of the data: they are fixed before the first run.
+nothing of the data but their number of records, which is public: no batch is larger. They are fixed before the first run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from lipdp.data import info
+from lipdp import data
+from lipdp._names import choose
 from lipdp.errors import ConfigurationError
 from lipdp.models import registry
 from lipdp.recipes.features import FeatureRecipe
@@ -77,6 +78,12 @@ class Range:
         """The value from what Optuna has stored of it."""
         return stored
 
+    def at_most(self, limit: int) -> Range:
+        """The same up to ``limit``; from its usual share of the end on, where that leaves less than a factor 2."""
+        high = min(self.high, limit)
+        low = self.low if 2 * self.low <= high else high * self.low / self.high
+        return self if high == self.high else dataclasses.replace(self, low=max(1, round(low)) if self.whole else low, high=high)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -93,6 +100,15 @@ class Choice:
     def restore(self, stored: str) -> Any:
         """The value from what Optuna has stored of it."""
         return {repr(value): value for value in self.values}[stored]
+
+    def at_most(self, limit: int) -> Choice:
+        """The same with ``limit`` for all that is above it; where that leaves one only, all of them, scaled down to end at it."""
+        if not all(isinstance(value, int | float) for value in self.values):
+            return self  # for the recipe to refuse
+        kept = tuple(dict.fromkeys(min(value, limit) for value in self.values))
+        if len(kept) < min(2, len(self.values)):
+            kept = tuple(dict.fromkeys(max(1, round(limit * value / max(self.values))) for value in self.values))
+        return self if kept == self.values else dataclasses.replace(self, values=kept)
 
 
 Parameter = Range | Choice
@@ -113,11 +129,14 @@ class Space:
     parameters: tuple[Parameter, ...]
 
     def fitting(self, recipe: Any) -> tuple[Parameter, ...]:
-        """The parameters that this recipe has."""
+        """The parameters that this recipe has; batches are no larger than the training set."""
         kept = tuple(p for p in self.parameters if _has(recipe, p.name) and getattr(p, "model", None) in (None, recipe.model))
         if not kept:
             raise ConfigurationError(f"space {self.name!r} has no setting that recipe {recipe.name!r} knows; choose another")
-        return kept
+        if recipe.dataset not in data.names():
+            return kept
+        records = data.info(recipe.dataset).train_size
+        return tuple(p.at_most(records) if p.name == "batch_size" else p for p in kept)
 
     def without(self, names: Collection[str]) -> Space:
         """The same space, but for the settings of these names."""
@@ -272,7 +291,7 @@ _SPACES = (
             Range("options.scale", 1.0, 6.0),
             Range("options.ridge", 1e-5, 1e-3),
             Range("temperature", 2.0, 16.0),
-            Choice("batch_size", (512, 1024, 4096)),  # more than all rows are all of them
+            Choice("batch_size", (512, 1024, 4096)),
             Choice("epochs", (2, 3, 4, 6, 10)),
             Range("learning_rate", 3.0, 30.0),
             Choice("class_weights", (None, (0.5, 1.0), (0.3, 1.0))),
@@ -289,15 +308,13 @@ def space_names() -> tuple[str, ...]:
 
 def get_space(name: str) -> Space:
     """A space by name."""
-    if name not in _BY_NAME:
-        raise ConfigurationError(f"there is no search space named {name!r}; there are {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
+    return _BY_NAME[choose("search space", name, _BY_NAME)]
 
 
 def default_space(recipe: Any) -> Space:
     """Ours for this kind of recipe."""
     if recipe.dataset.startswith("adbench/"):
-        return _BY_NAME["tabular" if info(recipe.dataset).train_size > 10_000 else "tabular-small"]
+        return _BY_NAME["tabular" if data.info(recipe.dataset).train_size > 10_000 else "tabular-small"]
     if isinstance(recipe, FeatureRecipe):
         return _BY_NAME["features"]
     return _BY_NAME["clipless" if getattr(recipe, "method", "clipless") == "clipless" else "clipping"]

@@ -83,7 +83,7 @@ class Sweep:
         parts = {
             "recipe": dataclasses.asdict(self.recipe),
             "epsilon": self.epsilon,
-            "space": dataclasses.asdict(self.chosen_space),
+            "space": {"name": self.chosen_space.name, "parameters": self.chosen_space.fitting(self.recipe)},
             "validation_fraction": self.validation_fraction,
             "evaluations": self.evaluations,
         }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from lipdp._dtypes import Types
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large
 
@@ -38,7 +39,7 @@ class Rows:
         self.whole = len(chosen) == len(stored) and bool((chosen == torch.arange(len(chosen), device=chosen.device)).all())
         self._stored, self._chosen = stored, chosen.to(stored.device)
         self.shape = torch.Size((len(chosen), *stored.shape[1:]))
-        self.ndim = stored.ndim
+        self.ndim, self.dtype, self.layout = stored.ndim, stored.dtype, stored.layout
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -83,7 +84,7 @@ def check_dataset(dataset: Any) -> int:
 
 
 def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
-    """The records at ``indices`` as two tensors (inputs, targets), also when there are none of them."""
+    """The records at ``indices`` as two tensors (inputs, targets) of the types that they have, also when there are none of them."""
     # The short ways are for torch's own classes: a subclass with a __getitem__ of its own gives other records.
     if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
         return gather(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.long)[indices])
@@ -96,10 +97,28 @@ def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
         records = [dataset[i] for i in chosen]
         if not all(isinstance(record, tuple | list) for record in records):
             raise DataError(f"a record must be a pair (input, target); this dataset gives a {type(records[0]).__name__}")
-        tensors = [part[: len(indices)] for part in default_collate(records)]
-    if len(tensors) != 2 or not all(isinstance(part, torch.Tensor) for part in tensors):
+        if any(len(record) != 2 for record in records):
+            raise DataError(f"a record must be a pair (input, target); this dataset gives {len(records[0])} parts")
+        tensors = [_stacked(what, [r[k] for r in records])[: len(indices)] for k, what in enumerate(("input", "target"))]
+    if len(tensors) != 2:
         raise DataError(f"a record must be a pair (input, target) of tensors; this dataset gives {len(tensors)} parts")
     return tensors[0], tensors[1]
+
+
+def _stacked(what: str, values: list[Any]) -> torch.Tensor:
+    """The inputs, or the targets, of some records as one tensor: tensors, arrays or numbers, all of one shape."""
+    try:
+        stacked = default_collate(values)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"the {what}s of these records can't be put into one tensor ({error}). Give tensors, arrays or numbers, all of one "
+            "shape."
+        ) from error
+    if not isinstance(stacked, torch.Tensor):
+        kind = type(values[0]).__name__
+        hint = "number the classes from 0" if isinstance(values[0], str) and what == "target" else "make tensors of them"
+        raise DataError(f"a record's {what} must be a tensor, an array or a number; this dataset gives a {kind}: {hint}")
+    return stacked
 
 
 def gather_lazily(dataset: Dataset[Any], indices: torch.Tensor) -> LazyBatch:
@@ -137,19 +156,24 @@ def check_batch(inputs: Any, targets: Any, shape: tuple[int, ...] | None) -> Non
         raise DataError(f"the plan is for examples of shape {shape}, not {tuple(inputs.shape[1:])}")
 
 
-def check_finite(dataset: Dataset[Any], chunk: int | None = None) -> None:
-    """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it."""
+def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types | None = None) -> None:
+    """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it.
+
+    With ``types``, records are looked at as the model and the loss will get them: 1e300 is finite, and infinite in float32.
+    """
     size, start = check_dataset(dataset), 0
     entries = gather(dataset, torch.arange(1))[0].numel()
-    for batch in slices(dataset, chunk or rows_at_once(entries, torch.device("cpu"))):
-        for part in batch:
+    for inputs, targets in slices(dataset, chunk or rows_at_once(entries, torch.device("cpu"))):
+        for number, given in enumerate((inputs, targets)):
+            part = given if types is None else types.targets(given) if number else types.inputs(given)
             finite = _finite_rows(part)
             if finite is not None and not bool(finite.all()):
+                beyond = "" if part.dtype == given.dtype else f", as {str(part.dtype).removeprefix('torch.')}"
                 raise DataError(
-                    f"record {start + int((~finite).nonzero()[0])} of {size} contains a NaN or an infinity, and there may be more: "
-                    "no sensitivity bound holds for it. Remove or repair such records first."
+                    f"record {start + int((~finite).nonzero()[0])} of {size} contains a NaN or an infinity{beyond}, and there may "
+                    "be more: no sensitivity bound holds for it. Remove or repair such records first."
                 )
-        start += len(batch[0])
+        start += len(inputs)
 
 
 def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False) -> int:
@@ -172,22 +196,28 @@ def rows_at_once(entries: int, device: torch.device) -> int:
 
 
 def microbatches(
-    inputs: torch.Tensor | Rows, targets: torch.Tensor, size: int, device: torch.device
+    inputs: torch.Tensor | Rows,
+    targets: torch.Tensor,
+    size: int,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(inputs, targets, mask) of exactly ``size`` rows each: memory is capped and shapes never change.
+    """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
     The last one is filled up with copies of its first row under mask 0, rather than zeros: a real record is something the
     model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their place, since
     0·NaN is NaN. An empty batch has no microbatch.
     """
     count = inputs.shape[0]
-    views = isinstance(inputs, Rows) and inputs.whole
+    of_inputs, of_targets = dtypes or (inputs.dtype, targets.dtype)
+    views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype
     for start in range(0, count, size):
         if isinstance(inputs, Rows):
             x = inputs.filled(start, size).to(device, non_blocking=True)
         else:
             x = _filled(inputs[start : start + size].to(device, non_blocking=True), size)
         y = _filled(targets[start : start + size].to(device, non_blocking=True), size)
+        x, y = x.to(of_inputs), y.to(of_targets)  # on the device: bytes travel faster than floats
         mask = torch.arange(size, device=device) < count - start
         (x, finite_x), (y, finite_y) = _zero_where_not_finite(x), _zero_where_not_finite(y)
         for finite in (finite_x, finite_y):

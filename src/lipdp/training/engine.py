@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from lipdp._dtypes import Types
+from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
 from lipdp.memory import keep_freed_memory
@@ -20,7 +22,6 @@ from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
-from lipdp.bounds import program_of
 from lipdp.program import find_input_shape
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
@@ -104,6 +105,7 @@ class PrivacyEngine:
         self._augmentation = augmentation
         self._settled: Settled | None = None
         self.loss = self._query.loss
+        self._types = Types(model, self.loss)
         self.ledger = Ledger(
             run=plan.run,
             delta=plan.delta,
@@ -174,10 +176,15 @@ class PrivacyEngine:
             yield poisson_indices(size, self.plan.sampling_rate, self._streams.sample(number))
 
     def step(self, inputs: torch.Tensor | Rows, targets: torch.Tensor) -> None:
-        """One private step on a Poisson batch (of any size, 0 included)."""
+        """One private step on a Poisson batch (of any size, 0 included).
+
+        Inputs and targets may be of other types than the model's: floating-point numbers of any precision, whole numbers,
+        booleans; they are converted a microbatch at a time. Token ids stay whole numbers.
+        """
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
+        dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         self._watch.restore_modes()
         self._watch.check_structure()
         if self._watch.changed or not self._query.stands:
@@ -188,7 +195,7 @@ class PrivacyEngine:
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
         copies = self._copies(number)
-        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies)
+        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies, dtypes)
         with self._streams.model(number), constant_state(self.model):
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
@@ -243,7 +250,7 @@ class PrivacyEngine:
             raise ConfigurationError("statistics are released before the first step: the weights were trained without them")
         self.ledger.charge_release(STATISTICS)
         moments = release_moments(
-            program_of(self.model, self._input_shape).reaching(layer),
+            program_of(self.model, self._input_shape),
             layer,
             train,
             multiplier=planned[STATISTICS],
@@ -270,6 +277,7 @@ class PrivacyEngine:
         query.prove()  # before anything is taken over
         self._settled, self._input_shape = made, made.shape
         self._query = self._mechanism.query = query
+        self._types = Types(made.rest, self.loss)
         self._check_plan()
         self.microbatch_size = self._microbatch_size()
         return self._settled.dataset
@@ -384,7 +392,8 @@ class PrivacyEngine:
             self._settled.check()
         self._query.prove()
         self._mechanism.forget()
-        self._mechanism.at(min(self.steps, plan.steps - 1))
+        for phase in (*plan.phases, plan.phase(min(self.steps, plan.steps - 1))):  # the present one last: it is kept
+            self._mechanism.at(phase.start)
         spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
         if spent > plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(

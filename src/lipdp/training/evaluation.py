@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lipdp._dtypes import Types
 from lipdp.training.batches import check_dataset, gather
 from lipdp.training.settings import per_example_loss
 
@@ -27,10 +28,14 @@ def evaluate(
     batch_size: int = 1024,
     device: torch.device | str | None = None,
 ) -> dict[str, float]:
-    """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted."""
+    """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted.
+
+    Their types are converted to the model's, as in training.
+    """
     size = check_dataset(dataset)
     place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), torch.device("cpu"))
     known = per_example_loss(loss)
+    types = Types(model, known)
     if isinstance(known, torch.nn.Module):
         known.to(place)
     modes = [(module, module.training) for module in model.modules()]
@@ -40,7 +45,7 @@ def evaluate(
         with torch.no_grad():
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
-                outputs, targets = model(inputs.to(place)), targets.to(place)
+                outputs, targets = model(types.inputs(inputs.to(place))), types.targets(targets.to(place))
                 total += float(known(outputs, targets).double().sum())
                 if targets.ndim == 1 and not targets.is_floating_point():
                     classified = True

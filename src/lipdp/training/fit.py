@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._dtypes import Types
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
@@ -54,7 +55,8 @@ def fit(
         loss: the loss that was planned for.
         optimizer: any torch optimiser over the model's parameters.
         plan: from :func:`lipdp.plan`.
-        train: a map-style dataset of (input, target) pairs. It is sampled by real Poisson sampling.
+        train: a map-style dataset of (input, target) pairs. It is sampled by real Poisson sampling. Numbers of other types than
+            the model's are converted (float64, pixels as bytes, booleans); token ids stay whole numbers.
         validation: a dataset for the metrics in the history. Its records are not protected by the guarantee.
         callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
         seed: for repeatable runs; a secret. See :class:`~lipdp.PrivacyEngine`.
@@ -76,7 +78,7 @@ def fit(
     Returns:
         The history; ``history.epsilon`` is what was really spent.
     """
-    check_finite(train)
+    check_finite(train, types=Types(model, loss))
     if validation is not None:
         check_dataset(validation)
     file = None if checkpoint is None else Path(checkpoint)

@@ -45,6 +45,7 @@ def gradient_sum(
     device: torch.device,
     precision: str = "float32",
     copies: Copies | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     counts: LayerCounts | None = None,
     replayed: Backward | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -52,13 +53,14 @@ def gradient_sum(
 
     With ``copies``, loss_i is the mean over the example's K copies; they go through the network as rows of their own, whose
     gradients are summed and divided by K at the end, so that layers that clip cotangents see each copy's own. Rows whose
-    contribution is not finite are left out (one by one, so that no other is affected). ``counts`` notes norms on the way.
+    contribution is not finite are left out (one by one, so that no other is affected). ``dtypes`` are what inputs and targets are
+    converted to. ``counts`` notes norms on the way.
     ``replayed`` stands for :func:`backward` with the same model, loss and parameters.
     """
     many = copies or Copies()
     size = max(1, microbatch_size // many.count)
     sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
-    for x, y, mask in microbatches(inputs, targets, size, device):
+    for x, y, mask in microbatches(inputs, targets, size, device, dtypes):
         with arithmetic(precision, device):
             rows = many.rows(x), many.repeat(y), many.repeat(mask)
             _accumulate(sums, backward(model, loss, parameters, *rows) if replayed is None else replayed(*rows))
@@ -66,7 +68,7 @@ def gradient_sum(
             counts.collect(mask, many.count)
     if not _all_finite(sums):
         sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
-        for x, y, mask in microbatches(inputs, targets, size, device):
+        for x, y, mask in microbatches(inputs, targets, size, device, dtypes):
             with arithmetic(precision, device):
                 _accumulate_finite(sums, model, loss, parameters, many.rows(x), many.repeat(y), many.repeat(mask))
             if counts is not None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import is_number
+from lipdp.privacy._checks import is_number, positive, whole
 
-__all__ = ["Phase", "Schedule", "cosine_schedule", "linear_schedule", "make_phases", "segments"]
+__all__ = ["Phase", "Schedule", "cosine_schedule", "linear_schedule", "make_phases", "read_schedule", "segments"]
 
 Schedule = Iterable[tuple[float, float]]
 """(from this fraction of the run on, this factor), in order; it starts with (0.0, 1.0)."""
@@ -34,6 +34,11 @@ class Phase:
     noise: float = 1.0
     clip: float = 1.0
     frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        whole("a phase's first step", self.start, least=0)
+        for name in ("noise", "clip"):
+            positive(f"the {name} factor of the phase from step {self.start} on", getattr(self, name))
 
 
 def linear_schedule(last: float, levels: int = 8) -> tuple[tuple[float, float], ...]:
@@ -73,9 +78,15 @@ def make_phases(
         clip: schedule of the factor on clipping norms.
         noise: schedule of the factor on the noise multiplier.
         freeze: prefix of parameter names → fraction of the run after which they are no longer trained.
+
+    A change takes place at the nearest step, but not at the first: that one is as planned, with all factors 1 and nothing frozen,
+    and the noise of a plan's groups is its noise. Of changes that fall on one step the last holds; what falls behind the last step
+    is left out.
     """
     trained = list(names)
-    clips, noises = _steps_of("clip_schedule", clip, steps), _steps_of("noise_schedule", noise, steps)
+    clips, noises = (_factors(read_schedule(n, s), steps) for n, s in (("clip_schedule", clip), ("noise_schedule", noise)))
+    if not isinstance(freeze, Mapping | None):
+        raise ConfigurationError(f"freeze gives prefixes of parameter names fractions of the run, as a mapping, not {freeze!r}")
     frozen_from: dict[str, int] = {}
     for prefix, fraction in (freeze or {}).items():
         if not (is_number(fraction) and 0 < fraction < 1):
@@ -86,7 +97,7 @@ def make_phases(
                 f"freeze names {prefix!r}, and no trained parameter is called that; they are {', '.join(trained)}"
             )
         for name in members:
-            frozen_from[name] = min(max(1, round(fraction * steps)), frozen_from.get(name, steps))
+            frozen_from[name] = min(_start(float(fraction), steps), frozen_from.get(name, steps))
     if trained and len(frozen_from) == len(trained) and max(frozen_from.values()) < steps:
         raise ConfigurationError("freeze leaves nothing to train at the end of the run; leave one layer out of it")
     starts = sorted({0, *clips, *noises, *(start for start in frozen_from.values() if start < steps)})
@@ -101,25 +112,43 @@ def make_phases(
     )
 
 
-def _steps_of(name: str, schedule: Schedule | None, steps: int) -> dict[int, float]:
-    """First step → factor."""
-    found: dict[int, float] = {}
-    last = -1.0
-    for point in ((0.0, 1.0),) if schedule is None else tuple(schedule):
+def read_schedule(name: str, schedule: Schedule | None) -> tuple[tuple[float, float], ...] | None:
+    """The schedule as plain pairs of numbers: it is read more than once, and a generator can be read once only."""
+    if schedule is None:
+        return None
+    if not isinstance(schedule, Iterable):
+        raise ConfigurationError(f"{name} is a sequence of pairs (fraction of the run, factor), not {schedule!r}")
+    pairs: list[tuple[float, float]] = []
+    for point in schedule:
         if not (isinstance(point, tuple | list) and len(point) == 2):
             raise ConfigurationError(f"{name} is a sequence of pairs (fraction of the run, factor), not {point!r}")
         fraction, factor = point
+        last = pairs[-1][0] if pairs else -1.0
         if not (is_number(fraction) and is_number(factor) and last < fraction < 1 and factor > 0):
             raise ConfigurationError(
                 f"{name} has the pair ({fraction!r}, {factor!r}): fractions rise from 0 to below 1, factors are positive"
             )
-        if last < 0 and (fraction, factor) != (0, 1):
+        if not pairs and (fraction, factor) != (0, 1):
             raise ConfigurationError(
                 f"{name} starts with (0.0, 1.0), the value that the plan is given, not ({fraction!r}, {factor!r})"
             )
-        found[round(fraction * steps)] = float(factor)
-        last = fraction
-    return {start: factor for start, factor in found.items() if start < steps} or {0: 1.0}
+        pairs.append((float(fraction), float(factor)))
+    return tuple(pairs)
+
+
+def _factors(schedule: Sequence[tuple[float, float]] | None, steps: int) -> dict[int, float]:
+    """First step → factor."""
+    factors = {0: 1.0}
+    for fraction, factor in schedule or ():
+        start = _start(fraction, steps) if fraction > 0 else 0
+        if start < steps:
+            factors[start] = factor
+    return factors
+
+
+def _start(fraction: float, steps: int) -> int:
+    """The step from which on a change at this fraction of the run holds; the first one is as planned."""
+    return max(1, round(fraction * steps))
 
 
 def segments(phases: Sequence[Phase], steps: int, multiplier: float) -> tuple[tuple[float, int], ...]:

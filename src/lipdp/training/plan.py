@@ -133,6 +133,8 @@ class PrivacyPlan:
         for name, known in {"clipping_style": Style, "clip": Clip}.items():
             if getattr(self, name) not in get_args(known):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(get_args(known))}")
+        if not (is_number(self.stability) and self.stability > 0):
+            raise ConfigurationError(f"a plan's stability is a finite number above 0, not {self.stability!r}")
         if set(self.adaptive_clips) - {name for name, _ in self.clips} or (self.adaptive_clips and self.adaptive is None):
             raise ConfigurationError(
                 "a plan's adaptive_clips are among its clips, and come with how they adapt; this one was changed"

@@ -12,7 +12,7 @@ import torch
 
 from lipdp.bounds import Analysis, convolution_notes
 from lipdp.clipping.styles import Clip, Style
-from lipdp.errors import ConfigurationError, LipdpWarning
+from lipdp.errors import ConfigurationError, LipdpError, LipdpWarning
 from lipdp.losses import as_loss
 from lipdp.privacy import (
     Accountant,
@@ -26,10 +26,10 @@ from lipdp.privacy import (
     longest_run,
     run_epsilon,
 )
-from lipdp.privacy._checks import is_number
+from lipdp.privacy._checks import is_number, positive
 from lipdp.training.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
 from lipdp.training.noise import NoiseSettings
-from lipdp.training.phases import Phase, Schedule, make_phases, segments
+from lipdp.training.phases import Phase, Schedule, make_phases, read_schedule, segments
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.settings import (
     ROUNDOFF,
@@ -137,10 +137,14 @@ def plan(
     check_method(method, max_grad_norm)
     check_counts(dataset_size, batch_size, steps, epochs)
     _check_privacy(epsilon, delta, dataset_size, noise_multiplier)
+    # numpy's numbers, too, become what JSON can hold.
+    delta, stability = float(delta), positive("stability", stability)
+    epsilon, noise_multiplier = (None if value is None else float(value) for value in (epsilon, noise_multiplier))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
     shape = None if input_shape is None else tuple(input_shape)
+    clip_schedule, noise_schedule = read_schedule("clip_schedule", clip_schedule), read_schedule("noise_schedule", noise_schedule)
     groups, analysis = make_groups(
         model,
         loss,
@@ -181,7 +185,7 @@ def plan(
         counts=len(followed),
     )
     stds = settings.stds({group.name: group.sensitivity for group in groups}, {group.name: group.size for group in groups})
-    return PrivacyPlan(
+    decided = PrivacyPlan(
         method=method,
         dataset_size=dataset_size,
         batch_size=batch_size,
@@ -210,6 +214,32 @@ def plan(
         releases=paid,
         notes=() if analysis is None else _notes(model, analysis, shape, paid, dataset_size),
     )
+    _check_phases(decided, settings, analysis, next(p.dtype for p in model.parameters() if p.requires_grad))
+    return decided
+
+
+def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analysis | None, dtype: torch.dtype) -> None:
+    """Refuse now what the run would stumble on when it gets there: a phase whose noise no floating-point number can hold."""
+    limits = torch.finfo(torch.promote_types(dtype, torch.float32))
+    enforced = {group.name: group.sensitivity for group in decided.groups if group.source == "clipped"}
+    for phase in decided.phases:
+        clips = {name: value * phase.clip for name, value in decided.clips}
+        proved = {} if analysis is None else analysis.at_limits({n: c for n, c in clips.items() if n not in enforced})
+        bounds = {**proved, **{name: clips.get(name, bound) for name, bound in enforced.items()}}
+        live = {group.name: group.size for group in decided.groups if not set(group.parameters) <= set(phase.frozen)}
+        present = {name: bounds[name] for name in live}
+        factors = f"the schedules' factors in the phase from step {phase.start} on (clip {phase.clip:g}, noise {phase.noise:g})"
+        try:
+            stds = settings.stds(present, live, phase.noise)
+        except LipdpError as error:
+            raise ConfigurationError(f"{factors} can't be meant: {error}") from error
+        outside = [name for name, c in clips.items() if not limits.tiny <= c <= limits.max]
+        outside += [name for name, std in stds.items() if present[name] > 0 and not limits.tiny <= std <= limits.max]
+        if outside:
+            raise ConfigurationError(
+                f"{factors} leave {outside[0]!r} with a clipping norm or noise out of the range of {limits.dtype}. Use factors "
+                "nearer to 1."
+            )
 
 
 def _notes(

@@ -37,13 +37,14 @@ _SAME = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Sample:
-    """One Poisson sample and how it goes through the model."""
+    """One Poisson sample and how it goes through the model; ``dtypes`` are what the model and the loss take."""
 
     inputs: torch.Tensor | Rows
     targets: torch.Tensor
     microbatch_size: int
     device: torch.device
     copies: Copies = field(default_factory=Copies)
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ class ProvedQuery:
                     device=batch.device,
                     precision=self.plan.precision,
                     copies=batch.copies,
+                    dtypes=batch.dtypes,
                     counts=counts if counts.layers else None,
                     replayed=replayed,
                 )
@@ -284,7 +286,7 @@ class ClippedQuery:
         norms = {group.name: bounds[group.name] for group in active}
         max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
         with _only_trained(self.model, parameters):
-            for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device):
+            for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes):
                 with arithmetic(plan.precision, batch.device):
                     found = clipping(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
                 for name, gradient in found.sums.items():

@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
+from lipdp._dtypes import Types
 from lipdp.bounds import Bound, Call, Transfer, analyse, rule
 from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import ConfigurationError
@@ -156,7 +157,7 @@ def settle(
     bound = analysis.output
     shape = tuple(bound.shape)
     rows = rows_at_once((copies or 1) * math.prod(shape), device)
-    stored = _apply(analysis.program, dataset, device, rows, copies, bound.norm * (1 - _MARGIN), in_place)
+    stored = _apply(analysis.program, Types(model), dataset, device, rows, copies, bound.norm * (1 - _MARGIN), in_place)
     # What works in place must not get the stored rows themselves.
     in_place_later = any(getattr(module, "inplace", False) for _, layer in layers[count:] for module in layer.modules())
     kind = nn.BoundedInput if in_place_later else _StoredInput
@@ -171,14 +172,21 @@ def _content(fixed: torch.nn.Module, copy: bool = False) -> tuple[str, list[torc
 
 
 def _apply(
-    fixed: Program, dataset: Any, device: torch.device, rows: int, copies: int | None, radius: float, in_place: bool
+    fixed: Program,
+    types: Types,
+    dataset: Any,
+    device: torch.device,
+    rows: int,
+    copies: int | None,
+    radius: float,
+    in_place: bool,
 ) -> TensorDataset:
     size, start = check_dataset(dataset), 0
     stored: torch.Tensor | None = None
     targets = []
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         for inputs, labels in slices(dataset, rows):
-            x = inputs.to(device)
+            x = types.inputs(inputs.to(device))
             y = fixed(x.flatten(0, 1) if copies else x)
             y = y if math.isinf(radius) else to_ball(y, radius)
             y = y.unflatten(0, (len(x), copies)) if copies else y

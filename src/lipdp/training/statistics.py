@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lipdp import nn
+from lipdp._dtypes import Types
 from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.moments import Moments, moment_stds, private_moments
+from lipdp.program import Program
 from lipdp.training.batches import gather, rows_at_once, slices
 
 __all__ = ["describe_release", "find_standardize", "release_moments"]
@@ -33,7 +35,7 @@ def find_standardize(model: torch.nn.Module) -> nn.Standardize:
 
 
 def release_moments(
-    front: Callable[[torch.Tensor], torch.Tensor],
+    program: Program,
     layer: nn.Standardize,
     dataset: Any,
     *,
@@ -47,15 +49,16 @@ def release_moments(
 ) -> Moments:
     """Mean (and variance) of each channel of what reaches ``layer``, by one Gaussian mechanism of this multiplier.
 
-    ``front`` is the part of the model's program in front of the layer (a frozen feature extractor, or nothing). Where records hold several
+    What lies in front of the layer is run as the program says (a frozen feature extractor, or nothing). Where records hold several
     precomputed copies, a record's moments are the means of its copies'.
     """
-    entries = math.prod(gather(dataset, torch.arange(1))[0].shape)
+    entries, types = math.prod(gather(dataset, torch.arange(1))[0].shape), Types(program.model)
+    front = program.reaching(layer)
 
     def features() -> Iterator[torch.Tensor]:
         for inputs, _ in slices(dataset, min(rows, rows_at_once(entries, device))):
             stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape)
-            x = inputs.to(device)
+            x = types.inputs(inputs.to(device))
             with torch.no_grad():
                 reached = front(x.flatten(0, 1) if stored else x)
             yield reached.reshape(len(inputs), copies if stored else 1, *reached.shape[1:])
