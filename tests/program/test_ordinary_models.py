@@ -85,7 +85,7 @@ def tied() -> torch.nn.Module:
 
 
 def between(network: torch.nn.Module, shape: tuple[int, ...]) -> torch.nn.Module:
-    return between_boundaries(network, shape)
+    return between_boundaries(network, shape, clip=1.0)
 
 
 def converted(network: torch.nn.Module, shape: tuple[int, ...]) -> torch.nn.Module:
@@ -100,7 +100,12 @@ IMAGE = (1, 8, 8)
 HAND: dict[str, Callable[[], torch.nn.Module]] = {
     "linear": lambda: bounded(L(4, 3)),
     "readme": lambda: nn.Sequential(
-        nn.BoundedInput(IMAGE, norm=1.0, mode="sphere"), nn.Flatten(), L(64, 64, bias=False), nn.GroupSort(2), L(64, 10), nn.ClipGradient(0.2)
+        nn.BoundedInput(IMAGE, norm=1.0, mode="sphere"),
+        nn.Flatten(),
+        L(64, 64, bias=False),
+        nn.GroupSort(2),
+        L(64, 10),
+        nn.ClipGradient(0.2),
     ),
     "contract": lambda: bounded(
         nn.SpectralConv2d(1, 4, kernel_size=3, padding=1), nn.GroupSort(2), nn.L2NormPool2d(2), nn.Flatten(), L(64, 10), shape=IMAGE
@@ -111,7 +116,12 @@ HAND: dict[str, Callable[[], torch.nn.Module]] = {
     "frozen front": Frozen,
     "tied layers": tied,
     "guide": lambda: nn.Sequential(
-        nn.BoundedInput((64,)), T.Linear(64, 128), T.ReLU(), nn.Boundary(norm=1.0, cotangent=0.1), T.Linear(128, 10), nn.ClipGradient(0.1)
+        nn.BoundedInput((64,)),
+        T.Linear(64, 128),
+        T.ReLU(),
+        nn.Boundary(norm=1.0, cotangent=0.1),
+        T.Linear(128, 10),
+        nn.ClipGradient(0.1),
     ),
     "in-place relu": lambda: bounded(L(4, 4), T.ReLU(inplace=True), L(4, 3)),
     "functional in-place": lambda: bounded(Forward(lambda m, x: F.relu(m.a(x), inplace=True), a=L(4, 4)), L(4, 3)),
@@ -132,7 +142,9 @@ HAND: dict[str, Callable[[], torch.nn.Module]] = {
     "adaptive pooling": lambda: bounded(T.AdaptiveAvgPool2d(2), nn.Flatten(), L(4, 3), shape=IMAGE),
     "upsampling": lambda: bounded(T.Upsample(scale_factor=2), nn.Flatten(), L(256, 3), shape=IMAGE),
     "padding": lambda: bounded(T.ZeroPad2d(1), nn.Flatten(), L(100, 3), shape=IMAGE),
-    "orthogonal convolution": lambda: bounded(nn.SpectralConv2d(1, 4, 3, padding=1, constraint=constraint.AOC()), nn.Flatten(), L(256, 3), shape=IMAGE),
+    "orthogonal convolution": lambda: bounded(
+        nn.SpectralConv2d(1, 4, 3, padding=1, constraint=constraint.AOC()), nn.Flatten(), L(256, 3), shape=IMAGE
+    ),
     "cayley": lambda: bounded(L(4, 4, constraint=constraint.Cayley()), L(4, 3)),
     "matrix exponential": lambda: bounded(L(4, 4, constraint=constraint.MatrixExp()), L(4, 3)),
     "householder": lambda: bounded(L(4, 4, constraint=constraint.Householder()), L(4, 3)),

@@ -277,7 +277,11 @@ def _first_infinite_norm(program: Program, forward: Forward) -> str:
         inputs = [as_bound(forward.bounds[source]).norm for source in forward.sources[node]]
         if all(map(math.isfinite, inputs)) and not math.isfinite(as_bound(transfer.output).norm):
             return describe(node, program.modules) + (f": {transfer.why_infinite}" if transfer.why_infinite else "")
-        if not program.input_dtype.is_floating_point and transfer.why_infinite and not math.isfinite(as_bound(transfer.output).norm):
+        if (
+            not program.input_dtype.is_floating_point
+            and transfer.why_infinite
+            and not math.isfinite(as_bound(transfer.output).norm)
+        ):
             return f"{describe(node, program.modules)}: {transfer.why_infinite}"  # it reads token ids, which have no norm
     return "the model's input, whose norm nothing bounds"
 

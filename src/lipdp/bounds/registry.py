@@ -83,7 +83,9 @@ class Call:
             )
         dims = tuple(int(d) % rank for d in (value if isinstance(value, tuple | list) else (value,)))
         if not dims:
-            raise UnsupportedError(f"{self.where} names no dimensions, which torch takes for all of them, the batch included. Name some.")
+            raise UnsupportedError(
+                f"{self.where} names no dimensions, which torch takes for all of them, the batch included. Name some."
+            )
         if 0 in dims:
             raise UnsupportedError(
                 f"{self.where} works along dimension 0, the batch: it mixes examples, so one example's influence can't be "

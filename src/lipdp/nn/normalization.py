@@ -27,7 +27,9 @@ class LayerCentering(torch.nn.Module):
         super().__init__()
         self.dim = None if dim is None else ((dim,) if isinstance(dim, int) else tuple(dim))
         if self.dim is not None and (0 in self.dim or not self.dim):
-            raise ConfigurationError("LayerCentering over dimension 0, or over none, would average over the batch; use dimensions from 1 on")
+            raise ConfigurationError(
+                "LayerCentering over dimension 0, or over none, would average over the batch; use dimensions from 1 on"
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Centre each example."""

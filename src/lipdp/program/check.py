@@ -80,7 +80,8 @@ def _compare(program: Program, x: torch.Tensor, gradients: bool) -> None:
     expected, wanted = _evaluate(program.model, program, x, gradients)
     got, given = _evaluate(program, program, x, gradients)
     why = (
-        "What the graph shows is not what forward does: look for writes in place through another name or a view, for choices made by "
+        "What the graph shows is not what forward does: look for writes in place through another name or a view, for choices "
+        "made by "
         "the type, the batch size or a counter, for numbers read off a parameter (.item(), .tolist(), .data), for torch.no_grad"
         " or autocast"
     )
@@ -130,7 +131,8 @@ def _compare_alone(program: Program, x: torch.Tensor) -> None:
         if not _close(alone[0], first[row], _ALONE, scale=first):
             raise UnsupportedError(
                 f"{type(program.model).__name__} gives an example another output in company than alone (they differ by "
-                f"{float((alone[0] - first[row]).abs().nan_to_num().max()):.2g}): examples are mixed, so one example's influence can't be "
+                f"{float((alone[0] - first[row]).abs().nan_to_num().max()):.2g}): examples are mixed, so one example's influence "
+                "can't be "
                 "bounded. A layer's own rule may be wrong."
             )
 

@@ -227,8 +227,10 @@ class Program:
         for part, shape in zip(parts, self.shapes[node], strict=True):
             if part.shape[0] != rows or part.shape[1:] != shape:
                 raise UnsupportedError(
-                    f"{describe(node, self.modules)} gives shape {tuple(part.shape)} for {rows} examples ({line_of(node)}), and ({rows}, "
-                    f"{', '.join(map(str, shape))}) was proved: what it computes depends on how many examples there are. Use fixed sizes."
+                    f"{describe(node, self.modules)} gives shape {tuple(part.shape)} for {rows} examples ({line_of(node)}), and "
+                    f"({rows}, "
+                    f"{', '.join(map(str, shape))}) was proved: what it computes depends on how many examples there are. Use "
+                    "fixed sizes."
                 )
 
 

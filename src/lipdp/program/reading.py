@@ -1,7 +1,7 @@
 """Reading a graph: what every node evaluates to, and whether the graph says all there is to say.
 
-The graph is run on zeros at two batch sizes. Each node is then an activation (a tensor with a row for each example), a constant, or a
-number that follows from how many examples there are, which no bound may rest on.
+The graph is run on zeros at two batch sizes. Each node is then an activation (a tensor with a row for each example), a constant,
+or a number that follows from how many examples there are, which no bound may rest on.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def _note_shapes(reading: Reading, node: fx.Node, value: Any, batch: int, module
     shapes = tuple(tuple(part.shape[1:]) for part in parts)
     if reading.shapes.setdefault(node, shapes) != shapes:
         raise UnsupportedError(
-            f"{describe(node, modules)} gives one example the shape {reading.shapes[node]} or {shapes}, depending on how many examples "
-            "the batch has: bounds on one example can't depend on the others. Use fixed sizes, and unsqueeze before combining tensors "
+            f"{describe(node, modules)} gives one example the shape {reading.shapes[node]} or {shapes}, depending on how many "
+            "examples "
+            "the batch has: bounds on one example can't depend on the others. Use fixed sizes, and unsqueeze before combining "
+            "tensors "
             "of different rank."
         )
 
 
-def _role(
-    node: fx.Node, value: Any, roles: dict[fx.Node, Role], placeholder: fx.Node, modules: dict[str, torch.nn.Module]
-) -> Role:
+def _role(node: fx.Node, value: Any, roles: dict[fx.Node, Role], placeholder: fx.Node, modules: dict[str, torch.nn.Module]) -> Role:
     """By where a value comes from, not by what it is: numbers of the batch size may agree at the sizes that are tried."""
     if node is placeholder:
         return "activation"
@@ -160,7 +160,8 @@ def _metadata(node: fx.Node, value: Any, modules: dict[str, torch.nn.Module]) ->
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         return "constant" if isinstance(dim, int) and (dim > 0 or dim == -1) and _rank(node) > 1 else "varying"
     raise UnsupportedError(
-        f"{describe(node, modules)} turns activations into Python values ({line_of(node)}), which the calculus would take for constants. "
+        f"{describe(node, modules)} turns activations into Python values ({line_of(node)}), which the calculus would take for "
+        "constants. "
         "Keep to tensor operations that have rules."
     )
 
@@ -197,12 +198,14 @@ def refuse_random(model: torch.nn.Module, graph: fx.Graph, again: fx.Graph) -> N
         if a[:3] != b[:3] or not _equal(a[3], b[3]):
             raise UnsupportedError(
                 f"{type(model).__name__}.forward does something else each time it is traced ({a[4]}, at "
-                f"'{a[1] or 'a tensor it makes'}'): random numbers or a counter. The calculus would take one draw for a constant. Use "
+                f"'{a[1] or 'a tensor it makes'}'): random numbers or a counter. The calculus would take one draw for a "
+                "constant. Use "
                 "torch.nn.Dropout for random masks, or a module with a rule (lipdp.bounds.rule)."
             )
     if len(first) != len(second):
         raise UnsupportedError(
-            f"{type(model).__name__}.forward does something else each time it is traced: {len(first)} operations, then {len(second)}. Take "
+            f"{type(model).__name__}.forward does something else each time it is traced: {len(first)} operations, then "
+            f"{len(second)}. Take "
             "out what counts or draws."
         )
 
@@ -212,7 +215,8 @@ def refuse_hidden_changes(modules: dict[str, torch.nn.Module]) -> None:
     registered = [name for name in _GLOBAL_HOOKS if getattr(torch.nn.modules.module, name)]
     if registered:
         raise UnsupportedError(
-            "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which can change "
+            "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which can "
+            "change "
             "what every layer computes; no bound would be proved. Remove them."
         )
     for name, module in modules.items():
@@ -256,7 +260,8 @@ def _may_write(node: fx.Node, modules: dict[str, torch.nn.Module]) -> bool:
 
 def _in_place_error(node: fx.Node, modules: dict[str, torch.nn.Module]) -> UnsupportedError:
     return UnsupportedError(
-        f"{describe(node, modules)} works in place on a tensor that something else may read ({line_of(node)}), so the graph does not "
+        f"{describe(node, modules)} works in place on a tensor that something else may read ({line_of(node)}), so the graph does "
+        "not "
         "say what is computed. Use the version that is not in place (inplace=False)."
     )
 
@@ -287,7 +292,8 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         if changed:
             kind = "parameter" if isinstance(tensors[changed[0]], torch.nn.Parameter) else "buffer"
             raise UnsupportedError(
-                f"the forward pass changes the {kind} '{changed[0]}' of {type(model).__name__}: state that is updated from the data is "
+                f"the forward pass changes the {kind} '{changed[0]}' of {type(model).__name__}: state that is updated from the "
+                "data is "
                 "a release that nothing accounts for. Make it constant, or remove it."
             )
 

@@ -91,13 +91,16 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None) -> fx.Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         if kind not in ("placeholder", "output"):
             node.meta[_LINE] = _user_line()
             if _autocast() != self._autocast:
                 raise UnsupportedError(
-                    f"forward computes under torch.autocast ({node.meta[_LINE]}): in half precision, while the bounds are those of the "
+                    f"forward computes under torch.autocast ({node.meta[_LINE]}): in half precision, while the bounds are those "
+                    "of the "
                     "model's own arithmetic. Take the context out of forward, and plan for it: lipdp.plan(…, precision='bfloat16')."
                 )
         return node
@@ -106,7 +109,8 @@ class _Tracer(fx.Tracer):
         if any(a is not b for a, b in zip(_tensors(m), self._own.get(id(m), _tensors(m)), strict=False)):
             raise UnsupportedError(
                 f"forward calls a {type(m).__name__} with other tensors than its own ({_user_line()}; torch.func.functional_call, "
-                "stateless calls, swapped parameters), and its bound would be that of its own. Compute with them in a module that has "
+                "stateless calls, swapped parameters), and its bound would be that of its own. Compute with them in a module "
+                "that has "
                 "a rule (lipdp.bounds.rule)."
             )
         return super().call_module(m, forward, args, kwargs)
@@ -114,7 +118,8 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, complex) or (isinstance(a, torch.Tensor) and a.is_complex()):
             raise UnsupportedError(
-                f"forward combines activations with a complex constant ({_user_line()}); the calculus is one of real numbers. Use a real "
+                f"forward combines activations with a complex constant ({_user_line()}); the calculus is one of real numbers. "
+                "Use a real "
                 "and an imaginary part, or put the computation into a module with a rule (lipdp.bounds.rule)."
             )
         if isinstance(a, torch.Tensor) and not self._is_of_the_model(a):
@@ -127,13 +132,15 @@ class _Tracer(fx.Tracer):
     def _check_constant(self, a: torch.Tensor) -> None:
         if type(a) not in _ORDINARY or a.layout != torch.strided or a.is_quantized:
             raise UnsupportedError(
-                f"forward uses a constant of type {type(a).__name__}, {a.layout} ({_user_line()}), which may compute what it likes. Use an "
+                f"forward uses a constant of type {type(a).__name__}, {a.layout} ({_user_line()}), which may compute what it "
+                "likes. Use an "
                 "ordinary, dense tensor."
             )
         shares = a.numel() > 0 and a.untyped_storage().data_ptr() in self._memory
         if a.requires_grad or shares:
             raise UnsupportedError(
-                f"forward uses a tensor that is computed from a trainable parameter past the tracer ({_user_line()}), so the graph can't "
+                f"forward uses a tensor that is computed from a trainable parameter past the tracer ({_user_line()}), so the "
+                "graph can't "
                 "say how the parameter acts. Read parameters as attributes of their module (self.weight), and use them as they are."
             )
 
@@ -212,7 +219,8 @@ def _no_custom_backward() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
             raise UnsupportedError(
-                f"the autograd function {cls.__name__} has a backward of its own ({_user_line()}), which the graph does not show and "
+                f"the autograd function {cls.__name__} has a backward of its own ({_user_line()}), which the graph does not show "
+                "and "
                 "nothing bounds. Put it into a module and give that module a rule (lipdp.bounds.rule)."
             )
         return original.__get__(None, cls)(*args, **kwargs)

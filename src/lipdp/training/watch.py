@@ -28,8 +28,8 @@ _GLOBAL_HOOKS = (
 class ModelWatch:
     """Remembers a model's layers, modes, settings and values (and its loss's) at the moment its bounds were proved.
 
-    Settings are all attributes of all modules, hooks and replaced methods among them (:mod:`lipdp.fingerprint`); values those of every
-    tensor that can be reached from the modules, by a digest.
+    Settings are all attributes of all modules, hooks and replaced methods among them (:mod:`lipdp.fingerprint`); values those of
+    every tensor that can be reached from the modules, by a digest.
     """
 
     def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
@@ -62,13 +62,15 @@ class ModelWatch:
             )
         if any(_GLOBAL_HOOKS):
             raise ConfigurationError(
-                "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which can "
+                "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which "
+                "can "
                 "change what every layer computes. Remove them; no step was taken."
             )
         for parameter in self._parameters:
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} has hooks, which can change its gradient behind the bound's back. "
+                    f"a parameter of shape {tuple(parameter.shape)} has hooks, which can change its gradient behind the bound's "
+                    "back. "
                     "Remove them; no step was taken."
                 )
 
@@ -97,7 +99,8 @@ class ModelWatch:
         return content_digest(*self._parameters).hex() if self.values else ""
 
     def recall(self, proved: str) -> None:
-        """After weights were loaded: if they are those of :attr:`proved`, they need not be projected again, which would move them."""
+        """After weights were loaded: if they are those of :attr:`proved`, they need not be projected again, which would move
+        them."""
         if not isinstance(proved, str):
             raise TypeError("the sign of the weights that were proved is a text")
         self.forget()
