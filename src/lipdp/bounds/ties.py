@@ -32,8 +32,7 @@ def refuse_ties(program: Program) -> None:
                 raise UnsupportedError(
                     f"'{first}' ({type(other).__name__}) and '{name}' ({type(module).__name__}) are one parameter in two different "
                     "constraint sets: bringing it into the second leaves the first, and its bound does not hold. Tie layers of "
-                    "the same "
-                    "class and settings, or do not tie them."
+                    "the same class and settings, or do not tie them."
                 )
     _refuse_overlaps(program)
 
@@ -65,8 +64,7 @@ def _refuse_overlaps(program: Program) -> None:
         if start < reach and (trained or requires_grad):
             raise UnsupportedError(
                 f"'{before}' and '{name}' share memory, but are different tensors: a step or projection on one moves the other "
-                "behind the "
-                "bounds' back. Use one parameter in both places, or clone one of them."
+                "behind the bounds' back. Use one parameter in both places, or clone one of them."
             )
         if end > reach:
             reach, before, trained = end, name, requires_grad

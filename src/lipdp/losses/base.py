@@ -55,13 +55,14 @@ class Loss(nn.Module):
         order = type(self).__mro__
         defines = next(position for position, cls in enumerate(order) if "lipschitz" in vars(cls))
         # Where that class leaves forward open, the first one below it that fills it in speaks for itself.
-        says = next((cls for cls in reversed(order[: defines + 1]) if getattr(cls, "forward", None) is not nn.Module.forward), type(self))
+        says = next(
+            (cls for cls in reversed(order[: defines + 1]) if getattr(cls, "forward", None) is not nn.Module.forward), type(self)
+        )
         changed = changed_methods(self, says, ("_constant", "lipschitz_for"))
         if changed:
             raise UnsupportedError(
                 f"{type(self).__name__} changes {changed[0]} and inherits the Lipschitz constant of {says.__name__}, which is "
-                "that of "
-                f"{says.__name__}'s own functions. Define the property `lipschitz` beside it."
+                f"that of {says.__name__}'s own functions. Define the property `lipschitz` beside it."
             )
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         if any(getattr(self, hook, None) for hook in hooks):

@@ -15,7 +15,7 @@ from lipdp.program.reading import undisturbed
 __all__ = ["check_program"]
 
 _SIZES = (1, 2, 3, 5, 8)
-_COMPANY = 8
+_COMPANY = 3
 # The same operations in the same order: what differs is at most the order of additions inside a kernel.
 _SAME = 64
 # One example in a batch of another size: kernels choose another blocking.
@@ -25,23 +25,20 @@ _ALONE = 4096
 def check_program(program: Program, sizes: tuple[int, ...] = _SIZES, *, gradients: bool = True) -> None:
     """Refuse a program whose outputs or gradients differ from its module's, or whose examples do not stand alone.
 
-    Batches of ``sizes`` random examples go through both, with the weights as they are and with weights moved at random (so that a
-    number read off a weight shows); then each example of a batch alone. Outputs are compared to rounding, gradients of a random
-    combination of the outputs likewise.
+    Batches of ``sizes`` random examples go through both, with weights moved at random (so that a number read off a weight shows);
+    then each example of a batch alone. Outputs are compared to rounding, gradients of a random combination of the outputs likewise.
 
     Args:
         program: made from the module as it is now.
         sizes: numbers of examples to try.
-        gradients: compare gradients too, and try moved weights and single examples.
+        gradients: compare gradients too, move the weights, and try single examples.
     """
     generator = torch.Generator().manual_seed(0)
-    for moved in (False, True) if gradients else (False,):
-        with undisturbed(program.model), _moved(program, generator if moved else None):
-            for size in sizes if not moved else sizes[-1:]:
-                x = _inputs(program, size, generator)
-                _compare(program, x, gradients)
-            if gradients and not moved:
-                _compare_alone(program, _inputs(program, _COMPANY, generator))
+    with undisturbed(program.model), _moved(program, generator if gradients else None):
+        for size in sizes:
+            _compare(program, _inputs(program, size, generator), gradients)
+        if gradients:
+            _compare_alone(program, _inputs(program, _COMPANY, generator))
 
 
 def _inputs(program: Program, size: int, generator: torch.Generator) -> torch.Tensor:
@@ -81,8 +78,8 @@ def _compare(program: Program, x: torch.Tensor, gradients: bool) -> None:
     got, given = _evaluate(program, program, x, gradients)
     why = (
         "What the graph shows is not what forward does: look for writes in place through another name or a view, for choices "
-        "made by "
-        "the type, the batch size or a counter, for numbers read off a parameter (.item(), .tolist(), .data), for torch.no_grad"
+        "made by the type, the batch size or a counter, for numbers read off a parameter (.item(), .tolist(), .data), for "
+        "torch.no_grad"
         " or autocast"
     )
     if isinstance(expected, torch.Tensor) and not (isinstance(got, torch.Tensor) and expected.shape == got.shape):
@@ -132,8 +129,7 @@ def _compare_alone(program: Program, x: torch.Tensor) -> None:
             raise UnsupportedError(
                 f"{type(program.model).__name__} gives an example another output in company than alone (they differ by "
                 f"{float((alone[0] - first[row]).abs().nan_to_num().max()):.2g}): examples are mixed, so one example's influence "
-                "can't be "
-                "bounded. A layer's own rule may be wrong."
+                "can't be bounded. A layer's own rule may be wrong."
             )
 
 
@@ -146,10 +142,10 @@ def _output(program: Program, x: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _close(a: torch.Tensor, b: torch.Tensor, units: float, scale: torch.Tensor | None = None) -> bool:
     """Equal to rounding, relative to the largest entry; what is not finite must be so in both."""
-    if a.numel() == 0:
+    if torch.equal(a, b):  # as a rule
         return True
     if not a.is_floating_point():
-        return bool(torch.equal(a, b))
+        return False
     finite = torch.isfinite(b)
     if not bool((torch.isfinite(a) == finite).all()):
         return False

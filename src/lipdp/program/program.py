@@ -129,6 +129,13 @@ class Program:
         parameters = [[name, list(p.shape), str(p.dtype)] for name, p in self.model.named_parameters()]
         return content_digest(rows, parameters, list(self.input_shape), str(self.input_dtype)).hex()
 
+    def summary(self) -> list[str]:
+        """What it is made of, in words: how many operations, and every tensor that it captured by value."""
+        tensors = {node: value for node, value in self._held.items() if isinstance(value, torch.Tensor) and self._parameter(node) is None}
+        shapes = [f"{node.target} {tuple(value.shape)}" for node, value in tensors.items()]
+        captured = f"; captured by value: {', '.join(shapes)}" if shapes else "; no tensor captured"
+        return [f"{len(self.shapes)} operations{captured}; digest {self.digest[:16]}"]
+
     # ------------------------------------------------------------------ running
 
     def _parameter(self, node: fx.Node) -> torch.nn.Parameter | None:
@@ -228,9 +235,8 @@ class Program:
             if part.shape[0] != rows or part.shape[1:] != shape:
                 raise UnsupportedError(
                     f"{describe(node, self.modules)} gives shape {tuple(part.shape)} for {rows} examples ({line_of(node)}), and "
-                    f"({rows}, "
-                    f"{', '.join(map(str, shape))}) was proved: what it computes depends on how many examples there are. Use "
-                    "fixed sizes."
+                    f"({rows}, {', '.join(map(str, shape))}) was proved: what it computes depends on how many examples there "
+                    "are. Use fixed sizes."
                 )
 
 

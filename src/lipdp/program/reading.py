@@ -110,10 +110,8 @@ def _note_shapes(reading: Reading, node: fx.Node, value: Any, batch: int, module
     if reading.shapes.setdefault(node, shapes) != shapes:
         raise UnsupportedError(
             f"{describe(node, modules)} gives one example the shape {reading.shapes[node]} or {shapes}, depending on how many "
-            "examples "
-            "the batch has: bounds on one example can't depend on the others. Use fixed sizes, and unsqueeze before combining "
-            "tensors "
-            "of different rank."
+            "examples the batch has: bounds on one example can't depend on the others. Use fixed sizes, and unsqueeze before "
+            "combining tensors of different rank."
         )
 
 
@@ -161,8 +159,7 @@ def _metadata(node: fx.Node, value: Any, modules: dict[str, torch.nn.Module]) ->
         return "constant" if isinstance(dim, int) and (dim > 0 or dim == -1) and _rank(node) > 1 else "varying"
     raise UnsupportedError(
         f"{describe(node, modules)} turns activations into Python values ({line_of(node)}), which the calculus would take for "
-        "constants. "
-        "Keep to tensor operations that have rules."
+        "constants. Keep to tensor operations that have rules."
     )
 
 
@@ -199,14 +196,12 @@ def refuse_random(model: torch.nn.Module, graph: fx.Graph, again: fx.Graph) -> N
             raise UnsupportedError(
                 f"{type(model).__name__}.forward does something else each time it is traced ({a[4]}, at "
                 f"'{a[1] or 'a tensor it makes'}'): random numbers or a counter. The calculus would take one draw for a "
-                "constant. Use "
-                "torch.nn.Dropout for random masks, or a module with a rule (lipdp.bounds.rule)."
+                "constant. Use torch.nn.Dropout for random masks, or a module with a rule (lipdp.bounds.rule)."
             )
     if len(first) != len(second):
         raise UnsupportedError(
             f"{type(model).__name__}.forward does something else each time it is traced: {len(first)} operations, then "
-            f"{len(second)}. Take "
-            "out what counts or draws."
+            f"{len(second)}. Take out what counts or draws."
         )
 
 
@@ -216,8 +211,7 @@ def refuse_hidden_changes(modules: dict[str, torch.nn.Module]) -> None:
     if registered:
         raise UnsupportedError(
             "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which can "
-            "change "
-            "what every layer computes; no bound would be proved. Remove them."
+            "change what every layer computes; no bound would be proved. Remove them."
         )
     for name, module in modules.items():
         for local, parameter in module.named_parameters(recurse=False):
@@ -261,8 +255,7 @@ def _may_write(node: fx.Node, modules: dict[str, torch.nn.Module]) -> bool:
 def _in_place_error(node: fx.Node, modules: dict[str, torch.nn.Module]) -> UnsupportedError:
     return UnsupportedError(
         f"{describe(node, modules)} works in place on a tensor that something else may read ({line_of(node)}), so the graph does "
-        "not "
-        "say what is computed. Use the version that is not in place (inplace=False)."
+        "not say what is computed. Use the version that is not in place (inplace=False)."
     )
 
 
@@ -293,8 +286,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
             kind = "parameter" if isinstance(tensors[changed[0]], torch.nn.Parameter) else "buffer"
             raise UnsupportedError(
                 f"the forward pass changes the {kind} '{changed[0]}' of {type(model).__name__}: state that is updated from the "
-                "data is "
-                "a release that nothing accounts for. Make it constant, or remove it."
+                "data is a release that nothing accounts for. Make it constant, or remove it."
             )
 
 

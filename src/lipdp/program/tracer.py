@@ -100,8 +100,8 @@ class _Tracer(fx.Tracer):
             if _autocast() != self._autocast:
                 raise UnsupportedError(
                     f"forward computes under torch.autocast ({node.meta[_LINE]}): in half precision, while the bounds are those "
-                    "of the "
-                    "model's own arithmetic. Take the context out of forward, and plan for it: lipdp.plan(…, precision='bfloat16')."
+                    "of the model's own arithmetic. Take the context out of forward, and plan for it: lipdp.plan(…, "
+                    "precision='bfloat16')."
                 )
         return node
 
@@ -110,8 +110,7 @@ class _Tracer(fx.Tracer):
             raise UnsupportedError(
                 f"forward calls a {type(m).__name__} with other tensors than its own ({_user_line()}; torch.func.functional_call, "
                 "stateless calls, swapped parameters), and its bound would be that of its own. Compute with them in a module "
-                "that has "
-                "a rule (lipdp.bounds.rule)."
+                "that has a rule (lipdp.bounds.rule)."
             )
         return super().call_module(m, forward, args, kwargs)
 
@@ -119,8 +118,7 @@ class _Tracer(fx.Tracer):
         if isinstance(a, complex) or (isinstance(a, torch.Tensor) and a.is_complex()):
             raise UnsupportedError(
                 f"forward combines activations with a complex constant ({_user_line()}); the calculus is one of real numbers. "
-                "Use a real "
-                "and an imaginary part, or put the computation into a module with a rule (lipdp.bounds.rule)."
+                "Use a real and an imaginary part, or put the computation into a module with a rule (lipdp.bounds.rule)."
             )
         if isinstance(a, torch.Tensor) and not self._is_of_the_model(a):
             self._check_constant(a)
@@ -133,15 +131,14 @@ class _Tracer(fx.Tracer):
         if type(a) not in _ORDINARY or a.layout != torch.strided or a.is_quantized:
             raise UnsupportedError(
                 f"forward uses a constant of type {type(a).__name__}, {a.layout} ({_user_line()}), which may compute what it "
-                "likes. Use an "
-                "ordinary, dense tensor."
+                "likes. Use an ordinary, dense tensor."
             )
         shares = a.numel() > 0 and a.untyped_storage().data_ptr() in self._memory
         if a.requires_grad or shares:
             raise UnsupportedError(
                 f"forward uses a tensor that is computed from a trainable parameter past the tracer ({_user_line()}), so the "
-                "graph can't "
-                "say how the parameter acts. Read parameters as attributes of their module (self.weight), and use them as they are."
+                "graph can't say how the parameter acts. Read parameters as attributes of their module (self.weight), and use "
+                "them as they are."
             )
 
 
@@ -220,8 +217,7 @@ def _no_custom_backward() -> Iterator[None]:
         if any(isinstance(leaf, fx.Proxy) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
             raise UnsupportedError(
                 f"the autograd function {cls.__name__} has a backward of its own ({_user_line()}), which the graph does not show "
-                "and "
-                "nothing bounds. Put it into a module and give that module a rule (lipdp.bounds.rule)."
+                "and nothing bounds. Put it into a module and give that module a rule (lipdp.bounds.rule)."
             )
         return original.__get__(None, cls)(*args, **kwargs)
 

@@ -245,10 +245,11 @@ def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analy
 def _notes(
     model: torch.nn.Module, analysis: Analysis, shape: tuple[int, ...] | None, paid: Sequence[Release], dataset_size: int
 ) -> tuple[tuple[str, str], ...]:
-    """How tight bounds are where there is a choice, and how much noise statistics will have."""
+    """What the program is and captured, how tight bounds are where there is a choice, and how much noise statistics will have."""
     tightness = [(note.layer, str(note)) for note in convolution_notes(model, input_shape=shape)]
     amounts = [release.amount for release in paid if release.name == STATISTICS]
-    return (*tightness, *(note for amount in amounts for note in describe_release(model, analysis, amount, dataset_size)))
+    program = [("program", text) for text in analysis.program.summary()]
+    return (*program, *tightness, *(note for amount in amounts for note in describe_release(model, analysis, amount, dataset_size)))
 
 
 def _paid_releases(

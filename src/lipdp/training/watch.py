@@ -63,15 +63,13 @@ class ModelWatch:
         if any(_GLOBAL_HOOKS):
             raise ConfigurationError(
                 "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which "
-                "can "
-                "change what every layer computes. Remove them; no step was taken."
+                "can change what every layer computes. Remove them; no step was taken."
             )
         for parameter in self._parameters:
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} has hooks, which can change its gradient behind the bound's "
-                    "back. "
-                    "Remove them; no step was taken."
+                    "back. Remove them; no step was taken."
                 )
 
     @property
