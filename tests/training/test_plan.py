@@ -272,7 +272,7 @@ def test_the_plan_says_which_bound_each_convolution_has_and_how_tight_it_is():
     model = nn.Sequential(front, *convolutions, nn.Flatten(), nn.SpectralLinear(256, 3))
     plan = planned(model)
     notes = dict(plan.notes)
-    assert set(notes) == {"1", "2", "3"}
+    assert set(notes) == {"program", "1", "2", "3"}
     assert all(note in str(plan) for note in notes.values())
     assert len({note.split()[0] for note in notes.values()}) > 1  # not the same bound for all
     assert lipdp.PrivacyPlan.from_json(plan.to_json()).notes == plan.notes

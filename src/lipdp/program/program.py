@@ -131,7 +131,9 @@ class Program:
 
     def summary(self) -> list[str]:
         """What it is made of, in words: how many operations, and every tensor that it captured by value."""
-        tensors = {node: value for node, value in self._held.items() if isinstance(value, torch.Tensor) and self._parameter(node) is None}
+        tensors = {
+            node: value for node, value in self._held.items() if isinstance(value, torch.Tensor) and self._parameter(node) is None
+        }
         shapes = [f"{node.target} {tuple(value.shape)}" for node, value in tensors.items()]
         captured = f"; captured by value: {', '.join(shapes)}" if shapes else "; no tensor captured"
         return [f"{len(self.shapes)} operations{captured}; digest {self.digest[:16]}"]

@@ -123,6 +123,7 @@ class PrivacyEngine:
             keep_freed_memory()
         self._rows = microbatch_size
         self.microbatch_size = self._microbatch_size()
+        self._query.rehearse(self.microbatch_size)
         if isinstance(self.loss, torch.nn.Module):
             self.loss.to(self.device)
         project_(model)

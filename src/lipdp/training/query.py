@@ -20,7 +20,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
-from lipdp.program import Program, find_input_shape
+from lipdp.program import Program, check_program, find_input_shape
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
@@ -77,6 +77,10 @@ class Query(Protocol):
 
     def prove(self) -> None:
         """Bound the model as it is now; raises if the plan promises less."""
+        ...
+
+    def rehearse(self, rows: int) -> None:
+        """Try a microbatch of this many rows; raises if what would run there is not what was proved."""
         ...
 
     @property
@@ -154,6 +158,10 @@ class ProvedQuery:
         """What was proved, and so what runs."""
         assert self._analysis is not None
         return self._analysis.program
+
+    def rehearse(self, rows: int) -> None:
+        """The program's outputs beside the module's."""
+        check_program(self.program, (rows,), gradients=False)
 
     @property
     def stands(self) -> bool:
@@ -240,6 +248,9 @@ class ClippedQuery:
         shape = find_input_shape(self.model)
         flat = shape is not None and len(shape) == 1 and all(p.ndim <= 2 for p in self.model.parameters())
         return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
+
+    def rehearse(self, rows: int) -> None:
+        """Nothing: clipping runs the module itself."""
 
     @property
     def stands(self) -> bool:
@@ -330,6 +341,10 @@ class MixedQuery:
     def entries(self) -> int | None:
         """As the calculus says."""
         return self._proved.entries
+
+    def rehearse(self, rows: int) -> None:
+        """The proved part."""
+        self._proved.rehearse(rows)
 
     @property
     def stands(self) -> bool:
