@@ -63,6 +63,8 @@ class Budget:
         given = _given(epsilon, delta, dataset, adjacency)
         if not self.path.exists():
             self._begin(given)
+        elif not self.path.is_file():
+            raise ConfigurationError(f"{self.path} is no file: choose another name for the budget.")
         elif not self._journal.head_path.exists():
             self._refuse_ledger()
         with self._lock, self._journal.reading() as session:
