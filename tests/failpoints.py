@@ -1,4 +1,4 @@
-"""Places where a process can be killed, or its disk can be full: every call that changes a file, before, in the middle of and after it."""
+"""Places where a process can be killed or its disk can be full: each call that changes a file, before it, halfway, after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Failpoint:
             opened = os.fdopen
             with (
                 mock.patch.object(os, "fdopen", lambda *a, **k: _File(self, opened(*a, **k))),
-                mock.patch.object(Path, "replace", lambda path, target: os.replace(path, target)),
+                mock.patch.object(Path, "replace", self._wrapped("replace", Path.replace)),
                 mock.patch.object(Path, "unlink", self._wrapped("unlink", Path.unlink)),
             ):
                 yield self
