@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from typing import Any
 
+from lipdp.errors import LipdpError
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.ledger import Ledger
 
@@ -58,6 +60,11 @@ class RunAccount:
         # A forked process that ends must not close what its parent goes on with.
         if held is not None and self._process == os.getpid():
             held.close(self._steps, self._one_off, keep=keep)
+
+    def abandon(self) -> None:
+        """:meth:`close` for a run that nobody holds any longer; where that fails, all of it stays reserved."""
+        with suppress(LipdpError):
+            self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunAccount:
         return self

@@ -148,7 +148,7 @@ class PrivacyEngine:
         self._account = account
         self._data: tuple[str, ...] = ()  # what the data are known by, until the next release
         self._held = Held(iter(self._parameters.values()), optimizer)
-        weakref.finalize(self, account.close)
+        weakref.finalize(self, account.abandon)
         self._watch.remember()
 
     # ------------------------------------------------------------------ what was spent
@@ -177,6 +177,8 @@ class PrivacyEngine:
 
     def close(self, *, keep: bool = False) -> None:
         """End the run: its parameters may be trained otherwise, and the budget gets back what was never released.
+
+        A step after it takes both again.
 
         Args:
             keep: keep the rest of the plan reserved, for a run that will be resumed from its :meth:`state_dict`.
@@ -249,6 +251,7 @@ class PrivacyEngine:
         gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
         for name, parameter in trained.items():
             parameter.grad = gradients[name].to(parameter.dtype)
+        self._held.hold()
         with self._held.stepping():
             self.optimizer.step()
         self._drop_gradients()

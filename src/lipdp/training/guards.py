@@ -31,7 +31,13 @@ class Held:
     def __init__(self, parameters: Iterator[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._parameters = {id(p): p for p in parameters}
         self._optimizer = optimizer
-        _hold(self)
+        self.hold()
+
+    def hold(self) -> None:
+        """Hold them, again after :meth:`release`."""
+        _held.add(self)
+        if not _hook:
+            _hook.append(register_optimizer_step_pre_hook(_refuse))
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimiser trains what is held."""
@@ -62,12 +68,6 @@ class Held:
 _held: weakref.WeakSet[Held] = weakref.WeakSet()
 _inside = threading.local()
 _hook: list[Any] = []
-
-
-def _hold(held: Held) -> None:
-    _held.add(held)
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_refuse))
 
 
 def _unhook_if_idle() -> None:
