@@ -119,7 +119,7 @@ class Composition:
         """The smallest ε known for ``totals``; on a finer grid where the first one alone puts it above ε = ``total``."""
         if self.delta == 0:
             return float(totals.stated) if not totals.noise and not totals.slack else math.inf
-        found = self._tight(totals, _GRIDS[0])
+        found = min(self._tight(totals, _GRIDS[0]), totals.quick({}, self.delta))
         if total is not None and total < found < _WORTH_REFINING * total:
             found = min(found, self._tight(totals, _GRIDS[1]))
         return found
