@@ -102,7 +102,7 @@ class ProgressBar(Callback):
         self._cost = self._looked - started
 
     def _figures(self, run: Run) -> str:
-        parts = [f"{self._epsilon} of {run.engine.plan.epsilon:.3f}"]
+        parts = [f"{self._epsilon} of {_upwards(run.engine.plan.epsilon)}"]
         if "validation_accuracy" in run.history.last:
             parts.append(f"validation {100 * run.history.last['validation_accuracy']:.2f}%")
         return ", ".join(parts)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lipdp.data.augment import Augmentation
-from lipdp.errors import CheckpointError, Interrupted, LipdpError
+from lipdp.errors import BudgetError, CheckpointError, Interrupted, LipdpError
 from lipdp.privacy._checks import positive
 from lipdp.privacy.budget import Budget
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
@@ -126,7 +126,7 @@ class _Saved:
     """The checkpoint of a run, if it has one."""
 
     def __init__(self, file: Path | None, engine: PrivacyEngine, scheduler: Any, every: float) -> None:
-        self.file, self.scheduler = file, scheduler
+        self.file, self.scheduler, self.is_new = file, scheduler, False
         self.history = History(delta=engine.plan.delta)
         self._engine, self._every = engine, every
         self._last, self._cost = time.monotonic(), 0.0
@@ -144,6 +144,15 @@ class _Saved:
         """One more row of the history."""
         self.history.add(row)
         self.history.seconds = self._before + time.monotonic() - self._started
+
+    def reserve(self) -> None:
+        """Pay for the run; where that is refused, nothing is left of one that has only just begun."""
+        try:
+            self._engine.reserve()
+        except BudgetError:
+            if self.is_new and self.file is not None:
+                self.file.unlink(missing_ok=True)
+            raise
 
     def save(self) -> None:
         """Write it."""
@@ -171,8 +180,9 @@ def _run(
     if saved.file is not None and not saved.file.exists():
         # With the run's key on disk, whatever is done again after an interruption is the same release, paid for once.
         saved.save()
+        saved.is_new = True
     if engine.steps < plan.steps:
-        engine.reserve()
+        saved.reserve()
     if pays_for_statistics and STATISTICS not in engine.ledger.one_off:
         engine.release_statistics(train)
         saved.save()

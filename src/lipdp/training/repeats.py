@@ -40,6 +40,7 @@ class RunRecord:
 
 _runs: dict[str, list[RunRecord]] = {}
 _objects: dict[int, weakref.ref[Any]] = {}
+_told: set[str] = set()
 _expected = 0
 
 
@@ -55,7 +56,9 @@ def data_marks(dataset: Any) -> tuple[str, ...]:
         count = len(dataset)
         chosen = torch.linspace(0, count - 1, min(count, _LOOKED_AT), dtype=torch.float64).round().long()
         digest = hashlib.sha256(str(count).encode())
-        for part in gather(dataset, chosen):
+        with torch.random.fork_rng(devices=[]):  # records may be drawn: looking at some changes no others
+            looked_at = gather(dataset, chosen)
+        for part in looked_at:
             held = part.detach().cpu().contiguous()
             digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
             digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -73,15 +76,14 @@ def _forget_object(number: int, gone: object) -> None:
 
 def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
     """Before a run's first release about some data: warn if others have released something about them, and remember this one."""
-    before: list[RunRecord] = []
-    for mark in marks:
-        for other in _runs.get(mark, ()):
-            known = other.key == run.key or any(other is one for one in before)
-            paid = run.budget is not None and other.budget == run.budget
-            if not known and not paid and (other.ledger.releases or other.ledger.one_off):
-                before.append(other)
-    if before and not _expected:
-        _warn(before, run)
+    before: dict[str, RunRecord] = {}
+    for other in [other for mark in marks for other in _runs.get(mark, ())]:
+        paid = run.budget is not None and other.budget == run.budget
+        if other.key != run.key and not paid and (other.ledger.releases or other.ledger.one_off):
+            before[other.key] = other
+    if before and not _expected and run.key not in _told:
+        _warn(list(before.values()), run)
+        _told.add(run.key)
     for mark in marks:
         _runs.setdefault(mark, []).append(run)
 
@@ -125,3 +127,4 @@ def several_runs() -> Iterator[None]:
 def forget_runs() -> None:
     """Forget all runs of this process (for tests, and for data that are public)."""
     _runs.clear()
+    _told.clear()
