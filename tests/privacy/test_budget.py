@@ -309,3 +309,34 @@ def test_the_cost_of_a_charge_does_not_grow(tmp_path: Path, monkeypatch: Any) ->
     read.clear()
     budget.charge(0.1)  # catches up with one entry of another
     assert 0 < sum(read) - work[0] < 500
+
+
+def test_statistics_are_charged_before_they_are_drawn(tmp_path: Path, monkeypatch: Any) -> None:
+    import torch
+
+    from lipdp.privacy import above_threshold, clip_search, moments, private_moments, private_quantile, quantile
+
+    budget = begun(tmp_path / "a", epsilon=3.0)
+    rows = torch.linspace(0, 1, 50)
+    source = torch.Generator().manual_seed(0)
+    common: dict[str, Any] = {"radius": 1.0, "dataset_size": 50, "generator": source, "budget": budget}
+    private_moments([rows[:, None]], multiplier=20.0, **common)
+    private_quantile(rows, 0.5, (0, 1), epsilon=0.1, budget=str(tmp_path / "a"), adjacency="replace_one")
+    above_threshold([0.0, 5.0], 1.0, epsilon=0.2, budget=budget)
+    clip_search(rows, [0.5, 1.0], dataset_size=50, epsilon=0.3, budget=budget)
+    gaussian = dp_event.PoissonSampledDpEvent(1.0, dp_event.GaussianDpEvent(20.0))
+    assert budget.events() == [(gaussian, 1), (Pure(0.1, "replace_one"), 1), (Pure(0.2), 1), (Pure(0.3), 1)]
+    assert [entry["what"] for entry in budget.entries()][:2] == ["statistics of channels", "a quantile (0.5)"]
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("noise was drawn for a release that was refused")
+
+    monkeypatch.setattr(moments, "add_noise", never)
+    monkeypatch.setattr(quantile, "_uniforms", never)
+    with pytest.raises(BudgetError):
+        private_moments([rows[:, None]], multiplier=0.3, **common)
+    with pytest.raises(BudgetError):
+        private_quantile(rows, 0.5, (0, 1), epsilon=5.0, budget=budget)
+    with pytest.raises(BudgetError):
+        clip_search(rows, [0.5, 1.0], dataset_size=50, epsilon=5.0, budget=budget)
+    assert len(budget.entries()) == 4

@@ -6,12 +6,9 @@ import os
 from pathlib import Path
 
 from lipdp.errors import ConfigurationError
-from lipdp.privacy.budget import Budget, open_budget
+from lipdp.privacy.budget import AnyBudget, Budget, open_budget
 
-__all__ = ["AnyBudget", "BudgetLedger", "payer"]
-
-AnyBudget = Budget | str | os.PathLike[str] | None
-"""A budget, the path of its file, or none."""
+__all__ = ["BudgetLedger", "payer"]
 
 
 class BudgetLedger(Budget):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import CheckpointError, ConfigurationError
-from lipdp.mechanisms.ledger import AnyBudget, payer
+from lipdp.mechanisms.ledger import payer
 from lipdp.mechanisms.losses import response_loss
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
 from lipdp.mechanisms.postprocess import Decoder, decoder_from_state
@@ -20,7 +20,7 @@ from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, statistic_from_state
 from lipdp.mechanisms.utilities import Utility, utility_from_state
-from lipdp.privacy.budget import Budget
+from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
 __all__ = ["AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMechanism", "from_content", "load"]

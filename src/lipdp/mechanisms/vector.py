@@ -21,14 +21,14 @@ from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
 from lipdp.mechanisms.learn_sum import train_joint
 from lipdp.mechanisms.learning import Settings, learn
-from lipdp.mechanisms.ledger import AnyBudget, payer
+from lipdp.mechanisms.ledger import payer
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, from_content
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, decoder_from_state
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query, parse_query
 from lipdp.privacy._checks import positive
-from lipdp.privacy.budget import Budget
+from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
 __all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_columns", "load_vector"]

@@ -27,7 +27,7 @@ from lipdp.privacy.composition import check_event
 from lipdp.privacy.costs import Cost, exact, from_key, parts, run_costs, to_data, to_key
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["Budget", "Reservation", "open_budget"]
+__all__ = ["AnyBudget", "Budget", "Reservation", "charge", "open_budget"]
 
 
 class Budget:
@@ -298,7 +298,17 @@ class Reservation:
             budget._write(session, state, entry)
 
 
-def open_budget(budget: Budget | str | os.PathLike[str] | None) -> Budget | None:
+AnyBudget = Budget | str | os.PathLike[str] | None
+"""A budget, the path of its file, or none: what everything takes that releases something."""
+
+
+def charge(budget: AnyBudget, cost: Cost, what: str) -> None:
+    """Pay for a release before it is made, where there is a budget."""
+    if (account := open_budget(budget)) is not None:
+        account.charge(cost, what)
+
+
+def open_budget(budget: AnyBudget) -> Budget | None:
     """A budget, or the one in this file, which has to be there."""
     if budget is None or isinstance(budget, Budget):
         return budget

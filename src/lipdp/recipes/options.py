@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
@@ -12,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from lipdp import data
 from lipdp.data import DatasetInfo
-from lipdp.privacy import Accountant, Adjacency, Budget
+from lipdp.privacy import Accountant, Adjacency
+from lipdp.privacy.budget import AnyBudget
 from lipdp.training import Callback
 
 __all__ = ["FitOptions", "PlanOptions", "RunOptions", "fit_options", "load_parts", "plan_options"]
@@ -37,7 +37,7 @@ class FitOptions(TypedDict, total=False):
     checkpoint: str | Path | None
     resume: bool
     evaluations: int
-    budget: Budget | str | os.PathLike[str] | None
+    budget: AnyBudget
 
 
 class RunOptions(PlanOptions, FitOptions, total=False):

@@ -8,7 +8,6 @@ the other runs, an ordinary sweep over the same data, and how long it took.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from lipdp import data
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
-from lipdp.privacy import Approximate, Budget, derive_seed, fresh_seed, generator
-from lipdp.privacy.budget import open_budget
+from lipdp.privacy import Approximate, derive_seed, fresh_seed, generator
+from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
 from lipdp.recipes.recipe import Prepared, Recipe, prepare
 from lipdp.recipes.spaces import RandomSuggester, changed
@@ -84,7 +83,7 @@ def tune_privately(
     repetitions: Repetitions,
     *,
     progress: Callable[[], None] | None = None,
-    budget: Budget | str | os.PathLike[str] | None = None,
+    budget: AnyBudget = None,
 ) -> PrivateFinding:
     """Train K times with random settings of the space, K drawn from ``repetitions``, and return the best.
 
@@ -98,7 +97,6 @@ def tune_privately(
         progress: called after each run. How often is a secret.
         budget: the account of the training set, charged for the whole before the first run: see :class:`lipdp.privacy.Budget`.
     """
-    account = open_budget(budget)
     recipe = _plain(sweep.recipe)
     space = sweep.chosen_space.without(_FIXED)
     space.fitting(recipe)
@@ -113,8 +111,7 @@ def tune_privately(
     noise = score_multiplier(reference) / len(held_out)
     key = fresh_seed() if sweep.seed is None else sweep.seed
     best: PrivateFinding | None = None
-    if account is not None:
-        account.charge(Approximate(total, recipe.delta, "add_remove"), f"private tuning of {recipe.name}")
+    charge(budget, Approximate(total, recipe.delta, "add_remove"), f"private tuning of {recipe.name}")
     for number in range(repetitions.draw(generator(key, 0, "repetitions"))):
         settings = space.settings(RandomSuggester(derive_seed(key, number, "settings")), recipe)
         made = ready(settings, one, derive_seed(key, number, "weights"))

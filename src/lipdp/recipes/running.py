@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,7 +10,8 @@ import torch
 
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError
-from lipdp.privacy import Accountant, Adjacency, Budget
+from lipdp.privacy import Accountant, Adjacency
+from lipdp.privacy.budget import AnyBudget
 from lipdp.recipes import features, recipe, tabular
 from lipdp.recipes.features import FeatureRecipe
 from lipdp.recipes.options import PlanOptions, RunOptions
@@ -56,7 +56,7 @@ def train(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     evaluations: int = 10,
-    budget: Budget | str | os.PathLike[str] | None = None,
+    budget: AnyBudget = None,
 ) -> Result:
     """Run a recipe from the data to the test figure.
 

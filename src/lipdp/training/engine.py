@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from lipdp.memory import keep_freed_memory
 from lipdp.parametrize import project_
 from lipdp.privacy._checks import whole
 from lipdp.privacy.accounting import run_epsilon
-from lipdp.privacy.budget import Budget, open_budget
+from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
@@ -102,7 +101,7 @@ class PrivacyEngine:
         augmentation: Augmentation | None = None,
         public: bool = False,
         input_shape: tuple[int, ...] | None = None,
-        budget: Budget | str | os.PathLike[str] | None = None,
+        budget: AnyBudget = None,
     ) -> None:
         account = RunAccount(open_budget(budget))
         if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
@@ -14,7 +13,7 @@ import torch
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, Interrupted, LipdpError
 from lipdp.privacy._checks import positive
-from lipdp.privacy.budget import Budget
+from lipdp.privacy.budget import AnyBudget
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
@@ -50,7 +49,7 @@ def fit(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: float = 60.0,
-    budget: Budget | str | os.PathLike[str] | None = None,
+    budget: AnyBudget = None,
     input_shape: tuple[int, ...] | None = None,
     settle: bool | Literal["in_place"] = False,
 ) -> History:
