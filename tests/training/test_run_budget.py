@@ -14,7 +14,7 @@ from dp_accounting.pld import common, privacy_loss_distribution
 
 import lipdp
 from lipdp import losses, nn
-from lipdp.errors import BudgetError, ConfigurationError
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError
 from lipdp.privacy import Budget, Pure
 from lipdp.training import Callback
 from tests.failpoints import Failpoint, die, in_child, points
@@ -165,6 +165,17 @@ def test_a_run_that_began_without_a_budget_is_paid_for_whole(tmp_path):
         fit(None, callbacks=[Stop(8, CrashError())], checkpoint=file, checkpoint_every=1e-9)
     fit(budget, callbacks=[Stop(9)], checkpoint=file, resume=True)
     assert steps_paid(budget) == 9
+
+
+def test_a_run_with_a_budget_does_not_go_on_without(tmp_path):
+    """It gave back what it had not released: that would now be released unpaid."""
+    budget, file = begun(tmp_path / "a"), tmp_path / "run"
+    fit(budget, callbacks=[Stop(5)], checkpoint=file)
+    model = small()
+    with pytest.raises(CheckpointError, match="paid for by the budget"):
+        fit(None, model, checkpoint=file, resume=True)
+    fit(begun(tmp_path / "b"), model, checkpoint=file, resume=True)  # another account pays for all of it
+    assert steps_paid(Budget(tmp_path / "b")) == STEPS
 
 
 # -------------------------------------------------------------------------------------------------------- loops of your own

@@ -84,7 +84,8 @@ class Totals:
         if not self.noise and not extra.noise:
             return math.nextafter(float(stated), math.inf)
         curve = self.curve + extra.curve
-        return float(stated) + (_curve_epsilon(curve, float(delta - slack)) if slack < delta else math.inf)
+        known = slack < delta and not isinstance(curve, float)
+        return float(stated) + (_curve_epsilon(curve, float(delta - slack)) if known else math.inf)
 
     @property
     def curve(self) -> Any:

@@ -8,7 +8,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
-from lipdp.errors import LipdpError
+from lipdp.errors import CheckpointError, LipdpError
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.ledger import Ledger
 
@@ -30,6 +30,18 @@ class RunAccount:
         self._process = 0
         self._steps = 0
         self._one_off: set[str] = set()
+
+    @property
+    def name(self) -> str | None:
+        """The budget's file."""
+        return None if self.budget is None else str(self.budget.path)
+
+    def check_resumed(self, paid_by: str | None) -> None:
+        """Refuse to go on without a budget with a run that had one: what it gave back when it ended would be released unpaid."""
+        if paid_by is not None and self.budget is None:
+            raise CheckpointError(
+                f"this run is paid for by the budget {paid_by}: resume it with budget='{paid_by}' (or the path that it has now)."
+            )
 
     def reserve(self, ledger: Ledger, key: object) -> None:
         """Pay for the whole run, if it is not paid for; BudgetError where that is too much. ``key`` is the secret of the run."""

@@ -169,8 +169,7 @@ class PrivacyEngine:
         """
         if self._data:
             secret = hashlib.sha256(f"{self._streams.key!r}".encode()).hexdigest()
-            account = None if self._account.budget is None else str(self._account.budget.path)
-            record_run(self._data, RunRecord(secret, self.ledger, account))
+            record_run(self._data, RunRecord(secret, self.ledger, self._account.name))
             self._data = ()
         self._account.reserve(self.ledger, self._streams.key)
 
@@ -393,6 +392,7 @@ class PrivacyEngine:
                 "steps": self.steps,
                 "one_off": list(self.ledger.one_off),
                 "run": self._account.nonce,
+                "budget": self._account.name,
                 "key": f"{self._streams.key:x}",
                 "trail": self._streams.trail,
                 "proved": self._watch.values,
@@ -407,6 +407,7 @@ class PrivacyEngine:
         """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed."""
         try:
             check_state(state, self.plan, self.model, self.optimizer, self.average)
+            self._account.check_resumed(state["budget"])
         except CheckpointError:
             raise
         except (LipdpError, AttributeError, KeyError, TypeError, ValueError) as error:
