@@ -10,7 +10,7 @@ from typing import Any, get_args
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.composition import Composition, Totals
-from lipdp.privacy.costs import from_data, to_key
+from lipdp.privacy.costs import data_key
 
 __all__ = ["FORMAT", "Run", "State", "minus", "plus"]
 
@@ -57,9 +57,9 @@ class Run:
             taken = min(count, steps)
             steps -= taken
             if taken:
-                cost = plus(cost, {to_key(from_data(data)): taken})
+                cost = plus(cost, {data_key(data): taken})
         for name in sorted(one_off):
-            cost = plus(cost, {to_key(from_data(self.one_off[name])): 1})
+            cost = plus(cost, {data_key(self.one_off[name]): 1})
         return cost
 
 
@@ -84,7 +84,7 @@ class State:
         kind = entry["kind"]
         if kind == "charge":
             for data, count in entry["events"]:
-                self.totals.add({to_key(from_data(data)): _whole(count)})
+                self.totals.add({data_key(data): _whole(count)})
             return
         if kind == "run":
             run = self.runs.get(entry["run"]) or Run(entry["steps"], entry["one_off"])

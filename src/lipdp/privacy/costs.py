@@ -18,7 +18,7 @@ from lipdp.privacy._checks import is_number
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.runs import PrivateRun, Release
 
-__all__ = ["Approximate", "Cost", "Pure", "exact", "from_data", "from_key", "parts", "run_costs", "to_data", "to_key"]
+__all__ = ["Approximate", "Cost", "Pure", "data_key", "exact", "from_data", "from_key", "parts", "run_costs", "to_data", "to_key"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,18 @@ def _flat(event: Any, count: int) -> Iterator[tuple[Any, int]]:
 
 def to_key(event: Any) -> str:
     """One line of JSON that stands for the event: equal events have equal texts."""
-    return json.dumps(to_data(event), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _line(to_data(event))
+
+
+def data_key(data: Any) -> str:
+    """The :func:`to_key` of what :func:`to_data` made; ValueError where that is no event."""
+    key = _line(data)
+    from_key(key)
+    return key
+
+
+def _line(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def to_data(event: Any) -> dict[str, Any]:
