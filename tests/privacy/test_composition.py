@@ -163,6 +163,27 @@ def test_a_finer_grid_is_asked_where_the_first_one_refuses() -> None:
     assert not composition.fits(Totals("add_remove"), {key: steps}, Fraction(fine * 0.99))
 
 
+def test_a_plan_for_all_of_the_budget_fits_whatever_it_was_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planning accountant may be tighter than the grid here: its own figure counts."""
+    import lipdp.privacy.composition as module
+
+    run = PrivateRun(0.02, ((2.6, 50), (2.2, 10)), (Release("statistics", "gaussian", 25.0), Release("clip", "pure", 0.05)))
+    asked = []
+
+    def tighter(asked_for: PrivateRun, delta: float, accountant: str, adjacency: str) -> float:
+        asked.append((asked_for.segments, [release.amount for release in asked_for.releases], delta, adjacency))
+        return 0.123
+
+    exact = epsilon(run)
+    monkeypatch.setattr(module, "run_epsilon", tighter)
+    composition, more = Composition(DELTA, "add_remove"), totals(run).counts
+    assert composition.fits(Totals("add_remove"), more, Fraction(exact) * Fraction("0.95"))
+    assert asked == [(run.segments, [25.0], 1e-5, "add_remove")]
+    other = totals(run, sampled(0.5, 9.0)).counts  # two rates: no run has them
+    assert not composition.fits(Totals("add_remove"), other, Fraction(exact) * Fraction("0.95"))
+    assert len(asked) == 1
+
+
 def test_what_no_distribution_holds_is_bounded_otherwise_or_infinite() -> None:
     assert 5e6 < epsilon(PrivateRun(1.0, ((1e-3, 10),))) < 2e7
     assert epsilon(PrivateRun(1.0, ((1e-3, 10),)), adjacency="replace_one") == math.inf

@@ -8,7 +8,7 @@ Three upper bounds, each a theorem, and the smallest holds:
 - *quick*: as *apart*, with Rényi divergences in the place of PLD. They are vectors that add up, so a charge that this bound allows
   needs nothing else: it costs the same whatever was charged before.
 
-PLD rounds up to a grid. Where that alone refuses a charge, a finer grid is asked.
+PLD rounds up to a grid. Where that alone refuses a charge, the function that plans are made with is asked, and a finer grid.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from functools import lru_cache
 from typing import Any
 
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy.accounting import Adjacency, _quiet
+from lipdp.privacy.accounting import Adjacency, _quiet, run_epsilon
 from lipdp.privacy.costs import Approximate, Pure, from_key, to_key
+from lipdp.privacy.runs import PrivateRun, Release
 
 __all__ = ["Composition", "Counts", "Totals", "check_event"]
 
@@ -122,8 +123,17 @@ class Composition:
             return float(totals.stated) if not totals.noise and not totals.slack else math.inf
         found = min(self._tight(totals, _GRIDS[0]), totals.quick({}, self.delta))
         if total is not None and total < found < _WORTH_REFINING * total:
+            found = min(found, self._as_planned(totals))
+        if total is not None and total < found < _WORTH_REFINING * total:
             found = min(found, self._tight(totals, _GRIDS[1]))
         return found
+
+    def _as_planned(self, totals: Totals) -> float:
+        """*apart*, by the function that plans are made with, where the noise is that of a run: what was planned for ε fits."""
+        run = _one_run(totals.noise)
+        if run is None or totals.slack >= self.delta:
+            return math.inf
+        return float(totals.stated) + run_epsilon(run, float(self.delta - totals.slack), "pld", self.adjacency)
 
     def _tight(self, totals: Totals, grid: float) -> float:
         apart = math.inf
@@ -249,6 +259,25 @@ def _in_relation(event: Any, adjacency: Adjacency) -> Any:
             f"(epsilon {float(event.epsilon):g}, delta {float(event.delta):g}) says nothing about replacing a record."
         )
     return Approximate(2 * event.epsilon, delta)
+
+
+def _one_run(noise: Counts) -> PrivateRun | None:
+    """The events as one run: steps at one sampling rate, and releases of all records beside them."""
+    from dp_accounting import dp_event
+
+    segments: list[tuple[float, float, int]] = []
+    for key, count in noise.items():
+        event = from_key(key)
+        if not isinstance(event, dp_event.PoissonSampledDpEvent) or not isinstance(event.event, dp_event.GaussianDpEvent):
+            return None
+        segments.append((event.sampling_probability, event.event.noise_multiplier, count))
+    rates = {q for q, _, _ in segments if q < 1} or {1.0}
+    beside = [(sigma, count) for q, sigma, count in segments if q not in rates]
+    if len(rates) > 1 or sum(count for _, count in beside) > _MANY:
+        return None
+    (rate,) = rates
+    releases = [Release(f"{number} {copy}", "gaussian", s) for number, (s, count) in enumerate(beside) for copy in range(count)]
+    return PrivateRun(rate, tuple((sigma, count) for q, sigma, count in segments if q == rate), tuple(releases))
 
 
 def _merged(counts: Counts) -> Counts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
@@ -104,6 +104,9 @@ def parts(cost: Cost) -> Iterator[tuple[Any, int]]:
 
 def run_costs(run: PrivateRun) -> tuple[list[tuple[Any, int]], dict[str, Any]]:
     """Of a run: (event, number of steps) of its segments in order, and the event of each one-off release by its name."""
+    for entry in fields(run):
+        if entry.name not in ("sampling_rate", "segments", "releases") and getattr(run, entry.name) != entry.default:
+            raise ConfigurationError(f"a run with {entry.name} {getattr(run, entry.name)!r} has no event that a budget knows.")
     dp = _dp_event()
     steps = [
         (dp.PoissonSampledDpEvent(run.sampling_rate, dp.GaussianDpEvent(sigma)), count) for sigma, count in run.segments if count
