@@ -7,9 +7,11 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DataError",
+    "Interrupted",
     "LipdpError",
     "LipdpNotice",
     "LipdpWarning",
+    "RepeatedRunWarning",
     "UnboundedError",
     "UnsupportedError",
 ]
@@ -47,5 +49,21 @@ class LipdpWarning(UserWarning):
     """Something legal that is probably not meant, e.g. delta at or above one over the dataset's size."""
 
 
+class RepeatedRunWarning(LipdpWarning):
+    """A second run over the same data that no budget adds up to the first."""
+
+
 class LipdpNotice(UserWarning):
     """Something legal and correct that costs time or memory, e.g. a layer whose per-example gradients are materialised."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped by SIGINT (Ctrl-C) or SIGTERM, after a whole step; the message says how it goes on.
+
+    Attributes:
+        signal: the signal's number.
+    """
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal

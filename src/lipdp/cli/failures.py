@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from lipdp.errors import BudgetError, LipdpError, LipdpWarning
 
 __all__ = ["FriendlyGroup"]
 
-_UNEXPECTED, _REFUSED, _BUDGET, _INTERRUPTED = 1, 2, 3, 130
+_UNEXPECTED, _REFUSED, _BUDGET = 1, 2, 3
 
 
 class FriendlyGroup(TyperGroup):
@@ -40,7 +41,7 @@ class FriendlyGroup(TyperGroup):
             hint = str(error)
             console(stderr=True).show_cursor(True)  # which a bar that was cut short may have hidden
             _report("interrupted" + (f": {hint}" if hint else ""), "KeyboardInterrupt", as_json)
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(128 + getattr(error, "signal", signal.SIGINT)) from None
         except Exception as error:
             if hasattr(error, "format_message"):  # of the parser, which prints it itself, with the usage
                 if as_json:

@@ -14,15 +14,14 @@ from lipdp.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from lipdp.mechanisms import Comparison
+    from lipdp.privacy import Budget
 
 __all__ = ["app"]
 
 app = typer.Typer(name="mechanism", no_args_is_help=True, help="Private mechanisms for statistics: learned, or the experts'.")
 
 LEARN_EXAMPLE = "Example: lipdp mechanism learn median --epsilon 1 --size 100 --low 0 --high 10 --output median.mechanism"
-RELEASE_EXAMPLE = (
-    "Example: lipdp mechanism release median.mechanism survey.csv --column age --ledger survey.ledger --budget 2 --dataset survey"
-)
+RELEASE_EXAMPLE = "Example: lipdp mechanism release median.mechanism survey.csv --column age --budget survey.budget"
 
 Query = Annotated[str, typer.Argument(help="mean, variance, median, p10 (any percentile) or quantile:0.25.", show_default=False)]
 Epsilon = Annotated[float, typer.Option(help="ε of one release.", show_default=False)]
@@ -64,27 +63,33 @@ def release(
     mechanism: Annotated[Path, typer.Argument(help="A file that `lipdp mechanism learn` wrote.", show_default=False)],
     data: Annotated[Path, typer.Argument(help="A CSV file with a header line.", show_default=False)],
     column: Annotated[str, typer.Option(help="Which column.", show_default=False)],
-    ledger: Annotated[
-        Path | None, typer.Option(help="The dataset's budget ledger; begun where it is missing, with --budget and --dataset.")
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The dataset's budget (`lipdp budget create`), charged before the answer is drawn."),
     ] = None,
-    budget: Annotated[float | None, typer.Option(help="Total ε of a new ledger.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="The dataset's name in a new ledger.")] = None,
-    no_ledger: Annotated[bool, typer.Option("--no-ledger", help="Keep no account: you add up the ε yourself.")] = False,
+    no_budget: Annotated[
+        bool, typer.Option("--no-budget", "--no-ledger", help="Keep no account: you add up the ε yourself.")
+    ] = False,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Older name of --budget; begun where it is missing, with --budget EPSILON and --dataset."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="The dataset's name, with --ledger.")] = None,
     clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """One private answer about a CSV column. Each call spends the mechanism's ε."""
-    from lipdp.mechanisms import BudgetLedger, load
+    from lipdp.mechanisms import load
 
-    if (ledger is None) != no_ledger:
-        raise ConfigurationError("give --ledger FILE, so that the budget is kept, or --no-ledger to keep no account (not both)")
-    if ledger is None and (budget is not None or dataset is not None):
-        raise ConfigurationError("--budget and --dataset begin a ledger: they need --ledger FILE")
+    if (ledger is None and budget is None) != no_budget:
+        raise ConfigurationError("give --budget FILE, so that the budget is kept, or --no-budget to keep no account (not both)")
+    if ledger is None and dataset is not None:
+        raise ConfigurationError("--dataset goes with --ledger; `lipdp budget create` begins a budget")
     made = load(mechanism)
     values = read_column(data, column)
     made.problem.dataset(values, clamp)  # refuse bad data before a ledger is begun
-    book = None if ledger is None else BudgetLedger(ledger, budget, dataset)
-    answer = made.release(values, ledger=book, clamp=clamp)
+    book = _account(budget, ledger, dataset)
+    answer = made.release(values, budget=book, clamp=clamp)
     left = None if book is None else book.remaining
     query = made.problem.query.name
     if as_json:
@@ -120,6 +125,20 @@ def compare(
         ("time", f"{report['seconds']:.1f} s"),
     )
     print_fields(console(), rows)
+
+
+def _account(budget: str | None, ledger: Path | None, dataset: str | None) -> Budget | None:
+    """The budget in a file; with --ledger, --budget is a number, as it was in an older lipdp."""
+    from lipdp.mechanisms import BudgetLedger
+    from lipdp.privacy.budget import open_budget
+
+    if ledger is None:
+        return open_budget(budget)
+    try:
+        total = None if budget is None else float(budget)
+    except ValueError:
+        raise ConfigurationError(f"with --ledger, --budget is a total epsilon, not {budget!r}: give --budget FILE alone") from None
+    return BudgetLedger(ledger, total, dataset)
 
 
 def read_column(path: Path, column: str) -> list[float]:

@@ -11,6 +11,7 @@ __all__ = [
     "Accountant",
     "Adjacency",
     "BatchSize",
+    "BudgetFile",
     "DataRoot",
     "DatasetSize",
     "Delta",
@@ -46,6 +47,15 @@ NoiseMultiplier = Annotated[
     typer.Option(help="Noise multiplier σ of the whole step, instead of the one that ε asks for.", rich_help_panel=_BUDGET),
 ]
 Delta = Annotated[float | None, typer.Option(help="δ of the guarantee, best well below 1/N.", rich_help_panel=_BUDGET)]
+BudgetFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--budget",
+        metavar="FILE",
+        help="The dataset's account (`lipdp budget create`): charged before anything is released.",
+        rich_help_panel=_BUDGET,
+    ),
+]
 Epochs = Annotated[float | None, typer.Option(help="Expected passes over the data.", rich_help_panel=_RECIPE)]
 BatchSize = Annotated[int | None, typer.Option(help="Expected batch size.", rich_help_panel=_RECIPE)]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate, in units of the sensitivity.", rich_help_panel=_RECIPE)]

@@ -82,6 +82,7 @@ def sweep(
         Path | None,
         typer.Option(metavar="FILE", help="Where to save the weights that private tuning chose.", rich_help_panel=_PRIVATE),
     ] = None,
+    budget_file: options.BudgetFile = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1 …", show_default="cpu")] = None,
     data: options.DataRoot = None,
     as_json: options.Json = False,
@@ -95,6 +96,8 @@ def sweep(
     if weights is not None and (not private_tuning or weights.exists()):
         why = f"'{weights}' exists; choose another" if private_tuning else "--weights goes with --private-tuning"
         raise ConfigurationError(why)
+    if budget_file is not None and not private_tuning:
+        raise ConfigurationError("--budget goes with --private-tuning: an ordinary search is not paid for, whatever it spends")
     from lipdp.recipes.spaces import get_space
     from lipdp.recipes.sweep import Sweep
 
@@ -116,7 +119,7 @@ def sweep(
     )
     if private_tuning:
         assert trials is not None
-        _tune(wanted, trials, repetitions, weights, test, as_json)
+        _tune(wanted, trials, repetitions, weights, test, budget_file, as_json)
     else:
         _search(wanted, trials, minutes, workers, seeds if test else 0, as_json)
 
@@ -154,13 +157,15 @@ def _search(wanted: Sweep, trials: int | None, minutes: float | None, workers: i
     print_fields(console(), fields)
 
 
-def _tune(wanted: Sweep, trials: int, distribution: str, weights: Path | None, test: bool, as_json: bool) -> None:
+def _tune(
+    wanted: Sweep, trials: int, distribution: str, weights: Path | None, test: bool, budget: Path | None, as_json: bool
+) -> None:
     import torch
 
     from lipdp.privacy.tuning import Repetitions
     from lipdp.recipes.private_tuning import tune_privately
 
-    found = tune_privately(wanted, Repetitions(trials, _shape(distribution)))
+    found = tune_privately(wanted, Repetitions(trials, _shape(distribution)), budget=budget)
     report: dict[str, Any] = {
         "recipe": wanted.recipe.name,
         "space": wanted.chosen_space.name,

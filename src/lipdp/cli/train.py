@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +14,9 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.certify import MODEL
-from lipdp.cli.output import console, duration, guarantee, print_json
+from lipdp.cli.output import console, duration, guarantee, print_json, upwards
 from lipdp.cli.settings import budget, configured, dataset_info, training_size
-from lipdp.errors import ConfigurationError, LipdpWarning
+from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
 if TYPE_CHECKING:
     from lipdp.recipes import Result
@@ -55,6 +58,7 @@ def train(
         Path | None, typer.Option(help="File to save the run in as it goes. It holds the run's secret key.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
+    budget_file: options.BudgetFile = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +84,9 @@ def train(
     if seed is not None and seed >= 2**63:
         raise ConfigurationError("--seed must be below 2^63")
     _check_files(checkpoint, resume, output)
+    from lipdp.privacy.budget import open_budget
+
+    account = open_budget(budget_file)
     place = _device(device)
     from rich.markup import escape
 
@@ -107,11 +114,14 @@ def train(
             microbatch_size=microbatch_size,
             checkpoint=checkpoint,
             resume=resume,
+            budget=account,
         )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         saved = checkpoint is not None and checkpoint.exists()
-        raise KeyboardInterrupt(f"the same command with --resume continues from '{checkpoint}'" if saved else "") from None
+        raise Interrupted(_how_to_resume(checkpoint) if saved else "", getattr(error, "signal", signal.SIGINT)) from None
     report = _report(result, chosen, validation_fraction, place)
+    if account is not None:
+        report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
     if output is not None:
         report["files"] = _save(result, report, output)
     if as_json:
@@ -124,8 +134,16 @@ def train(
         f"{result.steps:,} steps in {duration(report['seconds'])}, {result.method}",
         soft_wrap=True,
     )
+    if account is not None:
+        out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent", markup=False)
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
+
+
+def _how_to_resume(checkpoint: Path | None) -> str:
+    """The command that continues the run."""
+    words = ["lipdp", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
+    return f"the same command with --resume continues from '{checkpoint}': {shlex.join(words)}"
 
 
 def _report(result: Result, recipe: AnyRecipe, validation_fraction: float | None, device: str) -> dict[str, Any]:

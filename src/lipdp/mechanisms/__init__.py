@@ -1,7 +1,7 @@
 """Private mechanisms for statistics, found by gradient descent, and the experts' to compare with.
 
 mechanism = lipdp.mechanisms.learn(query="median", epsilon=1.0, n=100, bounds=(0, 10))
-answer = mechanism.release(x, ledger=BudgetLedger("survey.ledger", budget=2.0, dataset="survey"))
+answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsilon=2.0, delta=1e-6, dataset="survey"))
 """
 
 from lipdp.mechanisms.distributions import Distribution, Mixture

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import CheckpointError, ConfigurationError
-from lipdp.mechanisms.ledger import BudgetLedger
+from lipdp.mechanisms.ledger import payer
 from lipdp.mechanisms.losses import response_loss
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
 from lipdp.mechanisms.postprocess import Decoder, decoder_from_state
@@ -20,6 +20,8 @@ from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, statistic_from_state
 from lipdp.mechanisms.utilities import Utility, utility_from_state
+from lipdp.privacy.budget import AnyBudget, Budget
+from lipdp.privacy.costs import Pure
 
 __all__ = ["AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMechanism", "from_content", "load"]
 
@@ -52,21 +54,30 @@ class Mechanism:
         """The proved sensitivity of what is noised (see :meth:`describe` for what that is), rounding included."""
         raise NotImplementedError
 
-    def release(self, x: Any, *, ledger: BudgetLedger | None = None, clamp: bool = False, sampler: Sampler = "auto") -> float:
+    def release(
+        self,
+        x: Any,
+        *,
+        budget: AnyBudget = None,
+        clamp: bool = False,
+        sampler: Sampler = "auto",
+        ledger: Budget | None = None,
+    ) -> float:
         """One private answer about the dataset ``x``, (n,) in the user's units. Each call spends ε again.
 
-        The data are checked first; then the ledger is charged; then noise is drawn. A refusal before the charge costs nothing.
+        The data are checked first; then the budget is charged; then noise is drawn. A refusal before the charge costs nothing.
 
         Args:
             x: the private data.
-            ledger: where the release is paid for.
+            budget: where the release is paid for: a :class:`lipdp.privacy.Budget`, or the path of its file.
             clamp: move values outside of the bounds to the nearest bound, instead of refusing them.
             sampler: ``"opendp"``, ``"exact"``, or ``"auto"``: opendp where it is installed.
+            ledger: older name of ``budget``.
         """
         t = self.problem.dataset(x, clamp)
         self.check_sampler(sampler)
-        if ledger is not None:
-            ledger.charge(self.epsilon, f"{self.problem.query.name}: {self.title}")
+        if (account := payer(budget, ledger)) is not None:
+            account.charge(Pure(self.epsilon, "replace_one"), f"{self.problem.query.name}: {self.title}")
         return float(self.problem.answer(self._respond(t, sampler)))
 
     def probabilities(self, x: Any, *, clamp: bool = False) -> Tensor:

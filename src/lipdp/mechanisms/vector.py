@@ -21,13 +21,15 @@ from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
 from lipdp.mechanisms.learn_sum import train_joint
 from lipdp.mechanisms.learning import Settings, learn
-from lipdp.mechanisms.ledger import BudgetLedger
+from lipdp.mechanisms.ledger import payer
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, from_content
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, decoder_from_state
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query, parse_query
 from lipdp.privacy._checks import positive
+from lipdp.privacy.budget import AnyBudget, Budget
+from lipdp.privacy.costs import Pure
 
 __all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_columns", "load_vector"]
 
@@ -58,14 +60,20 @@ class VectorMechanism:
         return tuple(part.sensitivity for part in self.parts)
 
     def release(
-        self, x: Any, *, ledger: BudgetLedger | None = None, clamp: bool = False, sampler: Sampler = "auto"
+        self,
+        x: Any,
+        *,
+        budget: AnyBudget = None,
+        clamp: bool = False,
+        sampler: Sampler = "auto",
+        ledger: Budget | None = None,
     ) -> dict[str, float]:
         """All answers by name; ε is charged once, before any noise is drawn."""
         t = self.problems[0].dataset(x, clamp)
         for part in self.parts:
             part.check_sampler(sampler)
-        if ledger is not None:
-            ledger.charge(self.epsilon, ", ".join(problem.query.name for problem in self.problems))
+        if (account := payer(budget, ledger)) is not None:
+            account.charge(Pure(self.epsilon, "replace_one"), ", ".join(problem.query.name for problem in self.problems))
         if self.decoder is None:
             answers = [part._respond(t, sampler) for part in self.parts]
         else:
@@ -196,7 +204,15 @@ class ColumnMechanism:
         """Of each column's mechanism."""
         return tuple(part.sensitivity for part in self.parts)
 
-    def release(self, x: Any, *, ledger: BudgetLedger | None = None, clamp: bool = False, sampler: Sampler = "auto") -> list[float]:
+    def release(
+        self,
+        x: Any,
+        *,
+        budget: AnyBudget = None,
+        clamp: bool = False,
+        sampler: Sampler = "auto",
+        ledger: Budget | None = None,
+    ) -> list[float]:
         """One answer for each column of ``x`` (n, d). All columns are checked before anything is charged."""
         data = torch.as_tensor(x, dtype=torch.float64)
         if data.ndim != 2 or data.shape[1] != len(self.parts):
@@ -206,8 +222,9 @@ class ColumnMechanism:
         columns = [part.problem.dataset(column, clamp) for part, column in zip(self.parts, data.T, strict=True)]
         for part in self.parts:
             part.check_sampler(sampler)
-        if ledger is not None:
-            ledger.charge(self.epsilon, f"{self.parts[0].problem.query.name} of {len(self.parts)} columns")
+        if (account := payer(budget, ledger)) is not None:
+            what = f"{self.parts[0].problem.query.name} of {len(self.parts)} columns"
+            account.charge(Pure(self.epsilon, "replace_one"), what)
         return [
             float(part.problem.answer(part._respond(column, sampler))) for part, column in zip(self.parts, columns, strict=True)
         ]

@@ -16,6 +16,8 @@ from lipdp.privacy.accounting import (
     run_epsilon,
 )
 from lipdp.privacy.adaptive import AdaptiveClip, gradient_multiplier
+from lipdp.privacy.budget import Budget, Reservation
+from lipdp.privacy.costs import Approximate, Pure
 from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_multiplier, noise_energy
 from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
@@ -29,12 +31,16 @@ __all__ = [
     "AdaptiveClip",
     "Adjacency",
     "Allocation",
+    "Approximate",
+    "Budget",
     "Crossing",
     "Moments",
     "PoissonSampler",
     "PrivateQuantile",
     "PrivateRun",
+    "Pure",
     "Release",
+    "Reservation",
     "above_threshold",
     "add_noise",
     "allocate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lipdp.errors import BudgetError
 from lipdp.privacy.accounting import Accountant, Adjacency, run_epsilon
@@ -64,16 +64,23 @@ class Ledger:
     @property
     def spent(self) -> PrivateRun:
         """What has been released, as a run of its own."""
-        left, segments = self.releases, []
-        for sigma, steps in self.run.segments:
-            segments.append((sigma, min(steps, left)))
-            left -= segments[-1][1]
-        made = tuple(release for release in self.run.releases if release.name in self.one_off)
-        return PrivateRun(self.run.sampling_rate, tuple(part for part in segments if part[1]), made)
+        return self._until(self.releases)
 
     @property
     def epsilon(self) -> float:
         """ε spent so far, at the plan's δ."""
-        if self.remaining == 0 and len(self.one_off) == len(self.run.releases):
+        return self.epsilon_at(self.releases)
+
+    def epsilon_at(self, steps: int) -> float:
+        """ε once so many steps are charged, with the one-off releases made so far."""
+        if steps >= self.run.steps and len(self.one_off) == len(self.run.releases):
             return self.planned_epsilon
-        return run_epsilon(self.spent, self.delta, self.accountant, self.adjacency)
+        return run_epsilon(self._until(min(steps, self.run.steps)), self.delta, self.accountant, self.adjacency)
+
+    def _until(self, steps: int) -> PrivateRun:
+        left, segments = steps, []
+        for sigma, count in self.run.segments:
+            segments.append((sigma, min(count, left)))
+            left -= segments[-1][1]
+        released = tuple(release for release in self.run.releases if release.name in self.one_off)
+        return replace(self.run, segments=tuple(part for part in segments if part[1]), releases=released)

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy._checks import is_number, positive, whole
+from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.mechanism import add_noise
+from lipdp.privacy.runs import Release
 
 __all__ = ["Moments", "moment_sensitivities", "moment_stds", "moment_sums", "private_moments"]
 
@@ -142,6 +144,7 @@ def private_moments(
     mean_share: float = 0.5,
     variance_floor: float | None = None,
     copies: bool = False,
+    budget: AnyBudget = None,
 ) -> Moments:
     """Mean and variance of each channel over the whole dataset: one Gaussian mechanism of noise multiplier ``multiplier``.
 
@@ -159,6 +162,7 @@ def private_moments(
         variance_floor: least variance that is returned; by default the noise of the second moment, for a variance below its own
             noise is not known.
         copies: whether batches are (batch, K, C, *positions), each record with its K augmented copies.
+        budget: the account of the data, charged before noise is drawn; the engine's own releases are paid for by its plan.
     """
     count = whole("dataset_size", dataset_size)
     # Constants first: a wrong one is an error before data are read.
@@ -170,6 +174,7 @@ def private_moments(
     mean_std, square_std = moment_stds(radius, positions, multiplier, mean_share)
     sums, stds = {"mean": first, "square": second}, {"mean": mean_std, "square": square_std}
     released = [name for name, std in stds.items() if math.isfinite(std)]
+    charge(budget, Release("statistics", "gaussian", multiplier), "statistics of channels")
     noised = add_noise({name: sums[name] for name in released}, {name: stds[name] for name in released}, generator)
     # From here on it is post-processing. Clamping to what a record can have only brings the answers closer to the truth.
     mean = (noised["mean"] / count).clamp(-largest_mean, largest_mean)

@@ -19,6 +19,8 @@ import torch
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy._checks import is_number, positive, whole
 from lipdp.privacy.accounting import Adjacency
+from lipdp.privacy.budget import AnyBudget, charge
+from lipdp.privacy.costs import Pure
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.randomness import generator as make_generator
 
@@ -115,6 +117,7 @@ def private_quantile(
     epsilon: float,
     adjacency: Adjacency = "add_remove",
     generator: torch.Generator | None = None,
+    budget: AnyBudget = None,
 ) -> PrivateQuantile:
     """A γ-quantile of one number per record, ε-DP (δ = 0), by the exponential mechanism on the continuous range.
 
@@ -126,10 +129,12 @@ def private_quantile(
         epsilon: pure ε of this one release.
         adjacency: which datasets are neighbours; the noise follows (:func:`rank_sensitivity`).
         generator: for a repeatable release; as secret as the data. By default from the operating system's randomness.
+        budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file; charged before anything is drawn.
 
     Proof: u moves by at most Δ, so exp(ε·u/2Δ) by a factor of at most exp(ε/2), and so does its integral.
     """
     edges, probabilities = quantile_probabilities(values, quantile, bounds, epsilon=epsilon, adjacency=adjacency)
+    charge(budget, Pure(epsilon, adjacency), f"a quantile ({quantile:g})")
     draw = _uniforms(generator, 2)
     cumulative = np.cumsum(probabilities)
     interval = min(int(np.searchsorted(cumulative, draw[0] * cumulative[-1], side="right")), len(probabilities) - 1)
@@ -159,6 +164,7 @@ def above_threshold(
     sensitivity: float = 1.0,
     monotone: bool = False,
     generator: torch.Generator | None = None,
+    budget: AnyBudget = None,
 ) -> Crossing:
     """The position of the first query that is above the threshold, all of them noised: ε-DP however many queries there are.
 
@@ -177,10 +183,12 @@ def above_threshold(
         sensitivity: Δ, most by which one record moves any of the queries.
         monotone: whether, for any two neighbours, all queries move in the same direction. If in doubt, False.
         generator: as in :func:`private_quantile`.
+        budget: as in :func:`private_quantile`; the sensitivity has to be that of its neighbours.
     """
     if not is_number(threshold):
         raise ConfigurationError(f"threshold is {threshold!r}: it has to be a finite public number.")
     threshold_scale, query_scale = crossing_scales(epsilon, sensitivity, monotone=monotone)
+    charge(budget, Pure(epsilon), "a first crossing")
     source = _source(generator)
     level = threshold + _laplace(threshold_scale, source)
     for index, query in enumerate(queries):
@@ -227,6 +235,7 @@ def clip_search(
     dataset_size: int,
     epsilon: float,
     generator: torch.Generator | None = None,
+    budget: AnyBudget = None,
 ) -> Crossing:
     """The smallest candidate C that leaves a share ``quantile`` of the examples unclipped, as far as noise tells; ε-DP.
 
@@ -243,6 +252,7 @@ def clip_search(
         dataset_size: N, a public constant.
         epsilon: pure ε of the whole search.
         generator: as in :func:`private_quantile`.
+        budget: as in :func:`private_quantile`.
 
     Returns:
         The crossing, with the candidate as ``value``; None where even the largest clips too many.
@@ -253,7 +263,7 @@ def clip_search(
     data = _numbers(norms)
     allowed = (1 - _share(quantile)) * whole("dataset_size", dataset_size)
     too_long = (-float(len(data) - np.count_nonzero(data <= value)) for value in grid)
-    found = above_threshold(too_long, -allowed, epsilon=epsilon, monotone=True, generator=generator)
+    found = above_threshold(too_long, -allowed, epsilon=epsilon, monotone=True, generator=generator, budget=budget)
     return Crossing(found.index, found.epsilon, None if found.index is None else grid[found.index])
 
 

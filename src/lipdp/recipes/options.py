@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from lipdp import data
 from lipdp.data import DatasetInfo
 from lipdp.privacy import Accountant, Adjacency
+from lipdp.privacy.budget import AnyBudget
 from lipdp.training import Callback
 
 __all__ = ["FitOptions", "PlanOptions", "RunOptions", "fit_options", "load_parts", "plan_options"]
@@ -36,6 +37,7 @@ class FitOptions(TypedDict, total=False):
     checkpoint: str | Path | None
     resume: bool
     evaluations: int
+    budget: AnyBudget
 
 
 class RunOptions(PlanOptions, FitOptions, total=False):

@@ -17,12 +17,14 @@ from torch.utils.data import TensorDataset
 
 from lipdp import data
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
-from lipdp.privacy import derive_seed, fresh_seed, generator
+from lipdp.privacy import Approximate, derive_seed, fresh_seed, generator
+from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
 from lipdp.recipes.recipe import Prepared, Recipe, prepare
 from lipdp.recipes.spaces import RandomSuggester, changed
 from lipdp.recipes.sweep import Sweep
 from lipdp.training import evaluate, fit
+from lipdp.training.repeats import several_runs
 
 __all__ = ["PrivateFinding", "tune_privately"]
 
@@ -76,7 +78,13 @@ class PrivateFinding:
     model: torch.nn.Module = field(repr=False)
 
 
-def tune_privately(sweep: Sweep, repetitions: Repetitions, *, progress: Callable[[], None] | None = None) -> PrivateFinding:
+def tune_privately(
+    sweep: Sweep,
+    repetitions: Repetitions,
+    *,
+    progress: Callable[[], None] | None = None,
+    budget: AnyBudget = None,
+) -> PrivateFinding:
     """Train K times with random settings of the space, K drawn from ``repetitions``, and return the best.
 
     Batch size, epochs and all else that decides how much a run releases stay as in the recipe. ``sweep.epsilon`` is the budget of
@@ -87,6 +95,7 @@ def tune_privately(sweep: Sweep, repetitions: Repetitions, *, progress: Callable
             on the results of others.
         repetitions: the distribution of the number of runs.
         progress: called after each run. How often is a secret.
+        budget: the account of the training set, charged for the whole before the first run: see :class:`lipdp.privacy.Budget`.
     """
     recipe = _plain(sweep.recipe)
     space = sweep.chosen_space.without(_FIXED)
@@ -102,6 +111,7 @@ def tune_privately(sweep: Sweep, repetitions: Repetitions, *, progress: Callable
     noise = score_multiplier(reference) / len(held_out)
     key = fresh_seed() if sweep.seed is None else sweep.seed
     best: PrivateFinding | None = None
+    charge(budget, Approximate(total, recipe.delta, "add_remove"), f"private tuning of {recipe.name}")
     for number in range(repetitions.draw(generator(key, 0, "repetitions"))):
         settings = space.settings(RandomSuggester(derive_seed(key, number, "settings")), recipe)
         made = ready(settings, one, derive_seed(key, number, "weights"))
@@ -143,6 +153,7 @@ def _parts(sweep: Sweep, recipe: Recipe) -> tuple[TensorDataset, TensorDataset, 
     return learn, held_out, info
 
 
+@several_runs()  # they are accounted for together
 def _accuracy(made: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
     recipe = made.recipe
     fit(

@@ -11,6 +11,7 @@ import torch
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import Accountant, Adjacency
+from lipdp.privacy.budget import AnyBudget
 from lipdp.recipes import features, recipe, tabular
 from lipdp.recipes.features import FeatureRecipe
 from lipdp.recipes.options import PlanOptions, RunOptions
@@ -55,6 +56,7 @@ def train(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     evaluations: int = 10,
+    budget: AnyBudget = None,
 ) -> Result:
     """Run a recipe from the data to the test figure.
 
@@ -74,6 +76,7 @@ def train(
         checkpoint: see :func:`lipdp.fit`.
         resume: see :func:`lipdp.fit`.
         evaluations: rows of the history; runs on fixed features have one.
+        budget: see :func:`lipdp.fit`.
     """
     options: RunOptions = {
         "epsilon": epsilon,
@@ -88,6 +91,7 @@ def train(
         "microbatch_size": microbatch_size,
         "checkpoint": checkpoint,
         "resume": resume,
+        "budget": budget,
     }
     if isinstance(chosen, FeatureRecipe):
         return features.train_on_features(chosen, **options)

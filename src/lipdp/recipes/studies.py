@@ -15,6 +15,7 @@ from lipdp.recipes.running import AnyRecipe, metric, score, train
 from lipdp.recipes.spaces import changed
 from lipdp.training import Callback
 from lipdp.training.callbacks import Run
+from lipdp.training.repeats import several_runs
 
 if TYPE_CHECKING:
     from lipdp.recipes.sweep import Sweep
@@ -44,6 +45,7 @@ class _Report(Callback):
             self.stopped = run.stop = True
 
 
+@several_runs()  # the command says that a search is not paid for
 def _objective(sweep: Sweep, trial: Any) -> float:
     import optuna
 

@@ -18,6 +18,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.recipes.running import AnyRecipe, metric, score, train
 from lipdp.recipes.spaces import Space, changed, default_space
 from lipdp.recipes.studies import Progress, best_trial, claim, finished, open_study, work, work_together
+from lipdp.training.repeats import several_runs
 
 __all__ = ["FinalFigures", "Finding", "Progress", "Sweep", "final_test", "search"]
 
@@ -171,6 +172,7 @@ def search(
     return _finding(sweep, study, time.monotonic() - started)
 
 
+@several_runs()  # the figures say that each run has its own epsilon
 def final_test(sweep: Sweep, recipe: AnyRecipe, seeds: tuple[int, ...] | int = 3) -> FinalFigures:
     """Train with the chosen settings on the whole training set, and look at the test set: once, when all is chosen.
 

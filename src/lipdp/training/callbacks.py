@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +39,18 @@ class Callback:
 
 
 class ProgressBar(Callback):
-    """A rich progress bar: steps, time left, the ε of the last evaluation and its metrics."""
+    """A rich progress bar: steps, time left, the ε spent and the metrics of the last evaluation.
+
+    An ε takes its time to compute. So it is computed now and then, for a step a little ahead: what is shown is never below what is
+    spent, and "≤" says that it may be above.
+    """
 
     def __init__(self, console: Any = None) -> None:
         self._console = console
         self._progress: Any = None
         self._task: Any = None
+        self._epsilon, self._shown_until = "", 0  # the ε on show, and the step that it is of
+        self._looked, self._looked_at, self._cost = 0.0, 0, 0.0  # when it was computed, at which step, how long it took
 
     def on_start(self, run: Run) -> None:
         """Open the bar."""
@@ -57,27 +65,50 @@ class ProgressBar(Callback):
             TextColumn("{task.fields[figures]}"),
             console=self._console,
         )
+        self._look(run, ahead=0)
         self._progress.start()
         plan = run.engine.plan
         self._task = self._progress.add_task("", total=plan.steps, completed=run.engine.steps, figures=self._figures(run))
 
     def on_step(self, run: Run) -> None:
         """Advance."""
-        self._progress.update(self._task, completed=run.engine.steps)
+        if run.engine.steps > self._shown_until:
+            self._look(run, ahead=self._ahead(run.engine.steps))
+        self._progress.update(self._task, completed=run.engine.steps, figures=self._figures(run))
 
     def on_evaluation(self, run: Run, row: dict[str, float]) -> None:
         """Show the latest figures."""
+        self._look(run, ahead=0)
         self._progress.update(self._task, figures=self._figures(run))
 
     def on_end(self, run: Run) -> None:
         """Close the bar."""
-        self._progress.update(self._task, figures=self._figures(run))
+        self._look(run, ahead=0)
+        self._progress.update(self._task, completed=run.engine.steps, figures=self._figures(run))
         self._progress.stop()
 
-    @staticmethod
-    def _figures(run: Run) -> str:
-        last = run.history.last
-        parts = [f"ε = {last.get('epsilon', 0.0):.3f} of {run.engine.plan.epsilon:.3f}"]
-        if "validation_accuracy" in last:
-            parts.append(f"validation {100 * last['validation_accuracy']:.2f}%")
+    def _ahead(self, step: int) -> int:
+        """Steps until the next look: so many that looking takes a fiftieth of the time, but half a second's worth at least."""
+        pace = (time.monotonic() - self._looked) / max(1, step - self._looked_at)
+        return int(max(0.5, 50 * self._cost) / max(pace, 1e-4)) if self._looked_at else 0
+
+    def _look(self, run: Run, ahead: int) -> None:
+        """Compute the ε of the step that is ``ahead`` of the present one."""
+        step, started = run.engine.steps, time.monotonic()
+        self._shown_until = min(step + ahead, run.engine.plan.steps)
+        relation = "=" if self._shown_until == step else "≤"
+        self._epsilon = f"ε {relation} {_upwards(run.engine.ledger.epsilon_at(self._shown_until))}"
+        self._looked, self._looked_at = time.monotonic(), step
+        self._cost = self._looked - started
+
+    def _figures(self, run: Run) -> str:
+        parts = [f"{self._epsilon} of {_upwards(run.engine.plan.epsilon)}"]
+        if "validation_accuracy" in run.history.last:
+            parts.append(f"validation {100 * run.history.last['validation_accuracy']:.2f}%")
         return ", ".join(parts)
+
+
+def _upwards(value: float) -> str:
+    """To three decimals, never below the value."""
+    text = f"{value:.3f}"
+    return text if not math.isfinite(value) or float(text) >= value - 1e-12 else f"{value + 0.0005:.3f}"

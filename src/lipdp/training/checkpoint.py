@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
+import json
 import os
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lipdp.errors import CheckpointError
+from lipdp.privacy._locking import opened, sync_folder, write_all
 
-__all__ = ["load_checkpoint", "previous_path", "save_checkpoint"]
+__all__ = ["load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
 
 _MAGIC = b"lipdp checkpoint 1\n"
 
@@ -23,6 +30,56 @@ def previous_path(path: str | Path) -> Path:
     """Where the checkpoint before the last one is kept."""
     path = Path(path)
     return path.with_name(path.name + ".previous")
+
+
+def lock_path(path: str | Path) -> Path:
+    """The file that is locked while a run writes the checkpoint."""
+    path = Path(path)
+    return path.with_name(path.name + ".lock")
+
+
+@contextmanager
+def locked_checkpoint(path: str | Path) -> Iterator[None]:
+    """Within the block nobody else writes this checkpoint; CheckpointError, which says who, where somebody does.
+
+    Two runs that went on from one checkpoint would release twice what was paid for once. The lock is the operating system's: it
+    ends with the process, however that ends. What interrupted runs have left beside the checkpoint is removed.
+    """
+    path, lock = Path(path), lock_path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = False
+    try:
+        with opened(lock, os.O_RDWR | os.O_CREAT, wait=False) as file:
+            held = True
+            who = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+            }
+            os.ftruncate(file, 0)
+            write_all(file, json.dumps(who).encode() + b"\n")
+            for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+                left.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    lock.unlink()  # while it is still ours
+    except BlockingIOError as error:
+        if held:
+            raise
+        raise CheckpointError(
+            f"the checkpoint '{path}' is being written by {_holder(lock)}. One run writes a checkpoint at a time: two would spend "
+            "its budget twice. Wait for that run or end it, or choose another file."
+        ) from error
+
+
+def _holder(lock: Path) -> str:
+    try:
+        who = json.loads(lock.read_bytes())
+        return f"process {who['pid']} on {who['host']}, since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it is just starting, or just ending
+        return "another process"
 
 
 def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
@@ -48,6 +105,7 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
             with contextlib.suppress(OSError):  # file systems without hard links do without a backup
                 os.link(path, backup)
         Path(name).replace(path)
+        sync_folder(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

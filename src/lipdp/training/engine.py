@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,18 +21,22 @@ from lipdp.memory import keep_freed_memory
 from lipdp.parametrize import project_
 from lipdp.privacy._checks import whole
 from lipdp.privacy.accounting import run_epsilon
+from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.program import find_input_shape
+from lipdp.training.account import RunAccount
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
 from lipdp.training.copies import Copies
 from lipdp.training.grouping import clip_layers
+from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
 from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
+from lipdp.training.repeats import RunRecord, data_marks, record_run
 from lipdp.training.settings import describe_loss
 from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, check_state
@@ -61,6 +67,9 @@ class PrivacyEngine:
     its multiplier says, or a smaller ε than its steps cost. Weights or layers' settings that are changed between steps are
     noticed: the model is then analysed and projected again before anything is computed.
 
+    While the engine lives, other steps of any optimiser over its parameters are refused: they would train without noise.
+    :meth:`close` (or the end of a ``with`` block) lets the parameters go.
+
     Args:
         model: the model; its constrained weights are projected at once.
         loss: the loss that was planned for.
@@ -75,6 +84,8 @@ class PrivacyEngine:
         augmentation: each example's gradient is the mean over its augmented copies (:mod:`lipdp.data`); no bound changes.
         public: declare the training data public: :attr:`clipped_fraction` then shows the exact share of clipped examples.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
+        budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file. The whole plan is reserved there
+            before the first release; what was never released is given back by :meth:`close`, or when the engine is gone.
     """
 
     def __init__(
@@ -92,7 +103,9 @@ class PrivacyEngine:
         augmentation: Augmentation | None = None,
         public: bool = False,
         input_shape: tuple[int, ...] | None = None,
+        budget: AnyBudget = None,
     ) -> None:
+        account = RunAccount(open_budget(budget))
         if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
             raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
         self.model = model
@@ -135,6 +148,10 @@ class PrivacyEngine:
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
+        self._account = account
+        self._data: tuple[str, ...] = ()  # what the data are known by, until the next release
+        self._held = Held(iter(self._parameters.values()), optimizer)
+        weakref.finalize(self, account.abandon)
         self._watch.remember()
 
     # ------------------------------------------------------------------ what was spent
@@ -149,6 +166,34 @@ class PrivacyEngine:
         """ε spent so far, at the plan's δ."""
         return self.ledger.epsilon
 
+    def reserve(self) -> None:
+        """Pay the budget for all that is planned, once. It is done before the first release, if not earlier by hand.
+
+        A resumed run has paid already. BudgetError where it is too much; then nothing was charged or released.
+        """
+        if self._data:
+            secret = hashlib.sha256(f"{self._streams.key!r}".encode()).hexdigest()
+            record_run(self._data, RunRecord(secret, self.ledger, self._account.name))
+            self._data = ()
+        self._account.reserve(self.ledger, self._streams.key)
+
+    def close(self, *, keep: bool = False) -> None:
+        """End the run: its parameters may be trained otherwise, and the budget gets back what was never released.
+
+        A step after it takes both again.
+
+        Args:
+            keep: keep the rest of the plan reserved, for a run that will be resumed from its :meth:`state_dict`.
+        """
+        self._held.release()
+        self._account.close(keep=keep)
+
+    def __enter__(self) -> PrivacyEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # ------------------------------------------------------------------ the loop
 
     def batches(self, train: Any) -> Iterator[Batch]:
@@ -159,11 +204,14 @@ class PrivacyEngine:
         ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
         for chosen in self.samples(train):
-            yield gather(train, chosen)
+            batch = gather(train, chosen)
+            note_batch(batch, self._account.nonce)
+            yield batch
 
     def samples(self, train: Any) -> Iterator[torch.Tensor]:
         """The numbers of the records of each of the :meth:`batches`."""
         size = check_dataset(train)
+        self._data += data_marks(train)
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
             warnings.warn(
                 f"the dataset has {size} records, the plan says {self.plan.dataset_size}: batches will have "
@@ -186,6 +234,7 @@ class PrivacyEngine:
             self.ledger.charge()  # raises
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
+        claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
         self._watch.check_structure()
         if self._watch.changed or not self._query.stands:
@@ -202,13 +251,16 @@ class PrivacyEngine:
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         noised = self._release(answer, settings, number)
+        spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
         self._watch.forget()  # until the projection is done, in case something below fails
         gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
         for name, parameter in trained.items():
             parameter.grad = gradients[name].to(parameter.dtype)
-        self.optimizer.step()
+        self._held.hold()
+        with self._held.stepping():
+            self.optimizer.step()
         self._drop_gradients()
         self._project()
         if self.plan.clips:
@@ -221,7 +273,9 @@ class PrivacyEngine:
 
     def _release(self, answer: Answer, settings: StepSettings, number: int) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
+        self.reserve()
         self.ledger.charge()
+        self._account.note(self.ledger)
         return self._mechanism.release(answer, settings, self._streams.noise(number, self.optimizer))
 
     def _copies(self, number: int) -> Copies:
@@ -249,7 +303,10 @@ class PrivacyEngine:
             raise ConfigurationError("the plan does not pay for statistics: make one with plan(…, statistics_budget=0.05)")
         if self.steps > 0:
             raise ConfigurationError("statistics are released before the first step: the weights were trained without them")
+        self._data += data_marks(train)
+        self.reserve()
         self.ledger.charge_release(STATISTICS)
+        self._account.note(self.ledger)
         moments = release_moments(
             program_of(self.model, self._input_shape),
             layer,
@@ -273,6 +330,7 @@ class PrivacyEngine:
         Statistics are released before. ``in_place`` puts the result over the inputs of a TensorDataset, where it fits.
         """
         copies = check_settling(self.plan, self.ledger, self._augmentation, self._settled)
+        self._data += data_marks(train)
         made = settle(self.model, train, input_shape=self._input_shape, device=self.device, copies=copies, in_place=in_place)
         query = query_of(made.rest, self.loss, self.plan, made.shape)
         query.prove()  # before anything is taken over
@@ -343,6 +401,8 @@ class PrivacyEngine:
                 "plan": self.plan.to_json(),
                 "steps": self.steps,
                 "one_off": list(self.ledger.one_off),
+                "run": self._account.nonce,
+                "budget": self._account.name,
                 "key": f"{self._streams.key:x}",
                 "trail": self._streams.trail,
                 "proved": self._watch.proved,
@@ -357,6 +417,7 @@ class PrivacyEngine:
         """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed."""
         try:
             check_state(state, self.plan, self.model, self.optimizer, self.average)
+            self._account.check_resumed(state["budget"])
         except CheckpointError:
             raise
         except (LipdpError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -375,6 +436,7 @@ class PrivacyEngine:
             self.average.load_state_dict(state["average"])
         self.ledger.releases = self._drawn = int(state["steps"])
         self.ledger.one_off = [str(name) for name in state["one_off"]]
+        self._account.adopt(str(state["run"]))
         self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
         self._apply_clips()
         self._streams.key, self._streams.trail = int(state["key"], 16), str(state["trail"])

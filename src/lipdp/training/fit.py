@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,16 @@ import torch
 
 from lipdp._dtypes import Types
 from lipdp.data.augment import Augmentation
-from lipdp.errors import CheckpointError
+from lipdp.errors import BudgetError, CheckpointError, Interrupted, LipdpError
+from lipdp.privacy._checks import positive
+from lipdp.privacy.budget import AnyBudget
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
-from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
+from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.history import History
+from lipdp.training.interrupts import Interrupts
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.statistics import find_standardize
@@ -45,6 +49,8 @@ def fit(
     evaluations: int = 10,
     checkpoint: str | Path | None = None,
     resume: bool = False,
+    checkpoint_every: float = 60.0,
+    budget: AnyBudget = None,
     input_shape: tuple[int, ...] | None = None,
     settle: bool | Literal["in_place"] = False,
 ) -> History:
@@ -68,8 +74,13 @@ def fit(
         augmentation: train on the mean over each example's augmented copies, see :mod:`lipdp.data`.
         public: declare the training data public; the history then shows the exact share of clipped examples.
         evaluations: about how many rows the history gets, evenly spread, the last one at the end.
-        checkpoint: file to save the run in at the start and at every evaluation (atomically).
+        checkpoint: file to save the run in (atomically): at the start, at every evaluation, as time passes, and when SIGINT or
+            SIGTERM ends the run. It is locked: one run writes it at a time.
         resume: continue from ``checkpoint`` if it exists. Without it an existing file is an error, so nothing is lost.
+        checkpoint_every: save the run every so many seconds, after a whole step (less often where saving takes long).
+        budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file. The whole run is reserved there
+            before its first release, once, however often it is resumed; a run that ends early gives back the rest. Without one, a
+            second run over the same data in a process warns.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
         settle: apply the layers in front of the first trained one once, not in every step: the same run, faster, for the memory
             that their outputs take. "in_place" puts those over the inputs of ``train`` where they fit. See
@@ -81,70 +92,143 @@ def fit(
     check_finite(train, types=Types(model, loss))
     if validation is not None:
         check_dataset(validation)
+    positive("checkpoint_every", checkpoint_every)
     file = None if checkpoint is None else Path(checkpoint)
-    if file is not None and file.exists() and not resume:
-        raise CheckpointError(f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file.")
-    engine = PrivacyEngine(
-        model,
-        loss,
-        optimizer,
-        plan,
-        seed=seed,
-        microbatch_size=microbatch_size,
-        device=device,
-        ema_decay=ema_decay,
-        tail_average=tail_average,
-        augmentation=augmentation,
-        public=public,
-        input_shape=input_shape,
-    )
+    with nullcontext() if file is None else locked_checkpoint(file):
+        if file is not None and file.exists() and not resume:
+            raise CheckpointError(f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file.")
+        engine = PrivacyEngine(
+            model,
+            loss,
+            optimizer,
+            plan,
+            seed=seed,
+            microbatch_size=microbatch_size,
+            device=device,
+            ema_decay=ema_decay,
+            tail_average=tail_average,
+            augmentation=augmentation,
+            public=public,
+            input_shape=input_shape,
+            budget=budget,
+        )
+        try:
+            saved = _Saved(file, engine, scheduler, checkpoint_every)
+            history = _run(engine, saved, train, validation, list(callbacks), max(1, evaluations), settle)
+        except BaseException:
+            with suppress(LipdpError):  # then all of it stays reserved
+                engine.close(keep=file is not None and file.exists())  # what is on disk can go on, and needs it for that
+            raise
+        engine.close()
+        return history
+
+
+class _Saved:
+    """The checkpoint of a run, if it has one."""
+
+    def __init__(self, file: Path | None, engine: PrivacyEngine, scheduler: Any, every: float) -> None:
+        self.file, self.scheduler, self.is_new = file, scheduler, False
+        self.history = History(delta=engine.plan.delta)
+        self._engine, self._every = engine, every
+        self._last, self._cost = time.monotonic(), 0.0
+        if file is not None and file.exists():
+            self.history = _restore(file, engine, scheduler)
+        self._before, self._started = self.history.seconds, time.monotonic()
+        self.history.follow(engine.ledger)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save: saving takes a twentieth of the time at most."""
+        return self.file is not None and time.monotonic() - self._last >= max(self._every, 20 * self._cost)
+
+    def add(self, row: dict[str, float]) -> None:
+        """One more row of the history."""
+        self.history.add(row)
+        self.history.seconds = self._before + time.monotonic() - self._started
+
+    def reserve(self) -> None:
+        """Pay for the run; where that is refused, nothing is left of one that has only just begun."""
+        try:
+            self._engine.reserve()
+        except BudgetError:
+            if self.is_new and self.file is not None:
+                self.file.unlink(missing_ok=True)
+            raise
+
+    def save(self) -> None:
+        """Write it."""
+        started = time.monotonic()
+        self.history.seconds = self._before + started - self._started
+        if self.file is not None:
+            save_checkpoint(_state(self._engine, self.history, self.scheduler), self.file)
+            self._last = time.monotonic()
+            self._cost = self._last - started
+
+
+def _run(
+    engine: PrivacyEngine,
+    saved: _Saved,
+    train: Any,
+    validation: Any,
+    hooks: list[Callback],
+    evaluations: int,
+    settle: bool | Literal["in_place"],
+) -> History:
+    plan, history = engine.plan, saved.history
     pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
     if pays_for_statistics:
-        find_standardize(model)
-    history = History(delta=plan.delta)
-    if file is not None and file.exists():
-        history = _restore(file, engine, scheduler)
-    elif file is not None:
-        # With the run's key on disk, whatever is done again after an interruption is the same release.
-        save_checkpoint(_state(engine, history, scheduler), file)
+        find_standardize(engine.model)
+    if saved.file is not None and not saved.file.exists():
+        # With the run's key on disk, whatever is done again after an interruption is the same release, paid for once.
+        saved.save()
+        saved.is_new = True
+    if engine.steps < plan.steps:
+        saved.reserve()
     if pays_for_statistics and STATISTICS not in engine.ledger.one_off:
         engine.release_statistics(train)
-        if file is not None:
-            save_checkpoint(_state(engine, history, scheduler), file)
+        saved.save()
     if settle:
         train = engine.settle(train, in_place=settle == "in_place")
     run = Run(engine, history)
-    hooks = list(callbacks)
-    before, started = history.seconds, time.monotonic()
-    every = max(1, round(plan.steps / max(1, evaluations)))
+    every = max(1, round(plan.steps / evaluations))
     try:
         for hook in hooks:
             hook.on_start(run)
-        for chosen in engine.samples(train):
-            engine.step(*gather_lazily(train, chosen))
-            if scheduler is not None:
-                scheduler.step()
-            for hook in hooks:
-                hook.on_step(run)
-            # The last row stands alone at the end; one shortly before it would only cost time.
-            due = engine.steps % every == 0 and plan.steps - engine.steps >= every // 2
-            if due or run.stop or engine.steps == plan.steps:
-                history.epsilon = engine.epsilon
-                history.seconds = before + time.monotonic() - started
-                row = _row(engine, validation)
-                history.add(row)
+        with Interrupts() as interrupts:
+            for chosen in engine.samples(train):
+                engine.step(*gather_lazily(train, chosen))
+                if saved.scheduler is not None:
+                    saved.scheduler.step()
                 for hook in hooks:
-                    hook.on_evaluation(run, row)
-                if file is not None:
-                    save_checkpoint(_state(engine, history, scheduler), file)
-            if run.stop:
-                break
+                    hook.on_step(run)
+                if interrupts.received is not None:
+                    saved.save()
+                    raise Interrupted(_how_to_go_on(engine, saved.file), interrupts.received)
+                # The last row stands alone at the end; one shortly before it would only cost time.
+                due = engine.steps % every == 0 and plan.steps - engine.steps >= every // 2
+                if due or run.stop or engine.steps == plan.steps:
+                    row = _row(engine, validation)
+                    saved.add(row)
+                    for hook in hooks:
+                        hook.on_evaluation(run, row)
+                    saved.save()
+                elif saved.is_due:
+                    saved.save()
+                if run.stop:
+                    break
     finally:
         for hook in hooks:
             hook.on_end(run)
     history.epsilon = engine.epsilon
     engine.use_average()
     return history
+
+
+def _how_to_go_on(engine: PrivacyEngine, file: Path | None) -> str:
+    done = f"the run was interrupted after step {engine.steps} of {engine.plan.steps}"
+    if file is None:
+        return f"{done}; nothing was saved. With checkpoint=FILE it could go on."
+    return f"{done} and saved in '{file}': the same call with checkpoint='{file}', resume=True continues it."
 
 
 def _row(engine: PrivacyEngine, validation: Any) -> dict[str, float]:

@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lipdp.errors import ConfigurationError
+from lipdp.privacy.ledger import Ledger
 
 __all__ = ["History"]
 
 
-@dataclass
 class History:
     """Figures of a run, by name, one entry per evaluation: ``step``, ``epoch``, ``epsilon``, and the validation metrics.
 
     Nothing here was computed from the training data: only the plan's accounting, and metrics of the validation set, whose
     records are not protected by the training's guarantee.
+
+    Attributes:
+        delta: δ.
+        seconds: of training, evaluation included.
+        metrics: the rows, by column.
     """
 
-    delta: float
-    epsilon: float = 0.0
-    seconds: float = 0.0
-    metrics: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(
+        self, delta: float, epsilon: float = 0.0, seconds: float = 0.0, metrics: dict[str, list[float]] | None = None
+    ) -> None:
+        self.delta, self.seconds = delta, seconds
+        self.metrics: dict[str, list[float]] = {} if metrics is None else metrics
+        self._epsilon = epsilon
+        self._ledger: Ledger | None = None
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent: at this moment while the run goes on, in the end afterwards."""
+        return self._epsilon if self._ledger is None else self._ledger.epsilon
+
+    @epsilon.setter
+    def epsilon(self, value: float) -> None:
+        self._epsilon, self._ledger = value, None
+
+    def follow(self, ledger: Ledger) -> None:
+        """Until ε is set, it is what this ledger has charged."""
+        self._ledger = ledger
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, History) and self.state_dict() == other.state_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # it changes as the run goes on
+
+    def __repr__(self) -> str:
+        return f"History({', '.join(f'{name}={value!r}' for name, value in self.state_dict().items())})"
 
     def add(self, row: dict[str, float]) -> None:
         """Append one row."""

@@ -12,8 +12,22 @@ from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["STATE_FORMAT", "check_state"]
 
-STATE_FORMAT = 2
-_CONTENT = {"format", "plan", "steps", "one_off", "key", "trail", "proved", "clips", "model", "optimizer", "average"}
+STATE_FORMAT = 3
+_CONTENT = {
+    "format",
+    "plan",
+    "steps",
+    "one_off",
+    "run",
+    "budget",
+    "key",
+    "trail",
+    "proved",
+    "clips",
+    "model",
+    "optimizer",
+    "average",
+}
 
 
 def check_state(

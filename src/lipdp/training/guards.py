@@ -1,0 +1,146 @@
+"""Ways around the engine, closed: steps of the optimiser that no engine takes, and batches that are used twice."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lipdp.errors import ConfigurationError
+
+__all__ = ["Held", "claim_batch", "note_batch", "spend_batch"]
+
+
+# --- the optimiser ----------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Some parameters and their optimiser, of which only :meth:`stepping` lets steps through.
+
+    An ordinary ``loss.backward(); optimizer.step()`` on private batches would train without noise and cost nothing. So while
+    somebody holds them, any optimiser over any of the parameters refuses to step. It ends with :meth:`release`, or with the object.
+    """
+
+    def __init__(self, parameters: Iterator[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = {id(p): p for p in parameters}
+        self._optimizer = optimizer
+        self.hold()
+
+    def hold(self) -> None:
+        """Hold them, again after :meth:`release`."""
+        _held.add(self)
+        if not _hook:
+            _hook.append(register_optimizer_step_pre_hook(_refuse))
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimiser trains what is held."""
+        if optimizer is self._optimizer:
+            return True
+        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within the block this thread's optimisers step: one may call another."""
+        before, _inside.engine = getattr(_inside, "engine", False), True
+        try:
+            yield
+        finally:
+            _inside.engine = before
+
+    def release(self) -> None:
+        """Let the parameters go."""
+        _held.discard(self)
+        _unhook_if_idle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        import copy
+
+        return Held(iter(copy.deepcopy(list(self._parameters.values()), memo)), copy.deepcopy(self._optimizer, memo))
+
+
+_held: weakref.WeakSet[Held] = weakref.WeakSet()
+_inside = threading.local()
+_hook: list[Any] = []
+
+
+def _unhook_if_idle() -> None:
+    if _hook and not _held:
+        _hook.pop().remove()
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(_inside, "engine", False):
+        return
+    if any(held.concerns(optimizer) for held in list(_held)):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() was called on parameters that a PrivacyEngine trains: such a step has no noise and "
+            "is not accounted for. Call engine.step(*batch). To train on public data before or after the private run, call "
+            "engine.close() first, or make the engine later."
+        )
+    _unhook_if_idle()
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Drawn:
+    """A batch that an engine has drawn, by the memory that it lies in: views of it are the same batch."""
+
+    memory: tuple[Any, ...]
+    owner: str
+    used: bool = False
+
+
+_batches: dict[int, _Drawn] = {}
+_MANY = 256
+_weak: Any = reductions.StorageWeakRef  # it is what torch's own queues know a tensor's memory by
+
+
+def note_batch(batch: tuple[torch.Tensor, torch.Tensor], owner: str) -> None:
+    """Remember that ``owner`` drew this batch."""
+    if len(_batches) > _MANY:
+        for memory in [memory for memory, drawn in _batches.items() if all(part.expired() for part in drawn.memory)]:
+            del _batches[memory]
+    storages = [part.untyped_storage() for part in batch]
+    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner)
+    for storage in storages:
+        _batches[storage._cdata] = drawn
+
+
+def claim_batch(parts: tuple[Any, Any], owner: str) -> None:
+    """Refuse a batch that was used, or that is not this owner's; those that no engine has drawn are not known here."""
+    for drawn in _known(parts):
+        if drawn.used:
+            raise ConfigurationError(
+                "this batch was used in a step before. A batch is for one step: two steps on one sample are not what was accounted "
+                "for. Take the next one of engine.batches(train)."
+            )
+        if drawn.owner != owner:
+            raise ConfigurationError(
+                "this batch was drawn by another engine, whose sampling and secret are not this one's. Take batches of "
+                "engine.batches(train) of the same engine."
+            )
+
+
+def spend_batch(parts: tuple[Any, Any]) -> None:
+    """From now on the batch is used."""
+    for drawn in _known(parts):
+        drawn.used = True
+
+
+def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            memory = part.untyped_storage()._cdata
+            drawn = _batches.get(memory)
+            # The memory's number may be another tensor's by now.
+            if drawn is not None and any(ref.cdata == memory and not ref.expired() for ref in drawn.memory):
+                yield drawn
