@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp._dtypes import Types
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError
+from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
