@@ -9,6 +9,7 @@ from lipdp.training.history import History
 from lipdp.training.phases import Phase, cosine_schedule, linear_schedule
 from lipdp.training.plan import ParameterGroup, PrivacyPlan
 from lipdp.training.planning import plan
+from lipdp.training.suggest import suggest_optimizer
 
 __all__ = [
     "Callback",
@@ -27,4 +28,5 @@ __all__ = [
     "plan",
     "predict",
     "save_checkpoint",
+    "suggest_optimizer",
 ]

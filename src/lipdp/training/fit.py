@@ -53,7 +53,7 @@ def fit(
     Args:
         model: the model; trained in place.
         loss: the loss that was planned for.
-        optimizer: any torch optimiser over the model's parameters.
+        optimizer: any torch optimiser over the model's parameters; :func:`lipdp.suggest_optimizer` makes one from the plan.
         plan: from :func:`lipdp.plan`.
         train: a map-style dataset of (input, target) pairs. It is sampled by real Poisson sampling. Numbers of other types than
             the model's are converted (float64, pixels as bytes, booleans); token ids stay whole numbers.
