@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import lipdp
 from lipdp import losses, nn
-from lipdp._dtypes import Types, model_dtype
 from lipdp.errors import DataError
+from lipdp.program.dtypes import Types, model_dtype
 
 SIZE = 48
 GIVEN = {

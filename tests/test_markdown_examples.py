@@ -1,12 +1,17 @@
-"""Every Python block of the README and of the documentation runs, in the order of its page."""
+"""Every Python block of the README and of the documentation runs, in the order of its page; the README's learns."""
 
 from __future__ import annotations
 
+import functools
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
+
+import lipdp
+from lipdp import recipes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,3 +30,19 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path, monkeypatch) -> None:
     space: dict[str, object] = {"__name__": "example"}
     for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf8"))):
         exec(compile(block, f"{page.name}, block {number + 1}", "exec"), space)
+
+
+def test_the_example_of_the_readme_reaches_what_the_demo_reaches(monkeypatch) -> None:
+    """As printed but for the seeds: the same data and ε as `make demo`, within a point of its accuracy on average."""
+    (block,) = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf8"))
+    fit, reached, demo = lipdp.fit, [], []
+    for seed in (0, 1, 2):
+        monkeypatch.setattr(lipdp, "fit", functools.partial(fit, seed=seed))
+        torch.manual_seed(seed)
+        space: dict = {"__name__": "example"}
+        exec(compile(block, "README.md", "exec"), space)
+        reached.append(lipdp.evaluate(space["model"], space["loss"], space["test"])["accuracy"])
+        assert space["history"].epsilon <= 3.0
+        demo.append(recipes.train(recipes.get("digits"), epsilon=3.0, seed=seed).accuracy)
+    assert min(reached) > 0.9
+    assert statistics.mean(reached) > statistics.mean(demo) - 0.01

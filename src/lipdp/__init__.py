@@ -5,7 +5,7 @@ from lipdp.bounds import sensitivities
 from lipdp.certify import attack, certified_accuracy, certify
 from lipdp.convert import convert
 from lipdp.export import export, load, save_model
-from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan
+from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan, suggest_optimizer
 
 __version__ = "0.1.0"
 
@@ -36,5 +36,6 @@ __all__ = [
     "recipes",
     "save_model",
     "sensitivities",
+    "suggest_optimizer",
     "training",
 ]

@@ -6,8 +6,8 @@ import copy
 
 import torch
 
-from lipdp._dtypes import Types
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.program.dtypes import Types
 from lipdp.training.evaluation import predict
 
 __all__ = ["attack"]

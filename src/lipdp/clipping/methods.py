@@ -20,7 +20,6 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
-from lipdp._dtypes import Types
 from lipdp.clipping.batch import (
     TWO_PASSES,
     Batch,
@@ -45,6 +44,7 @@ from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clipping_groups
 from lipdp.clipping.supported import check_supported
 from lipdp.clipping.verify import verify_once
 from lipdp.graphs import Staged, through
+from lipdp.program.dtypes import Types
 
 __all__ = ["Clipped", "Clipping", "Method", "Pending", "PendingParts", "clip_batch", "clipped_gradients", "per_example_norms"]
 

@@ -87,6 +87,8 @@ class BoundedInput(torch.nn.Module):
         floor: for mode "floor".
     """
 
+    real_input = True  # whole numbers (pixels) are converted before they come here
+
     def __init__(
         self,
         shape: Sequence[int],

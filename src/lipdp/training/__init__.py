@@ -10,6 +10,7 @@ from lipdp.training.phases import Phase, cosine_schedule, linear_schedule
 from lipdp.training.plan import ParameterGroup, PrivacyPlan
 from lipdp.training.planning import plan
 from lipdp.training.repeats import several_runs
+from lipdp.training.suggest import suggest_optimizer
 
 __all__ = [
     "Callback",
@@ -29,4 +30,5 @@ __all__ = [
     "predict",
     "save_checkpoint",
     "several_runs",
+    "suggest_optimizer",
 ]

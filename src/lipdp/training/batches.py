@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lipdp._dtypes import Types
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large
+from lipdp.program.dtypes import Types
 
 __all__ = [
     "Batch",

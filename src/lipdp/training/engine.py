@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lipdp._dtypes import Types
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
@@ -26,6 +25,7 @@ from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import fresh_seed
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.program import find_input_shape
+from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lipdp._dtypes import Types
+from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather
 from lipdp.training.settings import per_example_loss
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp._dtypes import Types
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, Interrupted, LipdpError
 from lipdp.privacy._checks import positive
 from lipdp.privacy.budget import AnyBudget
+from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
@@ -59,7 +59,7 @@ def fit(
     Args:
         model: the model; trained in place.
         loss: the loss that was planned for.
-        optimizer: any torch optimiser over the model's parameters.
+        optimizer: any torch optimiser over the model's parameters; :func:`lipdp.suggest_optimizer` makes one from the plan.
         plan: from :func:`lipdp.plan`.
         train: a map-style dataset of (input, target) pairs. It is sampled by real Poisson sampling. Numbers of other types than
             the model's are converted (float64, pixels as bytes, booleans); token ids stay whole numbers.

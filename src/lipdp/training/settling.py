@@ -18,7 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
-from lipdp._dtypes import Types
 from lipdp.bounds import Bound, Call, Transfer, analyse, rule
 from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import ConfigurationError
@@ -26,6 +25,7 @@ from lipdp.graphs import is_large
 from lipdp.nn.boundary import example_norms, to_ball
 from lipdp.privacy.ledger import Ledger
 from lipdp.program import Program
+from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, rows_at_once, slices
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lipdp import nn
-from lipdp._dtypes import Types
 from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.moments import Moments, moment_stds, private_moments
 from lipdp.program import Program
+from lipdp.program.dtypes import Types
 from lipdp.training.batches import gather, rows_at_once, slices
 
 __all__ = ["describe_release", "find_standardize", "release_moments"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lipdp.errors import DataError
-from lipdp.program import TABLES, find_input_dtype
+from lipdp.program.program import TABLES, find_input_dtype
 
 __all__ = ["Types", "model_dtype"]
 
@@ -151,11 +151,9 @@ def _nearest_float(given: torch.dtype, native: torch.dtype) -> torch.dtype:
 
 
 def _bounded_first(model: torch.nn.Module) -> bool:
-    """Whether the first layer that says what it takes is one that bounds real numbers."""
-    from lipdp.nn.boundary import BoundedInput
-
+    """Whether the first layer that says what it takes is one that bounds real numbers (:class:`lipdp.nn.BoundedInput`)."""
     first = next((module for module in model.modules() if isinstance(getattr(module, "input_shape", None), tuple)), None)
-    return isinstance(first, BoundedInput)
+    return getattr(first, "real_input", False) is True
 
 
 def _refuse_odd(what: str, values: Any, *, complex_too: bool = True) -> None:
