@@ -9,8 +9,9 @@ holds as it is. The ½ makes its mean S.
 **How.** |X| is in bin k, [kW, (k+1)W) with W = 2³⁶ grid steps, 1/64 to 1/32 of r. Under the curve φ(x) = exp(−x²/2r²) lie a rectangle
 of height φ((k+1)W) and, above it, a part of the box up to φ(kW). Of a 64-bit word, the upper bit is the sign, 27 bits choose among
 all rectangles and boxes by their areas, and 36 are the place inside the bin. In a rectangle (98 times of 100) that is all. Where 27
-bits do not decide, or say "box", a block of further bits is read: 101 for the choice, 92 for the place, 128 for the height V in the
-box. A point above the curve is thrown away, and the next word of that block starts anew. The point is under the curve if
+bits do not decide, or say "box", another word is read: 24 bits for the choice, 40 for the height V in the box; and where these do not
+decide, which hardly ever happens, a block of further bits that makes it 128 of each. A point above the curve is thrown away, and
+all begins anew with other words. The point is under the curve if
 1 − exp(−t) < V·(1 − exp(−T)), where t = h·v(2k + v), v ∈ [0, 1) is the place from the side of 0, T = h·(2k + 1), h = W²/2r².
 Negative X is in bin −1−k = ~k, whose places run the other way: N = ~k·W + y.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lipdp.privacy.randomness import Words, chacha_blocks, fill_with_chacha
+from lipdp.privacy.randomness import chacha_bytes, chacha_words, fill_with_chacha
 
 __all__ = ["DISTANCE", "GRID_LOSS", "Table", "grid", "grid_factor", "noised_on_processor", "table"]
 
@@ -55,7 +57,9 @@ _CHUNK = 1 << 18  # values drawn at a time
 _PIECE = 1 << 14  # values whose words stay in a processor's cache
 _IN_BIN = (1 << PLACE) - 1
 _UPPER = (1 << 64) - (1 << (64 - _CHOICE))
-_SURE = 2.0**-46  # floating point is off by less than an eighth of this
+# What the bits that were not read can move a height by, as a part of its box (2^-40 of V, at most 2·2^-36 of the place), and an
+# eighth of this the rounding of floating point.
+_SURE, _ROUNDING = 2.0**-34, 2.0**-46
 _LARGEST = 2.0**62  # sums are clamped to this many grid steps
 
 Ints = npt.NDArray[np.int64]
@@ -163,14 +167,16 @@ def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) 
     bins, spacing = table(mantissa_of(std)), grid(std)
 
     def work(start: int) -> None:
-        part = slice(start, min(start + _CHUNK, len(sums)))
-        noise = whole_noise(bins, key, start, part.stop - start, segment)
-        steps = sums[part] * (1 / spacing)
-        if not math.isfinite(steps.sum()):
-            steps = np.nan_to_num(steps, copy=False, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-        np.rint(np.clip(steps, -_LARGEST, _LARGEST, out=steps), out=steps)
-        noise += steps.astype(np.int64)
-        np.multiply(np.add(noise, 0.5, out=steps), spacing, out=released[part])
+        noise = whole_noise(bins, key, start, min(_CHUNK, len(sums) - start), segment)
+        steps, whole = np.empty(min(_PIECE, len(noise))), np.empty(min(_PIECE, len(noise)), dtype=np.int64)
+        for first in range(0, len(noise), _PIECE):
+            drawn = noise[first : first + _PIECE]
+            at = slice(start + first, start + first + len(drawn))
+            s, w = steps[: len(drawn)], whole[: len(drawn)]
+            _in_steps(sums[at], spacing, s)
+            w[:] = s
+            w += drawn
+            np.multiply(np.add(w, 0.5, out=s), spacing, out=released[at])
 
     starts = range(0, len(sums), _CHUNK)
     if len(starts) > 1 and torch.get_num_threads() > 1:
@@ -180,6 +186,15 @@ def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) 
         for start in starts:
             work(start)
     return released
+
+
+def _in_steps(sums: Floats, spacing: float, steps: Floats) -> None:
+    """round(S/g), within ±2⁶²: the division is exact, for g is a power of two."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(sums, 1 / spacing, out=steps)
+        if not math.isfinite(steps.sum()):
+            np.nan_to_num(steps, copy=False, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+    np.rint(np.clip(steps, -_LARGEST, _LARGEST, out=steps), out=steps)
 
 
 def whole_noise(bins: Table, key: bytes, start: int, count: int, segment: int = 0) -> Ints:
@@ -193,14 +208,16 @@ def whole_noise(bins: Table, key: bytes, start: int, count: int, segment: int = 
     left = np.flatnonzero(slow)
     words, attempt = words[left], 0
     while len(left):
-        more = chacha_blocks(key, left + start, (1, segment, attempt))
-        chosen, fine = _settled(bins, words, more)
+        places = left + start
+        more = chacha_words(key, places, (1, segment, attempt))
+        chosen, fine = _settled(bins, words, more, lambda row: _rest(key, int(places[row]), segment, attempt))  # noqa: B023
         noise[left[fine]] = (chosen[fine] << PLACE) | (words[fine].view(np.int64) & _IN_BIN)
-        left, words = left[~fine], _wide(more[11], more[12])[~fine]
+        left, attempt = left[~fine], attempt + 1
+        words = chacha_words(key, left + start, (0, segment, attempt))
         again, slow = np.empty(len(left), dtype=np.int64), np.empty(len(left), dtype=np.bool_)
         _look_up(bins, words, again, slow)
         noise[left[~slow]] = again[~slow]
-        left, words, attempt = left[slow], words[slow], attempt + 1
+        left, words = left[slow], words[slow]
     return noise
 
 
@@ -214,30 +231,46 @@ def _look_up(bins: Table, words: Wide, noise: Ints, slow: npt.NDArray[np.bool_])
     np.bitwise_or(noise, index.view(np.int64), out=noise)
 
 
-def _settled(bins: Table, words: Wide, more: Words) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """The bin that all bits together choose (complemented where the sign is set), and whether the point is under the curve."""
-    upper = (words << np.uint64(1)) & np.uint64(_UPPER) | (_wide(more[0], more[1]) >> np.uint64(_CHOICE))
-    choice = np.searchsorted(bins.upper_ends, upper, side="right").astype(np.int64)
-    for row in np.flatnonzero(choice != np.searchsorted(bins.upper_ends, upper, side="left")).tolist():
-        choice[row] = bisect.bisect_right(bins.ends, (int(upper[row]) << 64) | _number(more[2:4, row]))
-    boxed = np.flatnonzero(choice >= bins.bins)
-    choice[boxed] -= bins.bins
+Rest = Callable[[int], tuple[int, int, int]]
+
+
+def _rest(key: bytes, place: int, segment: int, attempt: int) -> tuple[int, int, int]:
+    """The last bits of the choice (77), of the place in the bin (92) and of the height (88)."""
+    block = chacha_bytes(key, 36, counter=place, nonce=(2, segment, attempt))
+    choice, inside, height = (int.from_bytes(block[at : at + 12], "little") for at in (0, 12, 24))
+    return choice >> 19, inside >> 4, height >> 8
+
+
+def _settled(bins: Table, words: Wide, more: Wide, rest: Rest) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """The bin that is chosen (complemented where the sign is set), and whether the point is under the curve.
+
+    By 51 bits of the choice, 36 of the place and 40 of the height, in floating point; where they do not decide, by all bits.
+    """
+    lowest = (words << np.uint64(1)) & np.uint64(_UPPER) | (more >> np.uint64(40) << np.uint64(13))
+    choice = np.searchsorted(bins.upper_ends, lowest, side="left").astype(np.int64)
+    unsure = choice != np.searchsorted(bins.upper_ends, lowest | np.uint64((1 << 13) - 1), side="right")
+    boxed = choice >= bins.bins
+    chosen = np.where(boxed, choice - bins.bins, choice)
     sign = words.view(np.int64) >> 63
-    fine = np.ones(len(words), dtype=np.bool_)
-    place = ((words.view(np.int64) ^ sign) & _IN_BIN)[boxed]  # counted from 0 on either side
-    fine[boxed] = _under_the_curve(bins, choice[boxed], place, more[:, boxed])
-    return choice ^ sign, fine
-
-
-def _under_the_curve(bins: Table, chosen: Ints, place: Ints, more: Words) -> npt.NDArray[np.bool_]:
-    v = place * 2.0**-PLACE + more[6] * 2.0 ** -(PLACE + 32)
+    place = (words.view(np.int64) ^ sign) & _IN_BIN  # counted from 0 on either side
+    v = place * 2.0**-PLACE
     left = -np.expm1(-(bins.half_square / _ONE) * v * (2 * chosen + v))
-    right = _wide(more[9], more[10]) * 2.0**-64 * bins.float_heights[chosen]
-    fine: npt.NDArray[np.bool_] = left < right
-    for row in np.flatnonzero(np.abs(left - right) < _SURE).tolist():
-        exact = (int(place[row]) << (128 - PLACE)) | (_number(more[4:7, row]) >> 4)
-        fine[row] = is_under(bins.half_square, bins.heights[int(chosen[row])], int(chosen[row]), exact, _number(more[7:11, row]))
-    return fine
+    height = bins.float_heights[chosen]
+    right = (more & np.uint64((1 << 40) - 1)) * 2.0**-40 * height
+    fine = ~boxed | (left < right)
+    unsure |= boxed & (np.abs(left - right) < _SURE * height + _ROUNDING)
+    for row in np.flatnonzero(unsure).tolist():
+        chosen[row], fine[row] = _exactly(bins, int(lowest[row]) >> 13, int(place[row]), int(more[row]) & ((1 << 40) - 1), rest(row))
+    return chosen ^ sign, fine
+
+
+def _exactly(bins: Table, choice: int, place: int, height: int, rest: tuple[int, int, int]) -> tuple[int, bool]:
+    """The bin, and whether the point is under the curve, from all 128 bits of each."""
+    chosen = bisect.bisect_right(bins.ends, choice << 77 | rest[0])
+    if chosen < bins.bins:
+        return chosen, True
+    chosen -= bins.bins
+    return chosen, is_under(bins.half_square, bins.heights[chosen], chosen, place << 92 | rest[1], height << 88 | rest[2])
 
 
 def is_under(half_square: int, height: int, chosen: int, place: int, drawn: int) -> bool:
@@ -251,12 +284,3 @@ def is_under(half_square: int, height: int, chosen: int, place: int, drawn: int)
 
 
 SERIES = tuple(_ONE // math.factorial(n) for n in range(2, TERMS + 1))
-
-
-def _wide(low: Words, high: Words) -> Wide:
-    result: Wide = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-    return result
-
-
-def _number(words: Words) -> int:
-    return int.from_bytes(words.astype("<u4").tobytes(), "little")

@@ -77,7 +77,8 @@ def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count:
     """``count`` blocks of ChaCha20 from counter ``first`` on: (count, 16), int32."""
     out = torch.empty(count, 16, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
-        _kernels().blocks[(-(-count // 64),)](out, _sent(key, device), first, *nonce, count, BLOCK=64)
+        words = _moved(np.frombuffer(key, dtype="<i4").copy(), device)
+        _kernels().blocks[(-(-count // 64),)](out, words, first, *nonce, count, BLOCK=64)
     return out
 
 
@@ -90,35 +91,35 @@ def noised_on_device(
     """
     device = parts[0][0].device
     with torch.cuda.device(device):
-        secret = _sent(key, device)
-        words = [w.to(device).reshape(-1, 2) for w in seen]
+        words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen]
         if bound:
-            words.append(_digest([part for part, _, _ in parts], _sent(derive_key(key, "digest"), device).view(torch.int64)))
-        if words:
-            mixed, joined = torch.empty_like(secret), torch.cat(words).contiguous()
-            _kernels().absorb[(1,)](secret, joined, len(joined), mixed, num_warps=1)
-            secret = mixed
+            words.append(_digest([part for part, _, _ in parts], key))
+        joined = words[0] if len(words) == 1 else torch.cat([*words, torch.empty(0, 2, dtype=torch.int64, device=device)])
+        secret = torch.empty(8, dtype=torch.int32, device=device)
+        _kernels().absorb[(1,)](*_words(key), joined.contiguous(), len(joined), secret, num_warps=1)
         return [_noised(flat, std, dtype, secret, segment) for segment, (flat, std, dtype) in enumerate(parts)]
 
 
-def _sent(data: bytes, device: torch.device) -> Tensor:
-    """Bytes as words on the device, by way of pinned memory: the host goes on at once."""
-    return _moved(np.frombuffer(data, dtype="<i4").copy(), device)
+def _words(key: bytes) -> tuple[int, ...]:
+    """As arguments of a kernel: numbers of one type, whatever they are."""
+    return struct.unpack("<8i", key)
 
 
 def _moved(array: Any, device: torch.device) -> Tensor:
+    """By way of pinned memory: the host goes on at once."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def _digest(parts: Sequence[Tensor], secret: Tensor) -> Tensor:
-    words, first = torch.zeros(1, 2, dtype=torch.int64, device=secret.device), 0
+def _digest(parts: Sequence[Tensor], key: bytes) -> Tensor:
+    secret = _words(derive_key(key, "digest"))
+    out, first = torch.zeros(1, 2, dtype=torch.int64, device=parts[0].device), 0
     for part in parts:
-        values = part.to(torch.float64).contiguous().view(torch.int64)
+        values = part.contiguous().view(torch.int64 if part.dtype == torch.float64 else torch.int32)
         if len(values):
-            _kernels().digest[(-(-len(values) // _ROWS),)](values, secret, words, first, len(values), BLOCK=_ROWS)
+            _kernels().digest[(-(-len(values) // _ROWS),)](values, *secret, out, first, len(values), BLOCK=_ROWS)
         first += len(values)
-    return words
+    return out
 
 
 def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: int) -> Tensor:

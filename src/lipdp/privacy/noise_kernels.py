@@ -77,22 +77,23 @@ def _wide(low, high):
     return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "n0", "n1", "n2"])
 def blocks(out, key, first, n0, n1, n2, count, BLOCK: tl.constexpr):
     """ChaCha20 itself, (count, 16) words, for known answers."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k0, k1, k2, k3, k4, k5, k6, k7 = _load_key(key)
-    nonce = (n0.to(tl.uint32), n1.to(tl.uint32), n2.to(tl.uint32))
-    words = _chacha(k0, k1, k2, k3, k4, k5, k6, k7, (row + first).to(tl.uint32), nonce[0], nonce[1], nonce[2])
+    counter, a, b, c = (row + first).to(tl.uint32), n0.to(tl.uint32), n1.to(tl.uint32), n2.to(tl.uint32)
+    words = _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, a, b, c)
     for place in tl.static_range(16):
         tl.store(out + row * 16 + place, words[place].to(tl.int32, bitcast=True), mask=row < count)
 
 
-@triton.jit
-def absorb(key, words, pairs, out):
-    """HChaCha20, once for each pair of words: the key that depends on them."""
-    k0, k1, k2, k3, k4, k5, k6, k7 = _load_key(key)
-    zero = k0 * 0
+@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "pairs"])
+def absorb(k0, k1, k2, k3, k4, k5, k6, k7, words, pairs, out):
+    """A key, mixed with pairs of words by HChaCha20, once for each pair."""
+    zero = (pairs * 0).to(tl.uint32)
+    k0, k1, k2, k3 = zero + k0.to(tl.uint32), zero + k1.to(tl.uint32), zero + k2.to(tl.uint32), zero + k3.to(tl.uint32)
+    k4, k5, k6, k7 = zero + k4.to(tl.uint32), zero + k5.to(tl.uint32), zero + k6.to(tl.uint32), zero + k7.to(tl.uint32)
     for pair in range(pairs):
         a, b = tl.load(words + 2 * pair).to(tl.uint64), tl.load(words + 2 * pair + 1).to(tl.uint64)
         x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _rounds(
@@ -117,17 +118,17 @@ def _mixed(z):
     return z ^ (z >> 31)
 
 
-@triton.jit
-def digest(values, secret, out, first, count, BLOCK: tl.constexpr):
-    """Two keyed sums over words of 64 bits and their positions, as in lipdp.digest, added to ``out``."""
+@triton.jit(do_not_specialize=["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "first", "count"])
+def digest(values, s0, s1, s2, s3, s4, s5, s6, s7, out, first, count, BLOCK: tl.constexpr):
+    """Two keyed sums over words and their positions, as in lipdp.digest, added to ``out``."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    word = tl.load(values + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    word = tl.load(values + place, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
     position = (place + first).to(tl.uint64)
-    a, b = tl.load(secret).to(tl.uint64), tl.load(secret + 1).to(tl.uint64)
-    c, d = tl.load(secret + 2).to(tl.uint64), tl.load(secret + 3).to(tl.uint64)
-    one = tl.sum(tl.where(inside, _mixed(word + position * (a | 1) + b), 0).to(tl.int64, bitcast=True))
-    two = tl.sum(tl.where(inside, _mixed(word + position * (c | 1) + d), 0).to(tl.int64, bitcast=True))
+    a, b = _wide(s0.to(tl.uint32), s1.to(tl.uint32)) | 1, _wide(s2.to(tl.uint32), s3.to(tl.uint32))
+    c, d = _wide(s4.to(tl.uint32), s5.to(tl.uint32)) | 1, _wide(s6.to(tl.uint32), s7.to(tl.uint32))
+    one = tl.sum(tl.where(inside, _mixed(word + position * a + b), 0).to(tl.int64, bitcast=True))
+    two = tl.sum(tl.where(inside, _mixed(word + position * c + d), 0).to(tl.int64, bitcast=True))
     tl.atomic_add(out, one)
     tl.atomic_add(out + 1, two)
 
@@ -143,7 +144,7 @@ def _released(total, noise, inverse, spacing):
     return ((whole + noise).to(tl.float64) + 0.5) * spacing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "capacity", "segment"])
 def draw(
     sums,
     released,
@@ -185,6 +186,22 @@ def draw(
     listed = slow & (row < capacity)
     tl.store(slow_places + row, place.to(tl.int32), mask=listed)
     tl.store(slow_words + row, signed, mask=listed)
+
+
+@triton.jit
+def _word(k0, k1, k2, k3, k4, k5, k6, k7, place, n0, n1, n2):
+    """The word of 64 bits at each place, eight to a block."""
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _chacha(
+        k0, k1, k2, k3, k4, k5, k6, k7, (place >> 3).to(tl.uint32), n0, n1, n2
+    )
+    which = place & 7
+    word = tl.where(which == 0, _wide(x0, x1), _wide(x2, x3))
+    word = tl.where(which == 2, _wide(x4, x5), word)
+    word = tl.where(which == 3, _wide(x6, x7), word)
+    word = tl.where(which == 4, _wide(x8, x9), word)
+    word = tl.where(which == 5, _wide(x10, x11), word)
+    word = tl.where(which == 6, _wide(x12, x13), word)
+    return tl.where(which == 7, _wide(x14, x15), word)
 
 
 @triton.jit
@@ -241,7 +258,7 @@ def _is_under(chosen, v1, v0, drawn1, drawn0, half_square, heights, series, TERM
     return (left1 < right1) | ((left1 == right1) & (left0 < right0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "bins", "segment"])
 def settle(
     sums,
     released,
@@ -266,6 +283,7 @@ def settle(
     total = tl.minimum(tl.load(slow_count), capacity)
     start = tl.program_id(0) * BLOCK
     zero = k0 * 0
+    number = zero + segment.to(tl.uint32)
     while start < total:
         row = start + tl.arange(0, BLOCK)
         listed = row < total
@@ -275,11 +293,15 @@ def settle(
         active = listed
         attempt = zero
         while tl.max(active.to(tl.int32)) > 0:
-            x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, _x13, _x14, _x15 = _chacha(
-                k0, k1, k2, k3, k4, k5, k6, k7, place.to(tl.uint32), zero + 1, zero + segment.to(tl.uint32), attempt
+            if attempt > 0:
+                words = _word(k0, k1, k2, k3, k4, k5, k6, k7, place, zero, number, attempt)
+            more = _word(k0, k1, k2, k3, k4, k5, k6, k7, place, zero + 1, number, attempt)
+            x0, x1, x2, x3, x4, x5, x6, x7, x8, _x9, _x10, _x11, _x12, _x13, _x14, _x15 = _chacha(
+                k0, k1, k2, k3, k4, k5, k6, k7, place.to(tl.uint32), zero + 2, number, attempt
             )
-            upper = (((words << 1) >> 37) << 37) | (_wide(x0, x1) >> 27)
-            lower = _wide(x2, x3)
+            # The choice: 27 bits, 24, and 77 of 96; as upper and lower words.
+            upper = (((words << 1) >> 37) << 37) | ((more >> 40) << 13) | (_wide(x1, x2) >> 51)
+            lower = (_wide(x1, x2) << 13) | (x0 >> 19).to(tl.uint64)
             # How many ends are at most the choice: by halving.
             low, high = place * 0, place * 0 + (2 * bins - 1)
             for _ in range(11):
@@ -295,13 +317,14 @@ def settle(
             signed = words.to(tl.int64, bitcast=True)
             sign = signed >> 63
             inside = ((signed ^ sign) & 0xFFFFFFFFF).to(tl.uint64)
-            # The place as a part of 2^128: 36 bits, and 92 of the 96 that follow.
-            v1 = (inside << 28) | (_wide(x5, x6) >> 36)
-            v0 = (_wide(x5, x6) << 28) | (x4 >> 4).to(tl.uint64)
-            fine = _is_under(chosen, v1, v0, _wide(x9, x10), _wide(x7, x8), half_square, heights, series, TERMS)
+            # The place: 36 bits, and 92 of 96. The height: 40, and 88 of 96.
+            v1 = (inside << 28) | (_wide(x4, x5) >> 36)
+            v0 = (_wide(x4, x5) << 28) | (x3 >> 4).to(tl.uint64)
+            d1 = (more << 24) | (_wide(x7, x8) >> 40)
+            d0 = (_wide(x7, x8) << 24) | (x6 >> 8).to(tl.uint64)
+            fine = _is_under(chosen, v1, v0, d1, d0, half_square, heights, series, TERMS)
             fine = (fine | (boxed == 0)) & active
             noise = tl.where(fine, ((chosen.to(tl.int64) ^ sign) << 36) | (signed & 0xFFFFFFFFF), noise)
-            words = _wide(x11, x12)
             active = active & (fine == 0)
             attempt += 1
         value = _released(tl.load(sums + place, mask=listed, other=0.0), noise, inverse, spacing)

@@ -27,8 +27,8 @@ from lipdp.privacy._checks import whole
 __all__ = [
     "KEY_BYTES",
     "Stream",
-    "chacha_blocks",
     "chacha_bytes",
+    "chacha_words",
     "derive_key",
     "derive_seed",
     "fill_with_chacha",
@@ -43,8 +43,8 @@ _BLOCK = 64  # bytes of a block of ChaCha20
 _MOST_BLOCKS = 2**32  # that one nonce has
 _ZEROS = memoryview(bytes(1 << 20))
 _POOL = 4096  # bytes drawn at once for small numbers
-_WINDOW = 4096  # blocks that stay in a processor's cache
-_SPARSE = 256  # blocks in a row that cost less than one by itself
+_WINDOW = 1 << 15  # words that stay in a processor's cache
+_SPARSE = 1 << 12  # words in a row that cost as much as a block by itself
 
 Words = npt.NDArray[np.uint32]
 
@@ -179,19 +179,23 @@ def fill_with_chacha(place: memoryview, key: bytes, counter: int, nonce: tuple[i
         encryptor.update_into(_ZEROS[: len(part)], part)
 
 
-def chacha_blocks(key: bytes, counters: npt.NDArray[np.int64], nonce: tuple[int, int, int] = (0, 0, 0)) -> Words:
-    """The blocks of ChaCha20 at these rising counters, wherever they are: (16, blocks), word by word."""
-    taken = np.empty((len(counters), 16), dtype="<u4")
-    if len(counters) and int(counters[-1] - counters[0]) > _SPARSE * len(counters):
-        for row, counter in zip(taken, counters.tolist(), strict=True):
-            fill_with_chacha(memoryview(row).cast("B"), key, counter, nonce)
-    elif len(counters):
-        window = np.empty((_WINDOW, 16), dtype="<u4")
-        firsts = np.arange(int(counters[0]), int(counters[-1]) + 1, _WINDOW)
-        edges = np.append(np.searchsorted(counters, firsts), len(counters)).tolist()
-        for first, start, stop in zip(firsts.tolist(), edges, edges[1:], strict=False):
-            if start < stop:
-                length = int(counters[stop - 1]) - first + 1
-                fill_with_chacha(memoryview(window[:length]).cast("B"), key, first, nonce)
-                window.take(counters[start:stop] - first, axis=0, out=taken[start:stop], mode="clip")
-    return taken.T.astype(np.uint32, order="C")
+def chacha_words(key: bytes, places: npt.NDArray[np.int64], nonce: tuple[int, int, int] = (0, 0, 0)) -> npt.NDArray[np.uint64]:
+    """The words of 64 bits at these rising places of ChaCha20, eight to a block."""
+    taken = np.empty(len(places), dtype="<u8")
+    if not len(places):
+        return taken
+    if int(places[-1] - places[0]) > _SPARSE * len(places):
+        block = np.empty(8, dtype="<u8")
+        for row, place in enumerate(places.tolist()):
+            fill_with_chacha(memoryview(block).cast("B"), key, place // 8, nonce)
+            taken[row] = block[place % 8]
+        return taken
+    window = np.empty(_WINDOW, dtype="<u8")
+    firsts = np.arange(int(places[0]) // 8 * 8, int(places[-1]) + 1, _WINDOW)
+    edges = np.append(np.searchsorted(places, firsts), len(places)).tolist()
+    for first, start, stop in zip(firsts.tolist(), edges, edges[1:], strict=False):
+        if start < stop:
+            part = window[: int(places[stop - 1]) - first + 1]
+            fill_with_chacha(memoryview(part).cast("B"), key, first // 8, nonce)
+            part.take(places[start:stop] - first, out=taken[start:stop], mode="clip")
+    return taken
