@@ -4,7 +4,7 @@
 of at most s·2⁻⁴¹. A sum S is rounded to it, K = round(S/g), and what is released is (K + N + ½)·g with N = ⌊X⌋, X a *continuous*
 Gaussian of standard deviation r = s/g. As K is whole, K + ⌊X⌋ = ⌊K + X⌋: the release is a function of K·g plus real Gaussian noise
 of std s. It is the Gaussian mechanism and post-processing, so whatever is proved of that one (for vectors, with sampling, composed)
-holds as it is. The ½ makes its mean S.
+holds as it is. The ½ makes its mean S. Of the exact sum K + N + ½ the nearest float64 is released; more post-processing.
 
 **How.** |X| is in bin k, [kW, (k+1)W) with W = 2³⁶ grid steps, 1/64 to 1/32 of r. Under the curve φ(x) = exp(−x²/2r²) lie a rectangle
 of height φ((k+1)W) and, above it, a part of the box up to φ(kW). Of a 64-bit word, the upper bit is the sign, 27 bits choose among
@@ -29,12 +29,14 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import chacha_bytes, chacha_words, fill_with_chacha
 
 __all__ = ["DISTANCE", "GRID_LOSS", "Table", "grid", "grid_factor", "noised_on_processor", "table"]
@@ -60,7 +62,6 @@ _UPPER = (1 << 64) - (1 << (64 - _CHOICE))
 # What the bits that were not read can move a height by, as a part of its box (2^-40 of V, at most 2·2^-36 of the place), and an
 # eighth of this the rounding of floating point.
 _SURE, _ROUNDING = 2.0**-34, 2.0**-46
-_LARGEST = 2.0**62  # sums are clamped to this many grid steps
 
 Ints = npt.NDArray[np.int64]
 Wide = npt.NDArray[np.uint64]
@@ -118,7 +119,7 @@ def table(mantissa: int) -> Table:
     # W/r = 2^36/(m·2^42) with m = mantissa/2^53, so h = (W/r)²/2 = 2^(106-13)/mantissa².
     square = mantissa * mantissa
     bins = -(-_REACH * mantissa >> 47)  # 13·r/W = 13·64·m, rounded up
-    step = _exp_of_minus((1 << (_FINE + 93)) // square)  # exp(-h)
+    step = exp_of_minus(Fraction(1 << 93, square), _FINE)  # exp(-h)
     ratio, twice = step, step * step >> _FINE
     areas, ratios = [1 << _FINE], []
     for _ in range(bins):  # φ_{k+1} = φ_k·exp(-(2k+1)h)
@@ -141,17 +142,6 @@ def table(mantissa: int) -> Table:
     )
 
 
-def _exp_of_minus(x: int) -> int:
-    """exp(−x), x < 1, in units of 2^-256: by its series, off by less than 2^-240."""
-    term = total = 1 << _FINE
-    for n in itertools.count(1):
-        term = -(term * x >> _FINE) // n
-        if term in (0, -1):
-            return total
-        total += term
-    raise AssertionError
-
-
 def cells_of(ends: tuple[int, ...], bits: int) -> npt.NDArray[np.int16]:
     """What the upper bits of a word say: its sign, and in which of the 2^(bits−1) cells of equal area the choice lies."""
     last = np.array([end >> (129 - bits) for end in ends])  # where each rectangle ends: undecided
@@ -168,15 +158,13 @@ def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) 
 
     def work(start: int) -> None:
         noise = whole_noise(bins, key, start, min(_CHUNK, len(sums) - start), segment)
-        steps, whole = np.empty(min(_PIECE, len(noise))), np.empty(min(_PIECE, len(noise)), dtype=np.int64)
+        steps = np.empty(min(_PIECE, len(noise)))
         for first in range(0, len(noise), _PIECE):
             drawn = noise[first : first + _PIECE]
-            at = slice(start + first, start + first + len(drawn))
-            s, w = steps[: len(drawn)], whole[: len(drawn)]
-            _in_steps(sums[at], spacing, s)
-            w[:] = s
-            w += drawn
-            np.multiply(np.add(w, 0.5, out=s), spacing, out=released[at])
+            part = steps[: len(drawn)]
+            _in_steps(sums[start + first : start + first + len(drawn)], spacing, part)
+            part += drawn + 0.5  # exactly a float64, so the sum of both is rounded once
+            np.multiply(part, spacing, out=released[start + first : start + first + len(drawn)])
 
     starts = range(0, len(sums), _CHUNK)
     if len(starts) > 1 and torch.get_num_threads() > 1:
@@ -189,12 +177,18 @@ def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) 
 
 
 def _in_steps(sums: Floats, spacing: float, steps: Floats) -> None:
-    """round(S/g), within ±2⁶²: the division is exact, for g is a power of two."""
+    """round(S/g), where S is a number: the division is exact, for g is a power of two."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.multiply(sums, 1 / spacing, out=steps)
         if not math.isfinite(steps.sum()):
-            np.nan_to_num(steps, copy=False, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
-    np.rint(np.clip(steps, -_LARGEST, _LARGEST, out=steps), out=steps)
+            np.nan_to_num(steps, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
+            np.clip(steps, -most_steps(spacing), most_steps(spacing), out=steps)
+    np.rint(steps, out=steps)
+
+
+def most_steps(spacing: float) -> float:
+    """Sums beyond this are brought back to it: close to where float64 ends."""
+    return 2.0**1000 / max(1.0, spacing)
 
 
 def whole_noise(bins: Table, key: bytes, start: int, count: int, segment: int = 0) -> Ints:

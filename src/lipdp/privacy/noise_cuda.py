@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import LipdpNotice
-from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, noised_on_processor, table
+from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, most_steps, noised_on_processor, table
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
 __all__ = ["available", "chacha_on_device", "noised_on_device"]
@@ -136,12 +136,12 @@ def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: 
     kernels = _kernels()
     sums = flat.contiguous()
     kernels.draw[(-(-count // (8 * _BLOCK)),)](
-        sums, released, key, cells, places, words, listed, count, capacity, 1 / spacing, spacing, segment,
+        sums, released, key, cells, places, words, listed, count, capacity, 1 / spacing, spacing, most_steps(spacing), segment,
         CELLS=_CELLS, BLOCK=_BLOCK,
     )  # fmt: skip
     kernels.settle[(min(_PROGRAMS, -(-capacity // _LISTED)),)](
         sums, released, key, ends, heights, half_square, series, places, words, listed, capacity, bins, 1 / spacing, spacing,
-        segment, TERMS=TERMS, BLOCK=_LISTED,
+        most_steps(spacing), segment, TERMS=TERMS, BLOCK=_LISTED,
     )  # fmt: skip
     return released
 

@@ -134,14 +134,13 @@ def digest(values, s0, s1, s2, s3, s4, s5, s6, s7, out, first, count, BLOCK: tl.
 
 
 @triton.jit
-def _released(total, noise, inverse, spacing):
-    """(round(S/g) + N + ½)·g, in float64."""
+def _released(total, noise, inverse, spacing, most):
+    """(round(S/g) + (N + ½))·g, in float64."""
     steps = total.to(tl.float64) * inverse
     steps = tl.where(steps == steps, steps, 0.0)
-    size = tl.minimum(tl.abs(steps), 4611686018427387904.0)  # 2^62
-    size = tl.where(size < 4503599627370496.0, (size + 4503599627370496.0) - 4503599627370496.0, size)  # to even at 2^52
-    whole = tl.where(steps < 0, -size, size).to(tl.int64)
-    return ((whole + noise).to(tl.float64) + 0.5) * spacing
+    size = tl.minimum(tl.abs(steps), most)
+    size = tl.where(size < 4503599627370496.0, (size + 4503599627370496.0) - 4503599627370496.0, size)  # to even, at 2^52
+    return (tl.where(steps < 0, -size, size) + (noise.to(tl.float64) + 0.5)) * spacing
 
 
 @triton.jit(do_not_specialize=["count", "capacity", "segment"])
@@ -157,6 +156,7 @@ def draw(
     capacity,
     inverse,
     spacing,
+    most,
     segment,
     CELLS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -178,7 +178,7 @@ def draw(
     noise = ((chosen ^ (signed >> 63)) << 36) | (signed & 0xFFFFFFFFF)
     slow = inside & (chosen < 0)
     total = tl.load(sums + place, mask=inside, other=0.0)
-    value = _released(total, noise, inverse, spacing)
+    value = _released(total, noise, inverse, spacing, most)
     tl.store(released + place, value.to(released.dtype.element_ty), mask=inside & (chosen >= 0))
     ones = slow.to(tl.int32)
     base = tl.atomic_add(slow_count, tl.sum(ones))
@@ -274,6 +274,7 @@ def settle(
     bins,
     inverse,
     spacing,
+    most,
     segment,
     TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -327,6 +328,6 @@ def settle(
             noise = tl.where(fine, ((chosen.to(tl.int64) ^ sign) << 36) | (signed & 0xFFFFFFFFF), noise)
             active = active & (fine == 0)
             attempt += 1
-        value = _released(tl.load(sums + place, mask=listed, other=0.0), noise, inverse, spacing)
+        value = _released(tl.load(sums + place, mask=listed, other=0.0), noise, inverse, spacing, most)
         tl.store(released + place, value.to(released.dtype.element_ty), mask=listed)
         start += tl.num_programs(0) * BLOCK
