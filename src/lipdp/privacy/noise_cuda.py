@@ -13,17 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipdp.digest import keyed_words
 from lipdp.errors import LipdpNotice
 from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, most_steps, noised_on_processor, table
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
-__all__ = ["available", "chacha_on_device", "noised_on_device"]
+__all__ = ["available", "chacha_on_device", "noised_on_device", "words_of"]
 
 _CELLS = 16  # bits of the choice that are looked up: the table stays close to the processors
 _BLOCK = 128  # blocks of ChaCha20 a program computes
 _LISTED = 128  # listed places a program works on
 _PROGRAMS = 1024  # that share a list
 _ROWS = 2048  # words that a program of the digest adds up
+_READ_AS = {
+    torch.float64: torch.int64,
+    torch.int64: torch.int64,
+    torch.float32: torch.int32,
+    torch.int32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.uint8: torch.uint8,
+    torch.bool: torch.uint8,
+}
 
 
 @cache
@@ -100,6 +111,14 @@ def noised_on_device(
         return [_noised(flat, std, dtype, secret, segment) for segment, (flat, std, dtype) in enumerate(parts)]
 
 
+def words_of(tensor: Tensor, key: bytes) -> Tensor:
+    """A keyed digest of a tensor's values, two words of 64 bits, where it is: (1, 2)."""
+    if not available(tensor.device) or tensor.dtype not in _READ_AS:
+        return keyed_words(tensor, key)
+    with torch.cuda.device(tensor.device):
+        return _digest([tensor.detach().reshape(-1)], key)
+
+
 def _words(key: bytes) -> tuple[int, ...]:
     """As arguments of a kernel: numbers of one type, whatever they are."""
     return struct.unpack("<8i", key)
@@ -115,7 +134,7 @@ def _digest(parts: Sequence[Tensor], key: bytes) -> Tensor:
     secret = _words(derive_key(key, "digest"))
     out, first = torch.zeros(1, 2, dtype=torch.int64, device=parts[0].device), 0
     for part in parts:
-        values = part.contiguous().view(torch.int64 if part.dtype == torch.float64 else torch.int32)
+        values = part.contiguous().view(_READ_AS[part.dtype])
         if len(values):
             _kernels().digest[(-(-len(values) // _ROWS),)](values, *secret, out, first, len(values), BLOCK=_ROWS)
         first += len(values)

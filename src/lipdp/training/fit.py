@@ -36,6 +36,7 @@ def fit(
     seed: int | None = None,
     device: torch.device | str | None = None,
     *,
+    reproducible: bool = False,
     microbatch_size: int | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ema_decay: float | None = None,
@@ -59,8 +60,9 @@ def fit(
             the model's are converted (float64, pixels as bytes, booleans); token ids stay whole numbers.
         validation: a dataset for the metrics in the history. Its records are not protected by the guarantee.
         callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
-        seed: for repeatable runs; a secret. See :class:`~lipdp.PrivacyEngine`.
+        seed: what a reproducible run is repeated from. Alone it decides nothing: the run's key is the operating system's.
         device: where to compute.
+        reproducible: draw everything from ``seed``: the run can be repeated, and is *not private*. See :class:`~lipdp.PrivacyEngine`.
         microbatch_size: rows that go through the model at once.
         scheduler: a torch learning-rate scheduler, advanced after every step.
         ema_decay: average the weights; validation and the final model use the average.
@@ -90,6 +92,7 @@ def fit(
         optimizer,
         plan,
         seed=seed,
+        reproducible=reproducible,
         microbatch_size=microbatch_size,
         device=device,
         ema_decay=ema_decay,
@@ -104,7 +107,15 @@ def fit(
     history = History(delta=plan.delta)
     if file is not None and file.exists():
         history = _restore(file, engine, scheduler)
-    elif file is not None:
+    hooks = list(callbacks)
+
+    def read(done: int, total: int) -> None:
+        for hook in hooks:
+            hook.on_reading(done, total)
+
+    engine.bind(train, read)
+    history.private = engine.private
+    if file is not None and not file.exists():
         # With the run's key on disk, whatever is done again after an interruption is the same release.
         save_checkpoint(_state(engine, history, scheduler), file)
     if pays_for_statistics and STATISTICS not in engine.ledger.one_off:
@@ -114,7 +125,6 @@ def fit(
     if settle:
         train = engine.settle(train, in_place=settle == "in_place")
     run = Run(engine, history)
-    hooks = list(callbacks)
     before, started = history.seconds, time.monotonic()
     every = max(1, round(plan.steps / max(1, evaluations)))
     try:

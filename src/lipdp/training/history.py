@@ -9,7 +9,9 @@ from typing import Any
 
 from lipdp.errors import ConfigurationError
 
-__all__ = ["History"]
+__all__ = ["NOT_PRIVATE", "History"]
+
+NOT_PRIVATE = "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; the epsilon is that of a run with a secret key."
 
 
 @dataclass
@@ -18,12 +20,15 @@ class History:
 
     Nothing here was computed from the training data: only the plan's accounting, and metrics of the validation set, whose
     records are not protected by the training's guarantee.
+
+    ``private`` is False for a reproducible run: its noise follows from a seed that somebody chose, and hides nothing from who knows it.
     """
 
     delta: float
     epsilon: float = 0.0
     seconds: float = 0.0
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    private: bool = True
 
     def add(self, row: dict[str, float]) -> None:
         """Append one row."""
@@ -47,7 +52,8 @@ class History:
             table.add_row(*(f"{value:.4g}" for value in row))
         text = io.StringIO()
         Console(file=text, width=110, color_system=None).print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        return "\n".join(lines if self.private else [*lines, NOT_PRIVATE])
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Validation metrics against ε, as a matplotlib figure (saved to ``path`` if given). Needs matplotlib."""
@@ -69,9 +75,9 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"delta": self.delta, "epsilon": self.epsilon, "seconds": self.seconds, "metrics": self.metrics}
+        return {"delta": self.delta, "epsilon": self.epsilon, "seconds": self.seconds, "metrics": self.metrics, "private": self.private}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
         """From :meth:`state_dict`."""
-        return cls(**state)
+        return cls(**{"private": True, **state})
