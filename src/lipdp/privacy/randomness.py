@@ -60,7 +60,7 @@ def fresh_seed() -> int:
 
 
 def derive_key(key: bytes, *parts: Any) -> bytes:
-    """The key for one use: keyed BLAKE2b of what it is for (texts, numbers, bytes, tensors, sequences of them)."""
+    """The key for one use: HMAC-SHA-256 of what it is for (texts, numbers, bytes, tensors, sequences of them)."""
     return content_digest(*parts, key=key)
 
 

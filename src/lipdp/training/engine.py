@@ -30,7 +30,7 @@ from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
-from lipdp.training.records import Progress
+from lipdp.training.records import Progress, layout
 from lipdp.training.settings import describe_loss
 from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, check_state
@@ -176,6 +176,12 @@ class PrivacyEngine:
                 "is bound to those, and the same noise on others would give their differences away. Pass the same records to go on; or "
                 "train on these with a new PrivacyEngine (in fit: without resume, to another checkpoint file), which has a fresh key, "
                 "and whose epsilon is to be added to what this run has spent."
+            )
+        if self._streams.kept not in ("", layout(train)):
+            raise (CheckpointError if self._resumed else DataError)(
+                "these are the records that this run has been trained on, in another kind of dataset: batches of it are told apart in "
+                "another way, so that steps that are done again would not be repetitions. Pass the same kind (rows of a "
+                "TensorDataset, a Subset of the same rows, or other records)."
             )
         self._streams.bind(train, digest)
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lipdp.digest import Tag
+from lipdp.digest import Tag, content_digest
 from lipdp.errors import LipdpWarning
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import Rows, check_dataset, gather, slices
 
-__all__ = ["Progress", "batch_digest", "digest_records", "stored_tensors", "versions"]
+__all__ = ["Progress", "batch_digest", "digest_records", "layout", "stored_tensors", "versions"]
 
 Progress = Callable[[int, int], None]
 """Called with the number of records read so far, and of all."""
@@ -65,6 +65,14 @@ def stored_tensors(dataset: Any) -> list[torch.Tensor]:
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         return list(dataset.tensors)
     return []
+
+
+def layout(dataset: Any) -> str:
+    """How records are kept, as far as :func:`batch_digest` makes a difference: rows of a tensor, some rows of one, or otherwise."""
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
+        return f"subset {content_digest(chosen).hex()[:16]} of {layout(dataset.dataset)}"
+    return "rows" if stored_tensors(dataset) else "records"
 
 
 def versions(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ from lipdp.training.plan import PrivacyPlan
 __all__ = ["STATE_FORMAT", "check_state"]
 
 STATE_FORMAT = 3
-_KEYS = {"key", "trail", "data", "left", "private"}
+_KEYS = {"key", "trail", "data", "kept", "left", "private"}
 _CONTENT = {"format", "plan", "steps", "one_off", "proved", "clips", "model", "optimizer", "average", *_KEYS}
 
 
@@ -52,8 +52,8 @@ def check_state(
     for name in ("key", "trail", *(name for name in ("data", "left") if state[name] is not None)):
         if len(bytes.fromhex(state[name])) != KEY_BYTES:
             raise CheckpointError(f"this state's {name} is damaged: it has {KEY_BYTES} bytes")
-    if not isinstance(state["private"], bool):
-        raise CheckpointError("this state does not say whether its run is private")
+    if not isinstance(state["private"], bool) or not isinstance(state["kept"], str):
+        raise CheckpointError("this state does not say whether its run is private, or how its records are kept")
     if not 0 <= int(state["steps"]) <= plan.steps:
         raise CheckpointError(f"this state says {state['steps']} steps were taken; the plan has {plan.steps}")
     if set(state["clips"]) != {name for name, _ in plan.clips} or any(not float(c) > 0 for c in state["clips"].values()):

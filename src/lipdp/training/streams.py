@@ -27,7 +27,7 @@ from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, m
 from lipdp.training.batches import Rows
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.positions import know_run, take_position
-from lipdp.training.records import Progress, batch_digest, digest_records, stored_tensors, versions
+from lipdp.training.records import Progress, batch_digest, digest_records, layout, stored_tensors, versions
 
 __all__ = ["Streams", "derive_run_key", "secret_of"]
 
@@ -101,6 +101,7 @@ class Streams:
         private: whether it came from the operating system. From a seed that a person chose the run is reproducible, not private.
         trail: a digest of what the noise of all steps so far depended on, as far as the host knows it.
         data: a digest of the records that the run is bound to; ``None`` before they are seen.
+        kept: how their dataset keeps them; a text, empty before they are seen.
         left: of a reproducible run: a digest of the weights as its last step left them; ``None`` before the first.
     """
 
@@ -110,11 +111,12 @@ class Streams:
         self.trail = bytes(KEY_BYTES)
         self.data: bytes | None = None
         self.left: bytes | None = None
+        self.kept = ""
 
     def state_dict(self) -> dict[str, Any]:
         """As plain data."""
         texts = {name: None if value is None else value.hex() for name, value in (("data", self.data), ("left", self.left))}
-        return {"key": self.key.hex(), "trail": self.trail.hex(), "private": self.private, **texts}
+        return {"key": self.key.hex(), "trail": self.trail.hex(), "private": self.private, "kept": self.kept, **texts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
@@ -123,7 +125,7 @@ class Streams:
         if len(key) != KEY_BYTES or len(trail) != KEY_BYTES:
             raise ValueError(f"its key and its trail have {KEY_BYTES} bytes")
         self._begin(key, bool(state["private"]))
-        self.trail, self.data, self.left = trail, data, left
+        self.trail, self.data, self.left, self.kept = trail, data, left, str(state["kept"])
 
     def _begin(self, key: bytes, private: bool) -> None:
         self.key, self.private = key, private
@@ -143,7 +145,7 @@ class Streams:
 
     def bind(self, dataset: Any, digest: bytes) -> None:
         """From here on samples and noise depend on these records."""
-        self.data = digest
+        self.data, self.kept = digest, layout(dataset)
         self.know(dataset)
 
     def know(self, dataset: Any) -> None:
