@@ -1,11 +1,14 @@
 """Digests: what differs in anything that counts has another digest."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from lipdp.digest import content_digest, tensor_words
+from lipdp.digest import Tag, content_digest, keyed_words, tensor_words
 
 DIFFERENT = [
     torch.zeros(2),
@@ -79,3 +82,23 @@ def test_words_see_changes_that_cancel_in_a_sum() -> None:
     y = x.clone()
     y[10], y[20] = 1, -1
     assert tensor_words([x]).tolist() != tensor_words([y]).tolist()
+
+
+def test_tags_are_of_the_bytes_under_a_key():
+    x, key = torch.arange(6.0), b"k" * 32
+    tag = Tag(key).update(x).finish()
+    assert tag == Tag(key).update(x[:2]).update(x[2:].reshape(2, 2)).finish()
+    assert tag == Poly1305.generate_tag(key, x.numpy().tobytes())
+    others = [Tag(b"l" * 32).update(x), Tag(key).update(x.flip(0)), Tag(key).update(x.double()), Tag(key)]
+    assert len({tag, *(other.finish() for other in others)}) == 5
+
+
+def test_words_under_a_key_are_the_same_in_every_process():
+    x = torch.arange(10.0)
+    words = keyed_words(x, b"k" * 32)
+    assert words.shape == (1, 2)
+    others = [keyed_words(y, b"k" * 32) for y in (x.flip(0), x[:9], x + 1)] + [keyed_words(x, b"l" * 32)]
+    assert not any(bool((other == words).any()) for other in others)
+    code = "import torch; from lipdp.digest import keyed_words; print(keyed_words(torch.arange(10.0), b'k' * 32).tolist())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == str(words.tolist())

@@ -1,6 +1,6 @@
 """Digests of values: equal only for equal content, whatever it is made of, with order, shapes and types counted.
 
-On a processor it is SHA-256 over the bytes. A tensor on another device is mixed there under a secret key, so that no step waits
+On a processor it is SHA-256 over the bytes, or Poly1305 where a secret key is at hand. A tensor on another device is mixed there under a secret key, so that no step waits
 for a copy of it: a keyed 64-bit sum over its words, each multiplied and folded together with its position.
 """
 
@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-__all__ = ["content_digest", "tensor_words"]
+__all__ = ["Tag", "content_digest", "keyed_words", "tensor_words"]
 
 _CHUNK = 1 << 26  # bytes handed to the hash at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -113,3 +114,37 @@ def _mix(z: torch.Tensor) -> torch.Tensor:
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX[0]  # the masks make the shifts logical
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX[1]
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def keyed_words(tensor: torch.Tensor, key: bytes) -> torch.Tensor:
+    """As :func:`tensor_words`, two words of 64 bits under a key of 32 bytes: the same in every process that has it; (1, 2)."""
+    numbers = [int.from_bytes(key[at : at + 8], "little", signed=True) for at in (0, 8, 16, 24)]
+    words = _words(tensor.detach())
+    total = torch.zeros(1, 2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _LARGE):
+        part = words[start : start + _LARGE].to(torch.int64)
+        index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=tensor.device)
+        for column, (a, b) in enumerate((numbers[:2], numbers[2:])):
+            total[0, column] += _mix(part + index * (a | 1) + b).sum()
+    return total
+
+
+class Tag:
+    """A digest of tensors' bytes, one after another, under a secret key of 32 bytes: Poly1305, several times as fast as a hash.
+
+    For who does not know the key, two contents of n bytes have the same tag with probability n·2⁻¹⁰⁶. It is for what is digested
+    again with a key before it leaves (:func:`content_digest`): tags themselves would tell on it.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._hasher = Poly1305(key)
+
+    def update(self, tensor: torch.Tensor) -> Tag:
+        """Add a tensor's entries; its shape and type are not told apart."""
+        for piece in _tensor_bytes(tensor):
+            self._hasher.update(piece)
+        return self
+
+    def finish(self) -> bytes:
+        """The tag, 16 bytes."""
+        return self._hasher.finalize()

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp.data import choose_input_bound, input_norms, norm_histogram, project_inputs
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.privacy import generator
 
 
 def _data(count: int = 4_000) -> TensorDataset:
@@ -68,7 +69,7 @@ def test_bound_from_public_data_is_exact_and_free() -> None:
 
 def test_bound_from_private_data_is_noised_and_paid_for() -> None:
     def choose(seed: int) -> float:
-        draw = torch.Generator().manual_seed(seed)
+        draw = generator(seed, 0, "test")
         found = choose_input_bound(_data(), 0.9, largest=20.0, epsilon=0.5, generator=draw)
         assert found.epsilon == 0.5
         return found.value

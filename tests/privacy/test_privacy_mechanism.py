@@ -159,7 +159,7 @@ def test_noise_is_refused_where_it_would_be_wrong():
         ({"a": torch.zeros(2, dtype=torch.int64)}, {"a": 1.0}, "floating-point"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, {"a": 1.0}, "floating-point"),
         ({"a": torch.zeros(2).to_sparse()}, {"a": 1.0}, "dense"),
-        ({"a": torch.zeros(2, device="meta")}, {"a": 1.0}, "device='meta'"),
+        ({"a": torch.zeros(2, device="meta")}, {"a": 1.0}, "device 'meta'"),
         ({"a": torch.zeros(2)}, {"a": math.nan}, "std of group 'a'"),
         ({"a": torch.zeros(2)}, {"a": -1.0}, "std of group 'a'"),
         ({"a": torch.zeros(2)}, {"a": 1e-50}, "range"),

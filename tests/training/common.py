@@ -45,6 +45,11 @@ def planned(model, loss=None, **changes):
     return lipdp.plan(model, losses.CrossEntropy(tau=4.0) if loss is None else loss, **{**settings, **changes})
 
 
+def quiet(model, loss=None, **changes):
+    """A plan with hardly any noise: what comes out is the sum. Noise follows the batch, so that no other run's can be subtracted."""
+    return planned(model, loss, **{"noise_multiplier": 1e-6, **changes})
+
+
 class Spy(torch.optim.SGD):
     """SGD that keeps every gradient it was handed."""
 
@@ -61,6 +66,7 @@ class Spy(torch.optim.SGD):
 def engine_of(model, plan=None, optimizer=None, loss=None, seed=0, **options):
     plan = planned(model, loss) if plan is None else plan
     optimizer = Spy(model) if optimizer is None else optimizer
+    options.setdefault("reproducible", seed is not None)
     return lipdp.PrivacyEngine(model, losses.CrossEntropy(tau=4.0) if loss is None else loss, optimizer, plan, seed=seed, **options)
 
 

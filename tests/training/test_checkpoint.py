@@ -69,7 +69,7 @@ def train(make_optimizer=sgd, make_scheduler=None, dropout=0.3, ema=0.9, seed=7,
     options = {"evaluations": 4, **options}
     history = lipdp.fit(
         model, losses.CrossEntropy(tau=4.0), optimizer, plan, toy(), toy(50, seed=1), seed=seed, scheduler=scheduler,
-        ema_decay=ema, **options,
+        ema_decay=ema, reproducible=seed is not None, **options,
     )  # fmt: skip
     return model, history
 

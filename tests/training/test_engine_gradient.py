@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from scipy import stats
 from torch.nn import functional
 
 from lipdp import losses, nn
@@ -13,7 +14,7 @@ from lipdp.bounds import Bound, Transfer, rule
 from lipdp.errors import DataError, UnsupportedError
 from lipdp.training.batches import microbatches
 
-from .common import BATCH, Spy, empty, engine_of, first_gradient, free, planned, same, small, toy, weights
+from .common import BATCH, Spy, empty, engine_of, first_gradient, free, planned, quiet, same, small, toy, weights
 
 
 def reference_sum(model, x, y, tau=4.0):
@@ -27,10 +28,10 @@ def reference_sum(model, x, y, tau=4.0):
     return total
 
 
-def clean_sum(model, plan, batch, **options):
-    """The engine's gradient sum: what it hands over, minus the same noise on an empty batch, times b."""
-    noise, full = first_gradient(model, plan, empty(), **options), first_gradient(model, plan, batch, **options)
-    return {name: (full[name].double() - noise[name].double()) * BATCH for name in full}
+def clean_sum(model, batch, plan=None, **options):
+    """The engine's gradient sum: what it hands over, hardly noised, times b."""
+    found = first_gradient(model, quiet(model) if plan is None else plan, batch, **options)
+    return {name: value.double() * BATCH for name, value in found.items()}
 
 
 @pytest.mark.parametrize("count", [1, 7, BATCH, 57, 200])
@@ -39,7 +40,7 @@ def test_the_sum_over_the_constant_batch_size(make, count):
     model = make()
     x, y = toy(count).tensors
     engine_of(model)  # projects
-    expected, found = reference_sum(model, x, y), clean_sum(model, planned(model), (x, y), microbatch_size=16)
+    expected, found = reference_sum(model, x, y), clean_sum(model, (x, y), microbatch_size=16)
     size = max(float(v.norm()) for v in expected.values())
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=3e-5 * max(1, size)), name
@@ -49,13 +50,13 @@ def test_the_sum_over_the_constant_batch_size(make, count):
 
 
 def test_the_gradient_includes_planned_noise_and_the_constant_divisor():
-    """Two datasets, same noise: the difference is the difference of the sums over b."""
+    """What is left of it without the sum over b is noise of the planned size (chi-square at 1e-6)."""
     model, plan = free(), planned(free())
-    a, b = toy(40).tensors, toy(11, seed=9).tensors
-    found = {n: v - first_gradient(model, plan, b)[n] for n, v in first_gradient(model, plan, a).items()}
-    expected = {n: v - reference_sum(model, *b)[n] for n, v in reference_sum(model, *a).items()}
-    for name, value in expected.items():
-        assert torch.allclose(found[name].double() * BATCH, value, atol=1e-4)
+    batch = toy(40).tensors
+    expected, found = reference_sum(model, *batch), first_gradient(model, plan, batch)
+    left = torch.cat([((found[n].double() * BATCH - v) / plan.noise_stds[n]).flatten() for n, v in expected.items()])
+    law = stats.chi2(left.numel())
+    assert law.ppf(5e-7) < float(left.square().sum()) < law.isf(5e-7)
 
 
 def test_one_example_never_moves_the_sum_by_more_than_its_sensitivity():
@@ -64,7 +65,7 @@ def test_one_example_never_moves_the_sum_by_more_than_its_sensitivity():
     x, y = toy(60).tensors
     x = x * 100  # on the boundary of the ball
     for i in range(60):
-        one = clean_sum(model, plan, (x[i : i + 1], y[i : i + 1]))
+        one = clean_sum(model, (x[i : i + 1], y[i : i + 1]))
         for name, value in one.items():
             assert float(value.norm()) <= plan.sensitivities[name] * (1 + 1e-4)
 
@@ -91,7 +92,7 @@ def test_examples_that_are_not_finite_are_dropped_alone(bad, rows):
     for row in rows:
         spoilt[row, row % 6] = bad
     keep = [i for i in range(10) if i not in rows]
-    model, plan = free(), planned(free())
+    model, plan = free(), quiet(free())
     found = first_gradient(model, plan, (spoilt, y), microbatch_size=4)
     expected = first_gradient(model, plan, (x[keep], y[keep]), microbatch_size=4)
     for name, value in expected.items():
@@ -107,7 +108,7 @@ def test_targets_that_are_not_finite_are_dropped_alone():
     spoilt = y.clone()
     spoilt[2, 0], spoilt[5, 1] = float("nan"), float("inf")
     keep = [0, 1, 3, 4, 6, 7]
-    plan = planned(model, loss)
+    plan = quiet(model, loss)
     found = first_gradient(model, plan, (x, spoilt), loss=loss)
     expected = first_gradient(model, plan, (x[keep], y[keep]), loss=loss)
     assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected)
@@ -134,7 +135,7 @@ def test_an_example_whose_gradient_overflows_is_dropped_alone():
     spoilt[4, 0] = 5.0  # projected to 0.99…: overflows
     assert not torch.isfinite(model(spoilt[4:5])).all()
     keep = [i for i in range(9) if i != 4]
-    plan = planned(model)
+    plan = quiet(model)
     for size in (4, 9, 64):
         found = first_gradient(model, plan, (spoilt, y), microbatch_size=size)
         expected = first_gradient(model, plan, (x[keep], y[keep]), microbatch_size=size)
@@ -146,7 +147,7 @@ def test_an_overflowing_first_row_that_is_also_the_padding():
     model = nn.Sequential(nn.BoundedInput((6,)), Explosive(), nn.Boundary(norm=1.0), torch.nn.Linear(6, 3))
     x = torch.full((3, 6), 0.1)
     x[0, 0] = 5.0
-    plan, y = planned(model), torch.arange(3)
+    plan, y = quiet(model), torch.arange(3)
     found = first_gradient(model, plan, (x, y), microbatch_size=8)
     expected = first_gradient(model, plan, (x[1:], y[1:]), microbatch_size=8)
     assert all(torch.allclose(found[n], expected[n], atol=1e-6) for n in expected)
@@ -189,7 +190,7 @@ def test_tied_parameters_are_counted_once_and_bounded_for_both_uses():
     assert planned(tied).sensitivities["1.weight"] == pytest.approx(2 * planned(single).sensitivities["1.weight"])
     x, y = toy(20).tensors
     engine_of(tied)
-    found, expected = clean_sum(tied, planned(tied), (x, y)), reference_sum(tied, x, y)
+    found, expected = clean_sum(tied, (x, y)), reference_sum(tied, x, y)
     assert torch.allclose(found["1.weight"], expected["1.weight"], atol=1e-4)
 
 
@@ -248,7 +249,7 @@ def test_an_autocast_of_the_caller_does_not_coarsen_the_arithmetic():
     expected = first_gradient(model, plan, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert same(first_gradient(model, plan, batch), expected)
-    coarse = planned(model, precision="bfloat16")
-    rough = clean_sum(model, coarse, batch)
-    fine = clean_sum(model, plan, batch)
+    coarse = quiet(model, precision="bfloat16")
+    rough = clean_sum(model, batch, plan=coarse)
+    fine = clean_sum(model, batch)
     assert any((rough[n] - fine[n]).abs().max() > 1e-3 for n in fine)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import lipdp
 from lipdp import losses, nn, privacy
 from lipdp.errors import BudgetError, ConfigurationError, LipdpError, LipdpWarning, UnsupportedError
+from lipdp.privacy.noise import grid_factor
 from lipdp.training.plan import ParameterGroup, PrivacyPlan
 
 from .common import BATCH, SIZE, free, planned, small
@@ -57,7 +58,9 @@ def test_epochs_round_up_to_whole_steps():
 def test_noise_has_the_multiplier_that_is_accounted(allocation):
     plan = planned(free(), noise_multiplier=1.7, allocation=allocation)
     padded = {name: bound * plan.slack for name, bound in plan.sensitivities.items()}
-    assert privacy.effective_multiplier(padded, plan.noise_stds) == pytest.approx(1.7, rel=1e-12)
+    found = privacy.effective_multiplier(padded, plan.noise_stds)
+    assert found == pytest.approx(1.7 * grid_factor(1.7, sum(g.size for g in plan.groups)), rel=1e-13)
+    assert 1.7 * (1 + 1e-12) < found < 1.7 * (1 + 1e-10)
     assert plan.slack > 1
     assert plan.sensitivity == pytest.approx(math.hypot(*plan.sensitivities.values()))
 

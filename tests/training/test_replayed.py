@@ -91,7 +91,9 @@ def trained(device: str, steps: int = 6) -> tuple[torch.nn.Module, lipdp.Privacy
     model, loss = network(), CrossEntropy(tau=4.0)
     made = lipdp.plan(model, loss, dataset_size=96, batch_size=32, delta=1e-3, noise_multiplier=1.0, steps=steps, accountant="rdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    engine = lipdp.PrivacyEngine(model, loss, optimizer, made, device=device, seed=3, microbatch_size=16, ema_decay=0.9)
+    engine = lipdp.PrivacyEngine(
+        model, loss, optimizer, made, device=device, seed=3, reproducible=True, microbatch_size=16, ema_decay=0.9
+    )
     generator = torch.Generator().manual_seed(0)
     data = torch.utils.data.TensorDataset(
         torch.randn(96, 1, 8, 8, generator=generator), torch.randint(0, 3, (96,), generator=generator)

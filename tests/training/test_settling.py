@@ -39,7 +39,9 @@ def run(model, data, settle, plan=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loss = losses.CrossEntropy(tau=4.0)
-    return lipdp.fit(model, loss, optimizer, plan, data, seed=3, scheduler=scheduler, ema_decay=0.8, settle=settle, **options)
+    return lipdp.fit(
+        model, loss, optimizer, plan, data, seed=3, reproducible=True, scheduler=scheduler, ema_decay=0.8, settle=settle, **options
+    )
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,17 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="Makes the run repeatable. As secret as the data: whoever knows it can subtract the noise.",
+            help="Of the initial weights. Noise and samples stay secret: no two runs are the same.",
             show_default="drawn from the operating system",
+        ),
+    ] = None,
+    reproducible: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="SEED",
+            help="Draw the noise and the samples from this seed as well: the run can be repeated, and is NOT PRIVATE.",
+            show_default=False,
         ),
     ] = None,
     device: Annotated[
@@ -81,8 +90,11 @@ def train(
         validation_fraction=validation_fraction,
         epsilon=epsilon,
     )
-    if seed is not None and seed >= 2**63:
-        raise ConfigurationError("--seed must be below 2^63")
+    if reproducible is not None and seed is not None:
+        raise ConfigurationError("--reproducible SEED is the seed of everything: leave --seed out")
+    chosen_seed = seed if reproducible is None else reproducible
+    if chosen_seed is not None and chosen_seed >= 2**63:
+        raise ConfigurationError(f"--{'seed' if reproducible is None else 'reproducible'} must be below 2^63")
     _check_files(checkpoint, resume, output)
     from lipdp.privacy.budget import open_budget
 
@@ -106,7 +118,8 @@ def train(
             chosen,
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
-            seed=seed,
+            seed=chosen_seed,
+            reproducible=reproducible is not None,
             device=place,
             root=data,
             validation_fraction=validation_fraction,
@@ -127,6 +140,8 @@ def train(
     if as_json:
         print_json(report)
         return
+    from lipdp.training.history import NOT_PRIVATE
+
     promise = guarantee(result.epsilon, result.delta)
     area = f", AUROC [bold]{100 * report['auroc']:.1f}%[/bold]" if "auroc" in report else ""
     out.print(
@@ -136,6 +151,8 @@ def train(
     )
     if account is not None:
         out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent", markup=False)
+    if not result.private:
+        out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.quantile import PrivateQuantile, private_quantile
+from lipdp.privacy.randomness import Stream
 
 __all__ = ["NOT_PRIVATE", "NormHistogram", "choose_input_bound", "input_norms", "norm_histogram"]
 
@@ -137,7 +138,7 @@ def choose_input_bound(
     largest: float | None = None,
     epsilon: float | None = None,
     adjacency: Adjacency = "add_remove",
-    generator: torch.Generator | None = None,
+    generator: Stream | None = None,
 ) -> PrivateQuantile:
     """A bound X₀ that a share ``quantile`` of the inputs keep (the others are shortened to it), and what it cost.
 

@@ -1,8 +1,8 @@
 """Noise for sums: the Laplace and staircase distributions, as densities (to train and evaluate) and as real draws (to release).
 
-Releases are integers plus integer noise. Laplace draws come from opendp where it is installed (extra ``mechanisms``), and
-from :mod:`lipdp.mechanisms.exact` where it is not: the same distribution, from secure randomness, without rounding in either
-case, so the guarantee does not depend on which. Staircase noise is not in opendp and is always ours.
+Releases are integers plus integer noise, by :mod:`lipdp.privacy.exact`: without rounding, from the same cryptographic stream as all
+other releases. opendp (extra ``mechanisms``) draws Laplace noise of the same distribution where it is asked for; staircase noise is
+not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.mechanisms import exact
+from lipdp.privacy import exact
+from lipdp.privacy.randomness import Stream
 
 __all__ = [
     "NoiseKind",
@@ -80,7 +81,7 @@ def opendp_installed() -> bool:
 
 
 def check_sampler(sampler: Sampler, draws: str) -> bool:
-    """Whether opendp makes these draws: where it offers them, is installed and is not ruled out. An order is obeyed or refused.
+    """Whether opendp makes these draws: where it is asked for, offers them and is installed. An order is obeyed or refused.
 
     ``draws`` is a kind of noise or of selection. opendp has no staircase noise, and its exponential mechanism has no pure-DP map.
     """
@@ -97,7 +98,7 @@ def check_sampler(sampler: Sampler, draws: str) -> bool:
             f"sampler='opendp', but opendp does not offer {draws.replace('_', '-')} draws for pure DP: use sampler='auto' or "
             "'exact' (the same guarantee)."
         )
-    return offered and sampler != "exact" and opendp_installed()
+    return sampler == "opendp"
 
 
 @cache
@@ -114,14 +115,14 @@ def release_noise(
 
     Laplace: P(Z = z) ∝ exp(−ε|z|/Δ) on each. Staircase: one value only (on more, the shape does not compose to ε).
     """
-    opendp = check_sampler(sampler, kind)
+    opendp, below = check_sampler(sampler, kind), Stream().below
     if kind == "staircase":
         if len(values) != 1:
             raise ConfigurationError(f"staircase noise is for one value, not {len(values)}: use Laplace noise for a vector.")
         step = min(max(round(staircase_step(float(epsilon)) * sensitivity), 1), sensitivity)
-        return [values[0] + exact.discrete_staircase(sensitivity, step, epsilon)]
+        return [values[0] + exact.discrete_staircase(sensitivity, step, epsilon, below)]
     if not opendp:
-        return [value + exact.discrete_laplace(sensitivity / epsilon) for value in values]
+        return [value + exact.discrete_laplace(sensitivity / epsilon, below) for value in values]
     dp = _opendp()
     space = dp.vector_domain(dp.atom_domain(T="i64")), dp.l1_distance(T="i64")
     measurement = _within(lambda scale: dp.m.make_laplace(*space, scale=scale), sensitivity, epsilon, sensitivity / float(epsilon))
@@ -134,11 +135,11 @@ def release_selection(method: str, utilities: Sequence[int], sensitivity: int, e
     opendp's noisy max with exponential noise is permute-and-flip (Ding et al. 2021); its exponential mechanism is not offered
     with a pure-DP map, so that one is always ours.
     """
-    opendp = check_sampler(sampler, method)
+    opendp, below = check_sampler(sampler, method), Stream().below
     if method == "exponential":
-        return exact.exponential_mechanism(utilities, sensitivity, epsilon)
+        return exact.exponential_mechanism(utilities, sensitivity, epsilon, below)
     if not opendp:
-        return exact.permute_and_flip(utilities, sensitivity, epsilon)
+        return exact.permute_and_flip(utilities, sensitivity, epsilon, below)
     dp = _opendp()
     space = dp.vector_domain(dp.atom_domain(T="i64")), dp.linf_distance(T="i64")
     measurement = _within(

@@ -21,7 +21,7 @@ from lipdp.privacy.costs import Approximate, Pure
 from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_multiplier, noise_energy
 from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
-from lipdp.privacy.randomness import derive_seed, fresh_seed, generator
+from lipdp.privacy.randomness import Stream, derive_key, derive_seed, fresh_key, fresh_seed, generator
 from lipdp.privacy.runs import PrivateRun, Release
 from lipdp.privacy.sampling import PoissonSampler, poisson_indices
 
@@ -41,6 +41,7 @@ __all__ = [
     "Pure",
     "Release",
     "Reservation",
+    "Stream",
     "above_threshold",
     "add_noise",
     "allocate",
@@ -48,10 +49,12 @@ __all__ = [
     "calibrate_run",
     "clip_search",
     "delta",
+    "derive_key",
     "derive_seed",
     "effective_multiplier",
     "epsilon",
     "event",
+    "fresh_key",
     "fresh_seed",
     "generator",
     "gradient_multiplier",

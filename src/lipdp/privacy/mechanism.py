@@ -15,14 +15,21 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, UnboundedError
+from lipdp.privacy import noise_cuda
 from lipdp.privacy._checks import is_number, positive, whole
+from lipdp.privacy.noise import noised_on_processor
+from lipdp.privacy.randomness import Stream, derive_key, mix_key
 
 __all__ = ["Allocation", "add_noise", "allocate", "effective_multiplier", "noise_energy"]
 
 Allocation = Literal["global", "per_layer", "optimal", "weights"]
+
+_LEAST_STD = 2.0**-900  # below, the grid leaves float64
+_LONGEST = 2**30  # values of a draw
 
 
 def allocate(
@@ -97,41 +104,91 @@ def noise_energy(stds: Mapping[str, float], sizes: Mapping[str, int]) -> float:
 
 
 @torch.no_grad()
-def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: torch.Generator) -> dict[str, Tensor]:
-    """The release of one step: sum_d + s_d·N(0, I) for each group, as new tensors.
+def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: Stream) -> dict[str, Tensor]:
+    """The release of one step: sum_d plus Gaussian noise of std s_d for each group, on a public grid, as new tensors.
 
-    Noise is drawn and added in float32, or float64 for float64 sums; half-precision sums are promoted first, and come
-    back in float32 (rounded noise is no Gaussian). Groups are drawn in the order of their names, so the order of the
-    mapping does not matter, and a group of std 0 draws nothing. Floating-point noise is not the real-valued Gaussian of
-    the proof: its low bits and far tails (beyond 5.7 std in float32) differ, as in all libraries of this kind.
+    What is added, and why it is the Gaussian mechanism to the last bit, is said in :mod:`lipdp.privacy.noise`. Sums are rounded to a
+    grid of at most s_d·2⁻⁴¹; what that adds to the sensitivity is :func:`lipdp.privacy.noise.grid_factor`. Sums of float64 come back
+    in float64, all others in float32. What is not finite counts as 0, or as the largest number of the grid.
+
+    The noise is a function of the stream's key and of the draw's number; of the groups' names, shapes and standard deviations; and,
+    for a stream that is bound (the default), of the sums themselves: if the same draw is made again with other sums, the noise is
+    another, independent one. A group of std 0 is copied, and is no part of the draw.
+
+    Args:
+        sums: by group.
+        stds: by group.
+        generator: a stream, see :func:`lipdp.privacy.generator`; noise is drawn where the sums are, and is the same on all devices.
     """
     _same_names("sums", sums, "stds", stds)
-    noised = {}
+    if not isinstance(generator, Stream):
+        raise ConfigurationError(
+            f"noise is drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: torch's own generators can be "
+            "predicted from what they gave. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
+        )
+    released: dict[str, Tensor] = {}
+    live: dict[torch.device, list[str]] = {}
     for name in sorted(sums):
-        total, std = sums[name], _std(name, stds[name])
-        if not total.dtype.is_floating_point or total.layout != torch.strided:
-            raise ConfigurationError(
-                f"The sum of group {name!r} is {total.dtype}, {total.layout}: Gaussian noise needs a dense, real "
-                "floating-point tensor. Convert it before noising."
-            )
-        if not _same_device(total.device, generator.device):
-            raise ConfigurationError(
-                f"The sum of group {name!r} is on {total.device}, the noise generator on {generator.device}: noise is "
-                f"drawn where the sum is. Make the generator with device={str(total.device)!r}."
-            )
-        dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
-        released = total.detach().to(dtype, copy=True)
+        dtype, std = _check_sum(name, sums[name]), _std(name, stds[name])
         if std > 0:
             limits = torch.finfo(dtype)
-            if not limits.tiny <= std <= limits.max:
+            if not max(limits.tiny, _LEAST_STD) <= std <= limits.max:
                 raise ConfigurationError(
                     f"The noise std {std:g} of group {name!r} is out of the range of {dtype}: the noise would be 0 or "
                     "infinite. Rescale the loss, or use float64."
                 )
-            noise = torch.randn(released.shape, dtype=dtype, device=released.device, generator=generator)
-            released.add_(noise, alpha=std)
-        noised[name] = released
-    return {name: noised[name] for name in sums}
+            live.setdefault(sums[name].device, []).append(name)
+        else:
+            released[name] = sums[name].detach().to(dtype, copy=True)
+    for names in live.values():
+        released |= _noised({name: sums[name].detach() for name in names}, {name: float(stds[name]) for name in names}, generator)
+    return {name: released[name] for name in sums}
+
+
+def _check_sum(name: str, total: Tensor) -> torch.dtype:
+    """The type that its release has."""
+    if not total.dtype.is_floating_point or total.layout != torch.strided:
+        raise ConfigurationError(
+            f"The sum of group {name!r} is {total.dtype}, {total.layout}: Gaussian noise needs a dense, real "
+            "floating-point tensor. Convert it before noising."
+        )
+    if total.is_meta:
+        raise ConfigurationError(f"The sum of group {name!r} is on the device 'meta': there is nothing to add noise to.")
+    return torch.float64 if total.dtype == torch.float64 else torch.float32
+
+
+def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> dict[str, Tensor]:
+    """Sums on one device, in the order of their names: those of one std are one long vector."""
+    key, seen = stream.begin("noise", [(name, stds[name], tuple(total.shape)) for name, total in sums.items()])
+    segments: dict[tuple[float, torch.dtype], list[str]] = {}
+    for name, total in sums.items():
+        segments.setdefault((stds[name], _check_sum(name, total)), []).append(name)
+    flat = {at: torch.cat([sums[name].reshape(-1).to(at[1]) for name in names]) for at, names in segments.items()}
+    # Places in a piece are numbered with 32 bits.
+    pieces = [(piece, std, dtype) for (std, dtype), whole in flat.items() for piece in whole.split(_LONGEST)]
+    device = next(iter(sums.values())).device
+    if noise_cuda.available(device):
+        noised = noise_cuda.noised_on_device(pieces, key, seen, bound=stream.bound)
+    else:
+        ready = [piece.to("cpu", torch.float64).numpy() for piece, _, _ in pieces]
+        key = mix_key(key, seen)
+        if stream.bound:
+            hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
+            for part in ready:
+                hasher.update(memoryview(part).cast("B"))
+            key = derive_key(key, "bound", hasher.finalize())
+        drawn = [
+            noised_on_processor(part, std, key, number)
+            for number, (part, (_, std, _)) in enumerate(zip(ready, pieces, strict=True))
+        ]
+        noised = [torch.from_numpy(part).to(device, dtype) for part, (_, _, dtype) in zip(drawn, pieces, strict=True)]
+    released: dict[str, Tensor] = {}
+    joined = iter(noised)
+    for at, names in segments.items():
+        whole = torch.cat([next(joined) for _ in flat[at].split(_LONGEST)])
+        parts = whole.split([sums[name].numel() for name in names])
+        released |= {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
+    return released
 
 
 def _same_names(left: str, a: Mapping[str, object], right: str, b: Mapping[str, object]) -> None:
@@ -141,10 +198,6 @@ def _same_names(left: str, a: Mapping[str, object], right: str, b: Mapping[str, 
             f"{left} and {right} do not name the same groups: {', '.join(map(repr, odd[:5]))} in one only. "
             "Give both for every group."
         )
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
 
 
 def _sensitivity(name: str, value: float) -> float:

@@ -25,6 +25,8 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy._checks import is_number, positive, whole
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.mechanism import add_noise
+from lipdp.privacy.noise import grid_factor
+from lipdp.privacy.randomness import Stream
 from lipdp.privacy.runs import Release
 
 __all__ = ["Moments", "moment_sensitivities", "moment_stds", "moment_sums", "private_moments"]
@@ -61,12 +63,22 @@ def moment_sensitivities(radius: float, positions: int) -> tuple[float, float]:
     return r / math.sqrt(count), r**2 / count
 
 
-def moment_stds(radius: float, positions: int, multiplier: float, mean_share: float = 0.5) -> tuple[float, float]:
-    """(s₁, s₂): the noise on the two sums that makes the pair one Gaussian mechanism of this multiplier; s₂ = ∞ for share 1."""
+def moment_stds(
+    radius: float, positions: int, multiplier: float, mean_share: float = 0.5, channels: int = 1
+) -> tuple[float, float]:
+    """(s₁, s₂): the noise on the two sums that makes the pair one Gaussian mechanism of this multiplier; s₂ = ∞ for share 1.
+
+    The rounding of ``channels`` sums each to the noise's grid is in it.
+    """
     if not (is_number(mean_share) and 0 < mean_share <= 1):
         raise ConfigurationError(f"mean_share is {mean_share!r}: the mean's share of the budget, above 0 and at most 1.")
     first, second = moment_sensitivities(radius, positions)
     z = positive("multiplier", multiplier) * _SLACK
+    z *= grid_factor(z, 2 * whole("channels", channels))
+    if math.isinf(z):
+        raise ConfigurationError(
+            f"multiplier={multiplier:g} is more noise than its grid is fine enough for, with {channels} channels."
+        )
     return z * first / math.sqrt(mean_share), z * second / math.sqrt(1 - mean_share) if mean_share < 1 else math.inf
 
 
@@ -139,7 +151,7 @@ def private_moments(
     radius: float,
     multiplier: float,
     dataset_size: int,
-    generator: torch.Generator,
+    generator: Stream,
     device: torch.device | str | None = None,
     mean_share: float = 0.5,
     variance_floor: float | None = None,
@@ -156,7 +168,7 @@ def private_moments(
         radius: R, a public number; records are clipped to it.
         multiplier: z.
         dataset_size: N, a public constant: what the sums are divided by, never the number of records seen.
-        generator: of the noise, on ``device``.
+        generator: of the noise: ``lipdp.privacy.Stream()`` has a fresh secret key.
         device: where to sum; by default where the batches are.
         mean_share: w, the mean's share of the budget; 1: only means are released.
         variance_floor: least variance that is returned; by default the noise of the second moment, for a variance below its own
@@ -171,7 +183,7 @@ def private_moments(
         positive("variance_floor", variance_floor)
     first, second, positions = moment_sums(batches, radius, copies=copies, device=device, squares=mean_share < 1)
     largest_mean, largest_square = moment_sensitivities(radius, positions)
-    mean_std, square_std = moment_stds(radius, positions, multiplier, mean_share)
+    mean_std, square_std = moment_stds(radius, positions, multiplier, mean_share, len(first))
     sums, stds = {"mean": first, "square": second}, {"mean": mean_std, "square": square_std}
     released = [name for name, std in stds.items() if math.isfinite(std)]
     charge(budget, Release("statistics", "gaussian", multiplier), "statistics of channels")

@@ -1,8 +1,7 @@
 """Quantiles and first crossings of bounded numbers, with pure ε-DP: to choose an input bound or a clipping norm, paid for.
 
-Noise is drawn in float64. Floating-point noise is not the real-valued noise of the proofs (Mironov 2012): probabilities are off by
-about 1e-15 of themselves, and low bits can tell on the value under them. The releases here show no such bits: a crossing is an
-index, and a quantile is rounded to a fixed grid.
+Nothing is drawn in floating point. Numbers are rounded to a public grid, each by itself; noise on the grid, and choices from it, are
+exact (:mod:`lipdp.privacy.exact`), with what rounding adds to a sensitivity counted in.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,8 @@ from lipdp.privacy._checks import is_number, positive, whole
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure
-from lipdp.privacy.randomness import fresh_seed
-from lipdp.privacy.randomness import generator as make_generator
+from lipdp.privacy.exact import discrete_laplace, exp_of_minus
+from lipdp.privacy.randomness import Stream
 
 __all__ = [
     "Crossing",
@@ -38,8 +38,14 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 
-# Released quantiles are multiples of this part of the range: coarse enough to hide rounding, finer than any use of them.
-_GRID = 2.0**-30
+# A released quantile is one of so many places of the range and its end, finer than any use of it.
+_PLACES = 2**30
+# Utilities end so far below the best one (in the exponent): what lies beyond has probability 2^-250 in all, and the weights that are
+# left can be computed to 2^-200 of themselves.
+_DEEPEST, _BITS = 200, 512
+_LESS = 1 - Fraction(1, 2**60)  # of ε is spent: the rounding of weights stays inside the rest
+# Steps of the grid that queries are rounded to, in their sensitivity.
+_STEPS = 2**40
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def quantile_probabilities(
     epsilon: float,
     adjacency: Adjacency = "add_remove",
 ) -> tuple[Floats, Floats]:
-    """The exact output distribution of :func:`private_quantile` (before its rounding): edges (n+2,) and probabilities (n+1,).
+    """The output distribution of :func:`private_quantile` on a grid without end: edges (n+2,) and probabilities (n+1,).
 
     The density of the exponential mechanism, ∝ exp(ε·u(x, r)/2Δ) on [low, high], is constant between neighbouring values:
     the interval with k values below it has the probability ∝ length·exp(−ε·|k − γn|/2Δ).
@@ -116,10 +122,10 @@ def private_quantile(
     *,
     epsilon: float,
     adjacency: Adjacency = "add_remove",
-    generator: torch.Generator | None = None,
+    generator: Stream | None = None,
     budget: AnyBudget = None,
 ) -> PrivateQuantile:
-    """A γ-quantile of one number per record, ε-DP (δ = 0), by the exponential mechanism on the continuous range.
+    """A γ-quantile of one number per record, ε-DP (δ = 0), by the exponential mechanism on a fine public grid of the range.
 
     Args:
         values: one number per record; clipped to ``bounds`` (what is not a number counts as the upper one). How many there are
@@ -128,20 +134,62 @@ def private_quantile(
         bounds: public (low, high); the answer lies between them.
         epsilon: pure ε of this one release.
         adjacency: which datasets are neighbours; the noise follows (:func:`rank_sensitivity`).
-        generator: for a repeatable release; as secret as the data. By default from the operating system's randomness.
+        generator: for a repeatable release; as secret as the data. By default a fresh key from the operating system.
         budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file; charged before anything is drawn.
 
-    Proof: u moves by at most Δ, so exp(ε·u/2Δ) by a factor of at most exp(ε/2), and so does its integral.
+    Proof: u moves by at most Δ, and so does max(u, −L), so exp(ε·u/2Δ) by a factor of at most exp(ε/2), and so does its sum over the
+    grid. Weights are whole numbers, of at least 2²⁰⁰: rounding them moves the ratio by less than the 2⁻⁶⁰ of ε that are left over.
     """
-    edges, probabilities = quantile_probabilities(values, quantile, bounds, epsilon=epsilon, adjacency=adjacency)
-    charge(budget, Pure(epsilon, adjacency), f"a quantile ({quantile:g})")
-    draw = _uniforms(generator, 2)
-    cumulative = np.cumsum(probabilities)
-    interval = min(int(np.searchsorted(cumulative, draw[0] * cumulative[-1], side="right")), len(probabilities) - 1)
-    place = edges[interval] + draw[1] * (edges[interval + 1] - edges[interval])
     low, high = _range(bounds)
-    step = (high - low) * _GRID
-    return PrivateQuantile(min(max(low + round((place - low) / step) * step, low), high), float(epsilon))
+    gamma, spent = Fraction(_share(quantile)), positive("epsilon", epsilon)
+    data = np.clip(np.nan_to_num(_numbers(values), nan=high), low, high)
+    # Place j is above a value x from this one on; each record is rounded by itself, so that neighbours stay neighbours.
+    first_above = np.sort(np.clip(np.floor((data - low) * (_PLACES / (high - low))).astype(np.int64) + 1, 0, _PLACES + 1))
+    rank_sensitivity(float(gamma), adjacency)  # refuses other neighbours
+    moves = Fraction(1) if adjacency == "replace_one" else max(gamma, 1 - gamma)  # exactly
+    slope = Fraction(spent) * _LESS / (2 * moves)
+    charge(budget, Pure(epsilon, adjacency), f"a quantile ({quantile:g})")
+    place = _choose_place(first_above, gamma, slope, _stream(generator))
+    return PrivateQuantile(min(max(low + place * ((high - low) / _PLACES), low), high), float(epsilon))
+
+
+def _choose_place(first_above: npt.NDArray[np.int64], gamma: Fraction, slope: Fraction, stream: Stream) -> int:
+    """A place j of the grid with probability ∝ exp(−slope·min(|k_j − γn|, L)), k_j values being below it, slope·L = 200."""
+    count = len(first_above)
+    centre, reach = gamma * count, math.ceil(_DEEPEST / slope)
+    near = range(max(0, math.floor(centre) - reach), min(count, math.ceil(centre) + reach) + 1)
+    edges = [0, *first_above[near.start : near.stop - 1].tolist(), _PLACES + 1]
+    if near.start > 0:  # places with fewer values below them than any near one has
+        edges[0] = int(first_above[near.start - 1])
+    if near.stop <= count:
+        edges[-1] = int(first_above[near.stop - 1])
+    weights = _weights(near, centre, slope)
+    least = exp_of_minus(Fraction(_DEEPEST), _BITS)
+    blocks = [(0, edges[0], least), *zip(edges, edges[1:], weights, strict=False), (edges[-1], _PLACES + 1, least)]
+    return _pick(blocks, stream)
+
+
+def _pick(blocks: list[tuple[int, int, int]], stream: Stream) -> int:
+    """A place of these blocks (start, stop, weight of each place), in proportion to the weights."""
+    drawn = stream.below(sum((stop - start) * weight for start, stop, weight in blocks))
+    for start, stop, weight in blocks:
+        if drawn < (stop - start) * weight:
+            return start + drawn // weight
+        drawn -= (stop - start) * weight
+    raise AssertionError
+
+
+def _weights(near: range, centre: Fraction, slope: Fraction) -> list[int]:
+    """exp(−slope·min(|k − centre|, L)) for each k, in units of 2^-512: by powers of exp(−slope), from the middle outwards."""
+    least, step = exp_of_minus(Fraction(_DEEPEST), _BITS), exp_of_minus(slope, _BITS)
+    middle = math.ceil(centre)
+    found: dict[int, int] = {}
+    for side, first in ((range(middle, near.stop), middle - centre), (range(middle - 1, near.start - 1, -1), centre - middle + 1)):
+        weight = exp_of_minus(slope * first, _BITS)
+        for k in side:
+            found[k] = max(weight, least)
+            weight = weight * step >> _BITS
+    return [found[k] for k in near]
 
 
 def crossing_scales(epsilon: float, sensitivity: float = 1.0, *, monotone: bool = False) -> tuple[float, float]:
@@ -163,7 +211,7 @@ def above_threshold(
     epsilon: float,
     sensitivity: float = 1.0,
     monotone: bool = False,
-    generator: torch.Generator | None = None,
+    generator: Stream | None = None,
     budget: AnyBudget = None,
 ) -> Crossing:
     """The position of the first query that is above the threshold, all of them noised: ε-DP however many queries there are.
@@ -189,14 +237,23 @@ def above_threshold(
         raise ConfigurationError(f"threshold is {threshold!r}: it has to be a finite public number.")
     threshold_scale, query_scale = crossing_scales(epsilon, sensitivity, monotone=monotone)
     charge(budget, Pure(epsilon), "a first crossing")
-    source = _source(generator)
-    level = threshold + _laplace(threshold_scale, source)
+    stream = _stream(generator)
+    # One record moves a rounded query by the sensitivity and one step more, in steps of the grid.
+    spacing = math.ldexp(1.0, math.frexp(sensitivity / _STEPS)[1])
+    moved = math.ceil(Fraction(sensitivity) / Fraction(spacing)) + 1
+    grown = moved * Fraction(spacing) / Fraction(sensitivity) * (1 + Fraction(1, 2**50)) / Fraction(spacing)
+    level = _in_steps(threshold, spacing) + discrete_laplace(Fraction(threshold_scale) * grown, stream.below)
     for index, query in enumerate(queries):
         if not math.isfinite(query):
             raise DataError(f"query number {index} is {query!r}: a query of bounded sensitivity is finite.")
-        if query + _laplace(query_scale, source) >= level:
+        if _in_steps(query, spacing) + discrete_laplace(Fraction(query_scale) * grown, stream.below) >= level:
             return Crossing(index, float(epsilon))
     return Crossing(None, float(epsilon))
+
+
+def _in_steps(value: float, spacing: float) -> int:
+    """Rounded to the grid, exactly."""
+    return round(Fraction(value) / Fraction(spacing))
 
 
 def crossing_probabilities(
@@ -234,7 +291,7 @@ def clip_search(
     quantile: float = 0.9,
     dataset_size: int,
     epsilon: float,
-    generator: torch.Generator | None = None,
+    generator: Stream | None = None,
     budget: AnyBudget = None,
 ) -> Crossing:
     """The smallest candidate C that leaves a share ``quantile`` of the examples unclipped, as far as noise tells; ε-DP.
@@ -289,17 +346,10 @@ def _numbers(values: Iterable[float] | torch.Tensor) -> Floats:
     return data
 
 
-def _source(generator: torch.Generator | None) -> torch.Generator:
-    return make_generator(fresh_seed(), 0, "quantile") if generator is None else generator
-
-
-def _uniforms(generator: torch.Generator | None, count: int) -> Floats:
-    source = _source(generator)
-    drawn: Floats = torch.rand(count, generator=source, dtype=torch.float64, device=source.device).cpu().numpy()
-    return drawn
-
-
-def _laplace(scale: float, source: torch.Generator) -> float:
-    """Laplace noise: the difference of two exponentials, −log(1−u) with u in [0, 1)."""
-    first, second = -np.log1p(-_uniforms(source, 2))
-    return float(scale * (first - second))
+def _stream(generator: Stream | None) -> Stream:
+    if generator is not None and not isinstance(generator, Stream):
+        raise ConfigurationError(
+            f"a release is drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: torch's own generators can be "
+            "predicted from what they gave. Leave generator out, or pass lipdp.privacy.generator(seed, …)."
+        )
+    return Stream() if generator is None else generator

@@ -1,64 +1,83 @@
-"""Counter-based randomness: every draw is a function of (secret seed, step number, purpose), of nothing else.
+"""Where every random number of a release comes from: ChaCha20 under a 256-bit key, each draw at a place of its own.
 
-Why: a run that is killed and resumed from an older checkpoint does some steps again. With fresh randomness those would
-be new releases about the same data, to be paid for again; here they are exactly the releases made before, which cost
-nothing, as long as the step is the same computation (same data, same kind of device: CPU and GPU streams differ).
-And resuming needs no generator state: the seed and the step number say it all.
+A :class:`Stream` is a key and a count of the draws made from it. What a draw gives is a function of (key, number of the draw, place in
+it), of nothing else: a run that is killed and done again makes the same draws, needs no generator state, and noise can be computed
+at any place, on any device. Keys come from the operating system (:func:`fresh_key`), and from one another only one way
+(:func:`derive_key`): who learns one draw, or the key of one step, learns nothing about another.
 
-The seed is as secret as the data. Whoever knows it can subtract the noise. It does not belong in logs, reports or
-shared checkpoints; a fixed seed in published code is for tests only.
+A key is as secret as the data. Whoever knows it can subtract the noise. It does not belong in logs, reports or shared checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import struct
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError
 from lipdp.privacy._checks import whole
 
-__all__ = ["derive_seed", "fresh_seed", "generator"]
+__all__ = [
+    "KEY_BYTES",
+    "Stream",
+    "chacha_bytes",
+    "chacha_words",
+    "derive_key",
+    "derive_seed",
+    "fill_with_chacha",
+    "fresh_key",
+    "fresh_seed",
+    "generator",
+    "mix_key",
+]
 
-_MT_WORDS = 624  # 32-bit words of Mersenne-Twister state
-_MT_OFFSET = 3  # in torch's CPU state, as 64-bit entries: seed, flags, position, then one entry per word
+KEY_BYTES = 32
+_BLOCK = 64  # bytes of a block of ChaCha20
+_MOST_BLOCKS = 2**32  # that one nonce has
+_ZEROS = memoryview(bytes(1 << 20))
+_POOL = 4096  # bytes drawn at once for small numbers
+_WINDOW = 1 << 15  # words that stay in a processor's cache
+_SPARSE = 1 << 12  # words in a row that cost as much as a block by itself
+
+Words = npt.NDArray[np.uint32]
+
+
+def fresh_key() -> bytes:
+    """A new secret key: 256 bits from the operating system."""
+    return secrets.token_bytes(KEY_BYTES)
 
 
 def fresh_seed() -> int:
-    """A new secret seed: 128 bits from the operating system."""
-    return secrets.randbits(128)
+    """The same as a number."""
+    return int.from_bytes(fresh_key(), "big")
+
+
+def derive_key(key: bytes, *parts: Any) -> bytes:
+    """The key for one use: HMAC-SHA-256 of what it is for (texts, numbers, bytes, tensors, sequences of them)."""
+    return content_digest(*parts, key=key)
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """The seed of one use in one step: the first 63 bits of SHA-256(seed, step, purpose)."""
+    """The seed of a torch generator for one use in one step: the first 63 bits of SHA-256(seed, step, purpose).
+
+    For what needs no secret: augmentation, dropout. Noise and samples come from a :class:`Stream`.
+    """
     return int.from_bytes(hashlib.sha256(_message(seed, step, purpose)).digest()[:8], "big") >> 1
 
 
-def generator(seed: int, step: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A torch generator for one use (``"sample"``, ``"noise"``, …) in one step, a function of (seed, step, purpose).
+def generator(seed: int, step: int, purpose: str) -> Stream:
+    """The stream for one use (``"sample"``, ``"noise"``, …) in one step, a function of (seed, step, purpose).
 
-    On accelerators it is seeded with :func:`derive_seed` (their generators use all 64 bits as a key). torch's CPU
-    generator looks at 32 bits of its seed only: noise could be found by trying them all, and two of 10,000 steps would
-    share their noise with probability 1%. So there the whole 19,937-bit state is filled, from SHAKE-256 of the triple.
+    The seed has to be secret and hard to guess: take :func:`fresh_seed`. One that a person chose is for tests only.
     """
-    made = torch.Generator(device=device)
-    derived = derive_seed(seed, step, purpose)
-    made.manual_seed(derived)
-    if made.device.type == "cpu":
-        state = made.get_state()
-        words = state.view(torch.int64)
-        if words.numel() < _MT_OFFSET + _MT_WORDS or int(words[_MT_OFFSET]) != derived & 0xFFFFFFFF:
-            raise ConfigurationError(
-                f"torch {torch.__version__} lays out its CPU generator's state in a way that this lipdp does not know, "
-                "so noise can't be seeded with more than 32 bits. Use a torch version that lipdp was tested with."
-            )
-        filling = hashlib.shake_256(_message(seed, step, purpose)).digest(4 * _MT_WORDS)
-        fresh = np.frombuffer(filling, dtype="<u4").astype(np.int64)
-        words[_MT_OFFSET : _MT_OFFSET + _MT_WORDS] = torch.from_numpy(fresh)
-        made.set_state(state)
-    return made
+    return Stream(hashlib.blake2b(_message(seed, step, purpose), digest_size=KEY_BYTES, person=b"lipdp stream").digest())
 
 
 def _message(seed: int, step: int, purpose: str) -> bytes:
@@ -66,3 +85,117 @@ def _message(seed: int, step: int, purpose: str) -> bytes:
         raise ConfigurationError(f"purpose is {purpose!r}: say what the randomness is for, e.g. 'sample' or 'noise'.")
     # Decimal numbers end at the separator and the free text comes last: no two triples share a message.
     return f"lipdp/{whole('seed', seed, least=0)}/{whole('step', step, least=0)}/{purpose}".encode()
+
+
+class Stream:
+    """Random draws from a secret key, the operating system's by default. No two draws of a stream share a bit.
+
+    Args:
+        key: 32 secret bytes.
+        bound: whether noise depends on what it is added to as well, so that other sums never get the same noise, even if a draw is
+            made again; see :func:`lipdp.privacy.add_noise`. Without it, whoever sees two releases of one draw sees the difference of
+            what was released.
+
+    Attributes:
+        key: the secret.
+        bound: as above.
+    """
+
+    def __init__(self, key: bytes | None = None, *, bound: bool = True) -> None:
+        self.key = fresh_key() if key is None else key
+        if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
+            raise ConfigurationError(f"a stream's key is {KEY_BYTES} secret bytes: take lipdp.privacy.fresh_key()")
+        self.bound = bound
+        self._draws = 0
+        self._seen: list[torch.Tensor] = []
+        self._pool, self._used = b"", 0
+
+    def __repr__(self) -> str:
+        return f"Stream({self._draws} draws made)"
+
+    def absorb(self, words: torch.Tensor) -> None:
+        """Let all later draws depend on these whole numbers too (pairs of 64 bits, on any device), without waiting for a device."""
+        self._seen.append(words.reshape(-1, 2))
+        self._pool = b""
+
+    def begin(self, *about: Any) -> tuple[bytes, list[torch.Tensor]]:
+        """The key of the next draw, one that is for ``about``; and the words that it has to be mixed with."""
+        number, self._draws = self._draws, self._draws + 1
+        return derive_key(self.key, "draw", number, *about), list(self._seen)
+
+    def next_key(self, *about: Any) -> bytes:
+        """The key of the next draw, all mixed in."""
+        key, words = self.begin(*about)
+        return mix_key(key, words)
+
+    def words(self, count: int) -> Words:
+        """Independent uniform words of 32 bits."""
+        taken = np.empty(count, dtype="<u4")
+        fill_with_chacha(memoryview(taken).cast("B"), self.next_key("words"), 0, (0, 0, 0))
+        return taken.astype(np.uint32, copy=False)
+
+    def uniforms(self, count: int) -> torch.Tensor:
+        """Independent uniform multiples of 2⁻⁵³ in [0, 1), float64, on the processor."""
+        wide = self.words(2 * count).view(np.uint64) >> np.uint64(11)
+        return torch.from_numpy(wide.astype(np.float64) * 2.0**-53)
+
+    def below(self, limit: int) -> int:
+        """A whole number, uniform on 0, …, limit − 1: exactly, by rejection."""
+        size = whole("limit", limit)
+        bits = (size - 1).bit_length()
+        length = -(-bits // 8)
+        while True:
+            drawn = int.from_bytes(self._take(length), "little") >> (8 * length - bits)
+            if drawn < size:
+                return drawn
+
+    def _take(self, count: int) -> bytes:
+        """A few bytes, out of one draw for many of them."""
+        if self._used + count > len(self._pool):
+            self._pool, self._used = chacha_bytes(self.next_key("bytes"), max(_POOL, count)), 0
+        self._used += count
+        return self._pool[self._used - count : self._used]
+
+
+def mix_key(key: bytes, words: list[torch.Tensor]) -> bytes:
+    """The key with words that were computed on some device mixed in; waits for them."""
+    return derive_key(key, "seen", [part.to("cpu", torch.int64) for part in words]) if words else key
+
+
+def chacha_bytes(key: bytes, count: int, *, counter: int = 0, nonce: tuple[int, int, int] = (0, 0, 0)) -> bytes:
+    """``count`` bytes of ChaCha20 (RFC 8439) from block ``counter`` on."""
+    taken = bytearray(count)
+    fill_with_chacha(memoryview(taken), key, counter, nonce)
+    return bytes(taken)
+
+
+def fill_with_chacha(place: memoryview, key: bytes, counter: int, nonce: tuple[int, int, int]) -> None:
+    """The same into memory that is there."""
+    if counter + -(-len(place) // _BLOCK) > _MOST_BLOCKS:
+        raise ConfigurationError(f"{len(place)} bytes from block {counter} on are more than one nonce of ChaCha20 has.")
+    encryptor = Cipher(algorithms.ChaCha20(key, struct.pack("<4I", counter, *nonce)), mode=None).encryptor()
+    for start in range(0, len(place), len(_ZEROS)):
+        part = place[start : start + len(_ZEROS)]
+        encryptor.update_into(_ZEROS[: len(part)], part)
+
+
+def chacha_words(key: bytes, places: npt.NDArray[np.int64], nonce: tuple[int, int, int] = (0, 0, 0)) -> npt.NDArray[np.uint64]:
+    """The words of 64 bits at these rising places of ChaCha20, eight to a block."""
+    taken = np.empty(len(places), dtype="<u8")
+    if not len(places):
+        return taken
+    if int(places[-1] - places[0]) > _SPARSE * len(places):
+        block = np.empty(8, dtype="<u8")
+        for row, place in enumerate(places.tolist()):
+            fill_with_chacha(memoryview(block).cast("B"), key, place // 8, nonce)
+            taken[row] = block[place % 8]
+        return taken
+    window = np.empty(_WINDOW, dtype="<u8")
+    firsts = np.arange(int(places[0]) // 8 * 8, int(places[-1]) + 1, _WINDOW)
+    edges = np.append(np.searchsorted(places, firsts), len(places)).tolist()
+    for first, start, stop in zip(firsts.tolist(), edges, edges[1:], strict=False):
+        if start < stop:
+            part = window[: int(places[stop - 1]) - first + 1]
+            fill_with_chacha(memoryview(part).cast("B"), key, first // 8, nonce)
+            part.take(places[start:stop] - first, out=taken[start:stop], mode="clip")
+    return taken

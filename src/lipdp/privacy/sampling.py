@@ -6,57 +6,93 @@ sums are divided by the public constant q·N, never by it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lipdp.errors import ConfigurationError
 from lipdp.privacy._checks import rate, whole
-from lipdp.privacy.randomness import generator as seeded_generator
+from lipdp.privacy.randomness import Stream, chacha_bytes, fill_with_chacha, fresh_seed
+from lipdp.privacy.randomness import generator as seeded_stream
 
 __all__ = ["PoissonSampler", "poisson_indices"]
 
-_BLOCK = 1 << 24  # uniforms drawn at a time: 128 MB
+_PIECE = 1 << 18  # words drawn at a time: 1 MB
+_BITS, _MORE = 32, 512  # of a coin, and further ones where the first do not decide
 
 
-def poisson_indices(size: int, sampling_rate: float, generator: torch.Generator) -> Tensor:
+def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tensor:
     """The indices, ascending, of a Poisson sample of 0 … size−1: i is in when U_i < q, with independent uniforms U_i.
 
-    Uniforms are float64, multiples of 2⁻⁵³, so that each record's probability is q to within 2⁻⁵³ however small q is.
-    The result (int64) is on the generator's device, and may be empty.
+    A uniform has 32 bits, and 512 more where those do not tell it from q: each record's probability is q, the very number that is
+    accounted for, to within 2⁻⁵⁴⁴ however small it is. The result (int64) is on the processor, and may be empty.
     """
     count, q = whole("size", size, least=0), rate(sampling_rate)
-    parts = [torch.empty(0, dtype=torch.int64, device=generator.device)]
-    for start in range(0, count, _BLOCK):
-        length = min(_BLOCK, count - start)
-        uniforms = torch.rand(length, dtype=torch.float64, device=generator.device, generator=generator)
-        parts.append(_places_below(q, uniforms) + start)
-    return torch.cat(parts)
+    if not isinstance(generator, Stream):
+        raise ConfigurationError(
+            f"samples are drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: who knows or guesses the sample "
+            "has no amplification to pay with. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
+        )
+    key = generator.next_key("poisson", count, q)
+    if q == 1:
+        return torch.arange(count)
+    below = math.floor(math.ldexp(q, _BITS))
+    rest = math.floor((Fraction(q) * 2**_BITS - below) * 2**_MORE)
+    words = np.empty(min(count, _PIECE), dtype="<u4")
+    parts = [np.empty(0, dtype=np.int64)]
+    for start in range(0, count, _PIECE):
+        drawn = words[: min(_PIECE, count - start)]
+        fill_with_chacha(memoryview(drawn).cast("B"), key, start // 16, (0, 0, 0))
+        inside = drawn < below
+        if rest:
+            _resolve(inside, drawn == below, rest, key, start)
+        parts.append(np.flatnonzero(inside).astype(np.int64, copy=False) + start)
+    return torch.from_numpy(np.concatenate(parts))
 
 
-def _places_below(q: float, uniforms: Tensor) -> Tensor:
-    """Where they are below q, ascending; on a processor by NumPy, which takes a quarter of the time."""
-    if uniforms.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(uniforms.numpy() < q).astype(np.int64, copy=False))
-    return torch.nonzero(uniforms < q).squeeze(1)
+def _resolve(inside: npt.NDArray[np.bool_], tied: npt.NDArray[np.bool_], rest: int, key: bytes, start: int) -> None:
+    """Coins whose first bits are q's: by further ones, at a place of their own."""
+    for row in np.flatnonzero(tied).tolist():
+        more = chacha_bytes(key, _MORE // 8, counter=(start + row) % 2**32, nonce=(1, (start + row) // 2**32, 0))
+        inside[row] = int.from_bytes(more, "little") < rest
 
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """Poisson samples of a dataset of ``size`` records, one per step, each a function of the secret seed and the step.
+    """Poisson samples of a dataset of ``size`` records, one per step, each a function of a secret seed and the step.
 
     They are drawn on the CPU wherever the model is, so that a run resumed elsewhere samples the same records.
+
+    Args:
+        size: number of records.
+        sampling_rate: q.
+        seed: for repeatable samples, with ``reproducible=True``: whoever knows it knows the samples, so what is trained with them is
+            not private. By default it is drawn from the operating system.
+        reproducible: that this is meant.
     """
 
     size: int
     sampling_rate: float
-    seed: int = field(repr=False)
+    seed: int | None = field(default=None, repr=False)
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         whole("size", self.size, least=0)
-        whole("seed", self.seed, least=0)
         rate(self.sampling_rate)
+        if self.seed is None:
+            object.__setattr__(self, "seed", fresh_seed())
+        elif not self.reproducible:
+            raise ConfigurationError(
+                "a sampler's seed is a secret that nobody can guess, so it is drawn from the operating system: leave seed out. For a "
+                "repeatable run that is not private, pass reproducible=True with it."
+            )
+        assert self.seed is not None
+        whole("seed", self.seed, least=0)
 
     @property
     def expected_size(self) -> float:
@@ -65,4 +101,5 @@ class PoissonSampler:
 
     def indices(self, step: int) -> Tensor:
         """The sample of this step (0, 1, …): the same at every call."""
-        return poisson_indices(self.size, self.sampling_rate, seeded_generator(self.seed, step, "sample"))
+        assert self.seed is not None
+        return poisson_indices(self.size, self.sampling_rate, seeded_stream(self.seed, step, "sample"))

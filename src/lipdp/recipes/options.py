@@ -31,6 +31,7 @@ class FitOptions(TypedDict, total=False):
     """Arguments that :func:`lipdp.fit` gets as they are."""
 
     seed: int | None
+    reproducible: bool
     device: torch.device | str | None
     callbacks: Iterable[Callback]
     microbatch_size: int | None

@@ -82,6 +82,7 @@ def history_line(
         "method": result.method,
         "delta": result.delta,
         "epsilon": result.epsilon,
+        "private": result.private,
         "steps": result.steps,
         "seconds": round(result.seconds, 3),
         "evaluated_on": evaluated_on,

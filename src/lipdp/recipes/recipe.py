@@ -112,7 +112,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave. ``accuracy`` is on the test set, which nothing else has touched."""
+    """What a run gave. ``accuracy`` is on the test set, which nothing else has touched; ``private`` is False for a reproducible run."""
 
     recipe: str
     accuracy: float
@@ -125,10 +125,11 @@ class Result:
     history: History = field(repr=False)
     model: torch.nn.Module = field(repr=False)
     plan: PrivacyPlan = field(repr=False)
+    private: bool = True
 
     def summary(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        names = ("recipe", "accuracy", "epsilon", "delta", "steps", "seconds", "method", "seed")
+        names = ("recipe", "accuracy", "epsilon", "delta", "steps", "seconds", "method", "seed", "private")
         return {name: getattr(self, name) for name in names}
 
 
@@ -233,4 +234,5 @@ def outcome(
         "history": history,
         "model": model,
         "plan": ready.plan,
+        "private": history.private,
     }

@@ -48,6 +48,7 @@ def train(
     adjacency: Adjacency = "add_remove",
     accountant: Accountant = "pld",
     seed: int | None = None,
+    reproducible: bool = False,
     device: torch.device | str | None = None,
     root: str | Path | None = None,
     validation_fraction: float | None = None,
@@ -66,7 +67,8 @@ def train(
         noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
         adjacency: see :func:`lipdp.plan`.
         accountant: see :func:`lipdp.plan`.
-        seed: of the initial weights and of the run's noise (then it is a secret).
+        seed: of the initial weights; the run's noise and samples stay secret, so that no two runs are the same.
+        reproducible: draw them from the seed too. The run can then be repeated, and is *not private*; its result says so.
         device: where to compute.
         root: where the datasets are, see :func:`lipdp.data.load`.
         validation_fraction: hold out this part of the *training* set and report its figure instead of the test set's: for
@@ -84,6 +86,7 @@ def train(
         "adjacency": adjacency,
         "accountant": accountant,
         "seed": seed,
+        "reproducible": reproducible,
         "device": device,
         "root": root,
         "validation_fraction": validation_fraction,

@@ -55,6 +55,7 @@ def _objective(sweep: Sweep, trial: Any) -> float:
         recipe,
         epsilon=sweep.epsilon,
         seed=None if sweep.seed is None else sweep.seed + trial.number,
+        reproducible=sweep.seed is not None,
         device=sweep.device,
         root=sweep.root,
         validation_fraction=sweep.validation_fraction,

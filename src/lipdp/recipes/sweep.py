@@ -39,7 +39,7 @@ class Sweep:
         prune: stop runs early that fall behind (Hyperband on the history's rows).
         evaluations: rows of each history.
         radii: certified accuracies at these radii are added to the histories.
-        seed: of the proposals and the runs, for tests; the runs' noise is then not secret.
+        seed: of the proposals and the runs, for tests; the runs are then reproducible, not private.
         device: where to compute.
         root: of the datasets.
     """
@@ -176,7 +176,7 @@ def search(
 def final_test(sweep: Sweep, recipe: AnyRecipe, seeds: tuple[int, ...] | int = 3) -> FinalFigures:
     """Train with the chosen settings on the whole training set, and look at the test set: once, when all is chosen.
 
-    With a number of seeds the runs draw fresh randomness; seeds that are given make them repeatable, and are secrets.
+    Seeds that are given are those of the initial weights; with a number of them these are drawn too. Noise is always secret.
     """
     drawn: tuple[int | None, ...] = (None,) * seeds if isinstance(seeds, int) else seeds
     if len(drawn) < 1:

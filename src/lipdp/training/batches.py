@@ -37,7 +37,8 @@ class Rows:
     def __init__(self, stored: torch.Tensor, chosen: torch.Tensor) -> None:
         # All of them in their order, as at sampling rate 1, are slices of the tensor itself.
         self.whole = len(chosen) == len(stored) and bool((chosen == torch.arange(len(chosen), device=chosen.device)).all())
-        self._stored, self._chosen = stored, chosen.to(stored.device)
+        self.stored, self.chosen = stored, chosen
+        self._chosen = chosen.to(stored.device)
         self.shape = torch.Size((len(chosen), *stored.shape[1:]))
         self.ndim, self.dtype, self.layout = stored.ndim, stored.dtype, stored.layout
 
@@ -45,13 +46,13 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, part: slice) -> torch.Tensor:
-        return self._stored[part] if self.whole else self._stored.index_select(0, self._chosen[part])
+        return self.stored[part] if self.whole else self.stored.index_select(0, self._chosen[part])
 
     def filled(self, start: int, size: int) -> torch.Tensor:
         """``size`` rows from ``start`` on; where there are fewer, copies of the first of them after the last, gathered with it."""
         if self.whole:
-            return _filled(self._stored[start : start + size], size)
-        return self._stored.index_select(0, _filled(self._chosen[start : start + size], size))
+            return _filled(self.stored[start : start + size], size)
+        return self.stored.index_select(0, _filled(self._chosen[start : start + size], size))
 
 
 LazyBatch = tuple[torch.Tensor | Rows, torch.Tensor]

@@ -25,6 +25,9 @@ class Run:
 class Callback:
     """Override what you need."""
 
+    def on_reading(self, done: int, total: int) -> None:
+        """While all records are read once, before anything else: how many were, and of how many."""
+
     def on_start(self, run: Run) -> None:
         """Before the first step of this call (also when resuming)."""
 

@@ -15,14 +15,13 @@ from torch.utils.data import TensorDataset
 
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation
-from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
+from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning
 from lipdp.memory import keep_freed_memory
 from lipdp.parametrize import project_
-from lipdp.privacy._checks import whole
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
-from lipdp.privacy.randomness import fresh_seed
+from lipdp.privacy.randomness import Stream
 from lipdp.privacy.sampling import poisson_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
@@ -36,13 +35,14 @@ from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
+from lipdp.training.records import Progress, layout
 from lipdp.training.repeats import RunRecord, data_marks, record_run
 from lipdp.training.settings import describe_loss
 from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, check_state
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
-from lipdp.training.streams import Streams, derive_key
+from lipdp.training.streams import Streams, derive_run_key, secret_of
 from lipdp.training.watch import ModelWatch, Projection, constant_state, project_trained
 
 __all__ = ["PrivacyEngine"]
@@ -75,8 +75,10 @@ class PrivacyEngine:
         loss: the loss that was planned for.
         optimizer: any torch optimiser over the model's parameters (but LBFGS, which evaluates the loss several times a step).
         plan: from :func:`lipdp.plan`.
-        seed: makes the run repeatable. It is as secret as the data: whoever knows it can subtract the noise. ``None`` (the
-            default) draws one from the operating system.
+        seed: with ``reproducible=True``, what the run is repeated from. Alone it decides nothing here: noise, samples, dropout and
+            augmentation come from a secret key of the operating system, and no two runs are the same.
+        reproducible: draw everything from ``seed``, so that the run can be repeated. It is then *not private*: whoever knows or
+            guesses the seed can subtract the noise. :attr:`private`, histories and reports say so. For tests and benchmarks.
         microbatch_size: rows that go through the model at once; caps the memory. It changes no result but rounding.
         device: where to compute; by default where the model is.
         ema_decay: keep an exponential moving average of the weights (post-processing, free); see :meth:`averaged`.
@@ -96,6 +98,7 @@ class PrivacyEngine:
         plan: PrivacyPlan,
         *,
         seed: int | None = None,
+        reproducible: bool = False,
         microbatch_size: int | None = None,
         device: torch.device | str | None = None,
         ema_decay: float | None = None,
@@ -128,7 +131,7 @@ class PrivacyEngine:
         )
         self._check_plan()
         check_optimizer(optimizer, model)
-        secret = fresh_seed() if seed is None else whole("seed", seed, least=0)
+        secret = secret_of(seed, reproducible)
         if device is not None:
             model.to(device)
         self.device = next(iter(self._parameters.values())).device
@@ -144,7 +147,9 @@ class PrivacyEngine:
         self._watch = ModelWatch(model, self.loss)
         self._project = Projection(model)
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
-        self._streams = Streams(derive_key(secret, plan, model, self._parameters, augmentation), self.device)
+        key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
+        self._streams = Streams(key, self.device, private=not reproducible)
+        self._resumed = False
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
@@ -194,7 +199,36 @@ class PrivacyEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def private(self) -> bool:
+        """Whether the run's key came from the operating system. A reproducible run is not private, whatever its ε says."""
+        return self._streams.private
+
     # ------------------------------------------------------------------ the loop
+
+    def bind(self, train: Any, progress: Progress | None = None) -> None:
+        """Bind the run to these records: its samples and noise depend on a digest of them, under the run's key.
+
+        Every record is read once; ``progress(done, total)`` is told as it goes. :meth:`batches`, :meth:`samples`, :meth:`settle` and
+        :meth:`release_statistics` do it where it was not done. Other records, in a resumed run too, are refused.
+        """
+        if self._settled is not None and train is self._settled.dataset:
+            return
+        digest = self._streams.digest(train, progress)
+        if self._streams.data not in (None, digest):
+            raise (CheckpointError if self._resumed else DataError)(
+                "these are not the records that this run has been trained on: one of them, their order or their types differ. Its key "
+                "is bound to those, and the same noise on others would give their differences away. Pass the same records to go on; or "
+                "train on these with a new PrivacyEngine (in fit: without resume, to another checkpoint file), which has a fresh key, "
+                "and whose epsilon is to be added to what this run has spent."
+            )
+        if self._streams.kept not in ("", layout(train)):
+            raise (CheckpointError if self._resumed else DataError)(
+                "these are the records that this run has been trained on, in another kind of dataset: batches of it are told apart in "
+                "another way, so that steps that are done again would not be repetitions. Pass the same kind (rows of a "
+                "TensorDataset, a Subset of the same rows, or other records)."
+            )
+        self._streams.bind(train, digest)
 
     def batches(self, train: Any) -> Iterator[Batch]:
         """Poisson batches of ``train`` for the steps that are left: every record enters each with probability q.
@@ -211,6 +245,7 @@ class PrivacyEngine:
     def samples(self, train: Any) -> Iterator[torch.Tensor]:
         """The numbers of the records of each of the :meth:`batches`."""
         size = check_dataset(train)
+        self.bind(train)
         self._data += data_marks(train)
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
             warnings.warn(
@@ -250,7 +285,8 @@ class PrivacyEngine:
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
-        noised = self._release(answer, settings, number)
+        noise = self._streams.step_noise(number, self.optimizer, self._values(), inputs, targets)
+        noised = self._release(answer, settings, noise)
         spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
@@ -268,15 +304,20 @@ class PrivacyEngine:
             self._watch.remember()
         else:
             self._watch.remember_values()
+        self._streams.step_done(self._values())
         if self.average is not None:
             self.average.update(self._parameters)
 
-    def _release(self, answer: Answer, settings: StepSettings, number: int) -> dict[str, torch.Tensor]:
+    def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
         self.reserve()
         self.ledger.charge()
         self._account.note(self.ledger)
-        return self._mechanism.release(answer, settings, self._streams.noise(number, self.optimizer))
+        return self._mechanism.release(answer, settings, noise)
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """All that the model computes with."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _copies(self, number: int) -> Copies:
         if self._augmentation is None:
@@ -304,7 +345,9 @@ class PrivacyEngine:
         if self.steps > 0:
             raise ConfigurationError("statistics are released before the first step: the weights were trained without them")
         self._data += data_marks(train)
+        self.bind(train)
         self.reserve()
+        noise = self._streams.release_noise(STATISTICS, str(self.model))
         self.ledger.charge_release(STATISTICS)
         self._account.note(self.ledger)
         moments = release_moments(
@@ -313,7 +356,7 @@ class PrivacyEngine:
             train,
             multiplier=planned[STATISTICS],
             dataset_size=self.plan.dataset_size,
-            draw=self._streams.draw(0, STATISTICS),
+            draw=noise,
             device=self.device,
             rows=self.microbatch_size,
             copies=1 if self._augmentation is None else self._augmentation.copies,
@@ -330,11 +373,13 @@ class PrivacyEngine:
         Statistics are released before. ``in_place`` puts the result over the inputs of a TensorDataset, where it fits.
         """
         copies = check_settling(self.plan, self.ledger, self._augmentation, self._settled)
+        self.bind(train)
         self._data += data_marks(train)
         made = settle(self.model, train, input_shape=self._input_shape, device=self.device, copies=copies, in_place=in_place)
         query = query_of(made.rest, self.loss, self.plan, made.shape)
         query.prove()  # before anything is taken over
         self._settled, self._input_shape = made, made.shape
+        self._streams.know(made.dataset)
         self._query = self._mechanism.query = query
         self._types = Types(made.rest, self.loss)
         self._check_plan()
@@ -403,8 +448,7 @@ class PrivacyEngine:
                 "one_off": list(self.ledger.one_off),
                 "run": self._account.nonce,
                 "budget": self._account.name,
-                "key": f"{self._streams.key:x}",
-                "trail": self._streams.trail,
+                **self._streams.state_dict(),
                 "proved": self._watch.proved,
                 "clips": dict(self._mechanism.clips),
                 "model": self.model.state_dict(),
@@ -439,7 +483,8 @@ class PrivacyEngine:
         self._account.adopt(str(state["run"]))
         self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
         self._apply_clips()
-        self._streams.key, self._streams.trail = int(state["key"], 16), str(state["trail"])
+        self._streams.load_state_dict(state)
+        self._resumed = True
         self._watch.recall("" if self._settled else state["proved"])
 
     # ------------------------------------------------------------------ checks

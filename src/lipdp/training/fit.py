@@ -40,6 +40,7 @@ def fit(
     seed: int | None = None,
     device: torch.device | str | None = None,
     *,
+    reproducible: bool = False,
     microbatch_size: int | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ema_decay: float | None = None,
@@ -65,8 +66,9 @@ def fit(
             the model's are converted (float64, pixels as bytes, booleans); token ids stay whole numbers.
         validation: a dataset for the metrics in the history. Its records are not protected by the guarantee.
         callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
-        seed: for repeatable runs; a secret. See :class:`~lipdp.PrivacyEngine`.
+        seed: what a reproducible run is repeated from. Alone it decides nothing: the run's key is the operating system's.
         device: where to compute.
+        reproducible: draw everything from ``seed``: the run can be repeated, and is *not private*. See :class:`~lipdp.PrivacyEngine`.
         microbatch_size: rows that go through the model at once.
         scheduler: a torch learning-rate scheduler, advanced after every step.
         ema_decay: average the weights; validation and the final model use the average.
@@ -103,6 +105,7 @@ def fit(
             optimizer,
             plan,
             seed=seed,
+            reproducible=reproducible,
             microbatch_size=microbatch_size,
             device=device,
             ema_decay=ema_decay,
@@ -178,6 +181,13 @@ def _run(
     pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
     if pays_for_statistics:
         find_standardize(engine.model)
+
+    def read(done: int, total: int) -> None:
+        for hook in hooks:
+            hook.on_reading(done, total)
+
+    engine.bind(train, read)
+    history.private = engine.private
     if saved.file is not None and not saved.file.exists():
         # With the run's key on disk, whatever is done again after an interruption is the same release, paid for once.
         saved.save()

@@ -9,7 +9,9 @@ from typing import Any
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.ledger import Ledger
 
-__all__ = ["History"]
+__all__ = ["NOT_PRIVATE", "History"]
+
+NOT_PRIVATE = "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; the epsilon is that of a run with a secret key."
 
 
 class History:
@@ -22,12 +24,18 @@ class History:
         delta: δ.
         seconds: of training, evaluation included.
         metrics: the rows, by column.
+        private: False for a reproducible run: its noise follows from a seed that somebody chose, and hides nothing from who knows it.
     """
 
     def __init__(
-        self, delta: float, epsilon: float = 0.0, seconds: float = 0.0, metrics: dict[str, list[float]] | None = None
+        self,
+        delta: float,
+        epsilon: float = 0.0,
+        seconds: float = 0.0,
+        metrics: dict[str, list[float]] | None = None,
+        private: bool = True,
     ) -> None:
-        self.delta, self.seconds = delta, seconds
+        self.delta, self.seconds, self.private = delta, seconds, private
         self.metrics: dict[str, list[float]] = {} if metrics is None else metrics
         self._epsilon = epsilon
         self._ledger: Ledger | None = None
@@ -75,7 +83,8 @@ class History:
             table.add_row(*(f"{value:.4g}" for value in row))
         text = io.StringIO()
         Console(file=text, width=110, color_system=None).print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        return "\n".join(lines if self.private else [*lines, NOT_PRIVATE])
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Validation metrics against ε, as a matplotlib figure (saved to ``path`` if given). Needs matplotlib."""
@@ -97,9 +106,15 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"delta": self.delta, "epsilon": self.epsilon, "seconds": self.seconds, "metrics": self.metrics}
+        return {
+            "delta": self.delta,
+            "epsilon": self.epsilon,
+            "seconds": self.seconds,
+            "metrics": self.metrics,
+            "private": self.private,
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
         """From :meth:`state_dict`."""
-        return cls(**state)
+        return cls(**{"private": True, **state})

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lipdp.errors import ConfigurationError
 from lipdp.privacy import AdaptiveClip, Allocation, allocate, effective_multiplier, gradient_multiplier
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
+from lipdp.privacy.noise import GRID_LOSS, grid_factor
 
 __all__ = ["NoiseSettings"]
 
@@ -44,11 +46,28 @@ class NoiseSettings:
             sigma = gradient_multiplier(sigma, self.count_noise, self.counts)
         weights = None if self.weights is None else {name: self.weights[name] for name in bounds}
         found = allocate(bounds, sizes, sigma * factor, self.allocation, weights)
-        return {name: std * self.slack for name, std in found.items()}
+        for_grid = grid_factor(sigma * factor, _noised(bounds, sizes))
+        if math.isinf(for_grid):
+            raise ConfigurationError(
+                f"a noise multiplier of {sigma * factor:.3g} on {_noised(bounds, sizes):,} numbers is more than the grid of the noise "
+                "is fine enough for. Use less noise, or longer training with it."
+            )
+        return {name: std * self.slack * for_grid for name, std in found.items()}
 
-    def real_multiplier(self, bounds: Mapping[str, float], stds: Mapping[str, float], factor: float = 1.0) -> float:
-        """The multiplier that a step with these bounds and this noise has, counts included: what the accountant must be told."""
+    def real_multiplier(
+        self, bounds: Mapping[str, float], sizes: Mapping[str, int], stds: Mapping[str, float], factor: float = 1.0
+    ) -> float:
+        """The multiplier that a step with these bounds and this noise has, its counts and the rounding of sums to the noise's grid
+        included: what the accountant must be told. (Counts are whole halves: they lie on the grid.)
+        """
         grown = effective_multiplier({name: bound * self.slack for name, bound in bounds.items()}, stds)
+        if 0 < grown < math.inf:
+            grown = 1 / (1 / grown + GRID_LOSS * math.sqrt(_noised(bounds, sizes)))
         if not self.count_noise:
             return grown
         return 1 / math.sqrt(grown**-2 + self.counts * (COUNT_SENSITIVITY / (self.count_noise * factor)) ** 2)
+
+
+def _noised(bounds: Mapping[str, float], sizes: Mapping[str, int]) -> int:
+    """How many numbers get noise."""
+    return sum(size for name, size in sizes.items() if bounds[name] > 0)

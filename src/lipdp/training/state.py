@@ -7,27 +7,15 @@ from typing import Any
 import torch
 
 from lipdp.errors import CheckpointError
+from lipdp.privacy.randomness import KEY_BYTES
 from lipdp.training.averaging import Average
 from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["STATE_FORMAT", "check_state"]
 
 STATE_FORMAT = 3
-_CONTENT = {
-    "format",
-    "plan",
-    "steps",
-    "one_off",
-    "run",
-    "budget",
-    "key",
-    "trail",
-    "proved",
-    "clips",
-    "model",
-    "optimizer",
-    "average",
-}
+_KEYS = {"key", "trail", "data", "kept", "left", "private"}
+_CONTENT = {"format", "plan", "steps", "one_off", "run", "budget", "proved", "clips", "model", "optimizer", "average", *_KEYS}
 
 
 def check_state(
@@ -61,7 +49,11 @@ def check_state(
             "this state belongs to another optimiser: "
             + (f"it lacks the setting {lacking[0]!r}" if lacking else f"its parameters are grouped {sizes[1]}, not {sizes[0]}")
         )
-    int(state["key"], 16)
+    for name in ("key", "trail", *(name for name in ("data", "left") if state[name] is not None)):
+        if len(bytes.fromhex(state[name])) != KEY_BYTES:
+            raise CheckpointError(f"this state's {name} is damaged: it has {KEY_BYTES} bytes")
+    if not isinstance(state["private"], bool) or not isinstance(state["kept"], str):
+        raise CheckpointError("this state does not say whether its run is private, or how its records are kept")
     if not 0 <= int(state["steps"]) <= plan.steps:
         raise CheckpointError(f"this state says {state['steps']} steps were taken; the plan has {plan.steps}")
     if set(state["clips"]) != {name for name, _ in plan.clips} or any(not float(c) > 0 for c in state["clips"].values()):

@@ -12,6 +12,7 @@ from lipdp import nn
 from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.moments import Moments, moment_stds, private_moments
+from lipdp.privacy.randomness import Stream
 from lipdp.program import Program
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import gather, rows_at_once, slices
@@ -41,7 +42,7 @@ def release_moments(
     *,
     multiplier: float,
     dataset_size: int,
-    draw: torch.Generator,
+    draw: Stream,
     device: torch.device,
     rows: int,
     copies: int,
@@ -85,6 +86,6 @@ def describe_release(model: torch.nn.Module, analysis: Analysis, multiplier: flo
     for name, layer in model.named_modules():
         shape = shapes.get(f"layer '{name}' ({type(layer).__name__})")
         if isinstance(layer, nn.Standardize) and shape is not None:
-            stds = moment_stds(layer.radius, math.prod(shape[1:]), multiplier, _mean_share(layer))
+            stds = moment_stds(layer.radius, math.prod(shape[1:]), multiplier, _mean_share(layer), layer.channels)
             each = [f"{std / dataset_size:.3g} on each {what}" for what, std in zip(("mean", "mean square"), stds, strict=True)]
             yield name, f"statistics of {layer.channels} channels, released with noise {' and '.join(each[: layer.moments])}"

@@ -9,6 +9,7 @@ import torch
 
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.mechanism import add_noise
+from lipdp.privacy.randomness import Stream
 from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase
 from lipdp.training.plan import PrivacyPlan
@@ -72,11 +73,12 @@ class StepMechanism:
         bounds = self.query.bounds(clips)
         live = [group for group in self.plan.groups if not set(group.parameters) <= set(phase.frozen)]
         kept = {group.name: bounds[group.name] for group in live}
-        stds = self.settings.stds(kept, {group.name: group.size for group in live}, phase.noise)
+        sizes = {group.name: group.size for group in live}
+        stds = self.settings.stds(kept, sizes, phase.noise)
         planned = {group.name: group.noise_std for group in self.plan.groups}
         if phase == self.plan.phases[0] and clips == dict(self.plan.clips):
             stds = planned  # the plan's own figures, which the engine has checked
-        real = self.settings.real_multiplier(kept, {name: stds[name] for name in kept}, phase.noise)
+        real = self.settings.real_multiplier(kept, sizes, {name: stds[name] for name in kept}, phase.noise)
         if real * _SAME < self.plan.noise_multiplier * phase.noise:
             raise ConfigurationError(
                 f"the plan's noise has the multiplier {real:.6g}, less than the {self.plan.noise_multiplier * phase.noise:.6g} "
@@ -87,7 +89,7 @@ class StepMechanism:
         self._known = (phase, clips), settings
         return settings
 
-    def release(self, answer: Answer, settings: StepSettings, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    def release(self, answer: Answer, settings: StepSettings, draw: Stream) -> dict[str, torch.Tensor]:
         """Noise everything the data said, in one draw; adaptive norms then follow the released counts."""
         counts = {_COUNT + name: value for name, value in answer.counts.items()}
         noised = add_noise({**answer.sums, **counts}, {**settings.stds, **dict.fromkeys(counts, settings.count_std)}, draw)

@@ -1,35 +1,96 @@
-"""All that is random in a run: streams of numbers that follow from its secret key, the step's number and the purpose."""
+"""All that is random in a run: a secret key, and what follows from it and from everything a release depends on.
+
+The key of a step's noise is derived from the run's key, the step's number and a *trail*: the optimiser's settings in all steps so far,
+the digests of the data, of the batch and of the weights, and, unless the run is a reproducible one, of the very sums that get the
+noise. Whatever of it changes (one label, an augmentation, a layer, the order of a sum) changes all of the noise; an exact repetition
+repeats it bit by bit, and is no new release.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 
 from lipdp.data.augment import Augmentation
-from lipdp.privacy.randomness import derive_seed, generator
+from lipdp.digest import Tag, content_digest
+from lipdp.errors import ConfigurationError
+from lipdp.privacy import noise_cuda
+from lipdp.privacy._checks import whole
+from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, mix_key
+from lipdp.training.batches import Rows
 from lipdp.training.plan import PrivacyPlan
+from lipdp.training.positions import know_run, take_position
+from lipdp.training.records import Progress, batch_digest, digest_records, layout, stored_tensors, versions
 
-__all__ = ["Streams", "derive_key"]
+__all__ = ["Streams", "derive_run_key", "secret_of"]
+
+_MT_WORDS = 624  # 32-bit words of Mersenne-Twister state
+_MT_OFFSET = 3  # in torch's CPU state, as 64-bit entries: seed, flags, position, then one entry per word
 
 
-def derive_key(
-    seed: int,
+def secret_of(seed: int | None, reproducible: bool) -> bytes:
+    """The secret of a run: from the operating system, or for a reproducible run (which is not private) from the user's seed."""
+    if seed is not None:
+        whole("seed", seed, least=0)
+    if not reproducible:
+        return fresh_key()
+    if seed is None:
+        raise ConfigurationError("reproducible=True repeats a run from its seed: pass seed= with it, e.g. seed=0.")
+    return hashlib.blake2b(f"lipdp/reproducible/{seed}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def derive_run_key(
+    secret: bytes,
     plan: PrivacyPlan,
     model: torch.nn.Module,
-    parameters: Mapping[str, torch.Tensor],
+    loss: Any,
+    optimizer: torch.optim.Optimizer,
     augmentation: Augmentation | None,
-) -> int:
-    """The run's secret key: the seed, bound to the plan, the layers and the initial weights.
+) -> bytes:
+    """The run's key: the secret, bound to the plan, the program, the initial weights, the optimiser and the augmentation.
 
-    Runs that differ in any of them never share noise even if they share the seed.
+    Runs that differ in any of them never share noise even if they share the secret.
     """
-    digest = hashlib.sha256(f"{seed}|{plan.to_json()}|{model}|{augmentation!r}".encode())
-    for parameter in parameters.values():
-        digest.update(parameter.detach().to("cpu", torch.float64).numpy().tobytes())
-    return int.from_bytes(digest.digest()[:16], "big")
+    values = model.state_dict()
+    tag = Tag(derive_key(secret, "weights"))
+    for tensor in values.values():
+        tag.update(tensor)
+    shapes = [(name, str(t.dtype), tuple(t.shape)) for name, t in values.items()]
+    program = [str(model), *((name, _code(module)) for name, module in model.named_modules()), _code(loss)]
+    told = plan.to_json(), program, shapes, tag.finish(), _settings(optimizer), f"{augmentation!r}", _code(augmentation)
+    return derive_key(secret, "run", *told)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    """An optimiser's settings as text."""
+    groups = [sorted((k, repr(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
+
+
+def _code(value: Any) -> list[str]:
+    """What a value computes, as far as it can be written down: its settings, and the code of its class and of its own functions."""
+    if isinstance(value, types.FunctionType):
+        return [_digest_of_code(value.__code__)]
+    kinds = [kind for kind in type(value).__mro__ if kind.__module__.split(".")[0] not in ("torch", "builtins", "abc", "typing")]
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    functions = [(name, f) for place in (*map(vars, kinds), own) for name, f in place.items()]
+    found = [f"{name} {_digest_of_code(f.__code__)}" for name, f in functions if isinstance(f, types.FunctionType)]
+    named = [f"{name} {getattr(f, '__qualname__', f)}" for name, f in own.items() if isinstance(f, types.BuiltinFunctionType)]
+    plain = [f"{name}={v!r}" for name, v in own.items() if isinstance(v, bool | int | float | str) and name != "training"]
+    return sorted([*found, *named, *plain])
+
+
+@lru_cache(maxsize=4096)
+def _digest_of_code(code: types.CodeType) -> str:
+    constants = [_digest_of_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return content_digest(code.co_code, list(code.co_names), constants).hex()
 
 
 class Streams:
@@ -37,39 +98,158 @@ class Streams:
 
     Attributes:
         key: the secret. Whoever knows it can subtract the noise.
-        trail: a digest of the optimiser's settings in all steps so far; it is part of the noise's purpose.
+        private: whether it came from the operating system. From a seed that a person chose the run is reproducible, not private.
+        trail: a digest of what the noise of all steps so far depended on, as far as the host knows it.
+        data: a digest of the records that the run is bound to; ``None`` before they are seen.
+        kept: how their dataset keeps them; a text, empty before they are seen.
+        left: of a reproducible run: a digest of the weights as its last step left them; ``None`` before the first.
     """
 
-    def __init__(self, key: int, device: torch.device) -> None:
-        self.key, self.trail = key, ""
+    def __init__(self, key: bytes, device: torch.device, *, private: bool) -> None:
         self.device = device
+        self._begin(key, private)
+        self.trail = bytes(KEY_BYTES)
+        self.data: bytes | None = None
+        self.left: bytes | None = None
+        self.kept = ""
 
-    def sample(self, number: int) -> torch.Generator:
-        """For drawing batch ``number``: on the CPU wherever the model is, so that a run resumed elsewhere sees the same."""
-        return generator(self.key, number, "sample")
+    def state_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        texts = {name: None if value is None else value.hex() for name, value in (("data", self.data), ("left", self.left))}
+        return {"key": self.key.hex(), "trail": self.trail.hex(), "private": self.private, "kept": self.kept, **texts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        key, trail = bytes.fromhex(state["key"]), bytes.fromhex(state["trail"])
+        data, left = (None if state[name] is None else bytes.fromhex(state[name]) for name in ("data", "left"))
+        if len(key) != KEY_BYTES or len(trail) != KEY_BYTES:
+            raise ValueError(f"its key and its trail have {KEY_BYTES} bytes")
+        self._begin(key, bool(state["private"]))
+        self.trail, self.data, self.left, self.kept = trail, data, left, str(state["kept"])
+
+    def _begin(self, key: bytes, private: bool) -> None:
+        self.key, self.private = key, private
+        self.run = derive_key(key, "run's name")
+        self._known: list[torch.Tensor] = []
+        self._versions: list[tuple[int, int, int]] = []
+        self._dataset: Any = None
+        know_run(self.run)
+
+    # ------------------------------------------------------------------ the data
+
+    def digest(self, dataset: Any, progress: Progress | None = None) -> bytes:
+        """That of all records; computed once for each dataset, and again where its tensors were written to."""
+        if self.data is not None and self._dataset is dataset and versions(stored_tensors(dataset)) == self._versions:
+            return self.data
+        return digest_records(dataset, derive_key(self.key, "data"), progress)
+
+    def bind(self, dataset: Any, digest: bytes) -> None:
+        """From here on samples and noise depend on these records."""
+        self.data, self.kept = digest, layout(dataset)
+        self.know(dataset)
+
+    def know(self, dataset: Any) -> None:
+        """What is stored here stands for the data that the run is bound to: those records, or what fixed layers made of them."""
+        self._dataset, self._known = dataset, stored_tensors(dataset)
+        self._versions = versions(self._known)
+
+    # ------------------------------------------------------------------ draws
+
+    def sample(self, number: int) -> Stream:
+        """For drawing batch ``number``."""
+        return Stream(derive_key(self.key, "sample", number, self.data))
 
     def draw(self, number: int, purpose: str) -> torch.Generator:
-        """For one use in one step, on the model's device."""
-        return generator(self.key, number, purpose, self.device)
-
-    def noise(self, number: int, optimizer: torch.optim.Optimizer) -> torch.Generator:
-        """For the noise of a step with this optimiser.
-
-        Its settings so far are part of the key: two runs from one seed that differ in, say, the learning rate of some step must not
-        share noise from there on, or the difference of their releases would be free of it.
-        """
-        groups = [sorted((k, repr(v)) for k, v in group.items() if k != "params") for group in optimizer.param_groups]
-        self.trail = hashlib.sha256(f"{self.trail}|{type(optimizer).__name__}|{groups}".encode()).hexdigest()
-        return self.draw(number, f"noise {self.trail}")
+        """For one use of torch in one step (augmentation), on the model's device. Such draws are secret too, and no noise."""
+        made = torch.Generator(device=self.device)
+        _seed(made, derive_key(self.key, "torch", number, purpose))
+        return made
 
     @contextmanager
     def model(self, number: int) -> Iterator[None]:
         """Within the block dropout and the like draw from a stream of the step: a resumed run repeats it."""
-        seed = derive_seed(self.key, number, "model")
+        key = derive_key(self.key, "torch", number, "model")
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
             # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
-            torch.default_generator.manual_seed(seed)
+            _seed(torch.default_generator, key)
             if on_cuda:
-                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+                _seed(torch.cuda.default_generators[self.device.index or 0], key)
             yield
+
+    def step_noise(
+        self,
+        number: int,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        inputs: torch.Tensor | Rows,
+        targets: torch.Tensor,
+    ) -> Stream:
+        """For the noise of a step on this batch. Its position is taken in the book, or refused there."""
+        known = self._known if versions(self._known) == self._versions else []
+        host, words = batch_digest(inputs, targets, derive_key(self.key, "batch"), known)
+        if self.private:
+            weights, on_device = self._weights(parameters)
+            words = [*on_device, *words]
+        else:  # only those that somebody changed: the rounding of one machine is not that of another
+            present = self._weights_at_rest(parameters)
+            weights = b"" if self.left in (None, present) else present
+        trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, weights)
+        stream = self._noise("noise", number, trail, words)
+        self.trail = trail
+        return stream
+
+    def step_done(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """The weights are as the step leaves them."""
+        if not self.private:
+            self.left = self._weights_at_rest(parameters)
+
+    def _weights_at_rest(self, parameters: Mapping[str, torch.Tensor]) -> bytes:
+        tag, words = self._weights(parameters)
+        return mix_key(tag.ljust(KEY_BYTES, b"0"), words)
+
+    def release_noise(self, name: str, *about: Any) -> Stream:
+        """For the noise of a release beside the steps."""
+        return self._noise(name, name, derive_key(self.key, "release", name, self.data, *about), [])
+
+    def _noise(self, purpose: str, position: int | str, trail: bytes, words: list[torch.Tensor]) -> Stream:
+        seen = torch.cat([part.to(self.device).reshape(-1, 2) for part in words]) if words else torch.zeros(0, 2, dtype=torch.int64)
+        if self.private:
+            take_position(self.run, position, trail, seen)
+        stream = Stream(derive_key(self.key, purpose, position, trail), bound=self.private)
+        if words:
+            stream.absorb(seen)
+        return stream
+
+    def _weights(self, parameters: Mapping[str, torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+        """A digest of the weights: of those on the processor, and words of those on a device."""
+        key = derive_key(self.key, "weights")
+        tag = Tag(key)
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in parameters.values():
+            if parameter.device.type == "cuda":
+                by_type.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
+            else:
+                tag.update(parameter)
+        return tag.finish(), [noise_cuda.words_of(torch.cat(parts), key) for parts in by_type.values()]
+
+
+def _seed(generator: torch.Generator, key: bytes) -> None:
+    """Seed one of torch's generators.
+
+    On accelerators with 63 bits (they use all of their seed as a key). torch's CPU generator looks at 32 bits of its seed only,
+    which could be found by trying them all. So there the whole 19,937-bit state is filled, from SHAKE-256 of the key.
+    """
+    seed = int.from_bytes(key[:8], "big") >> 1
+    generator.manual_seed(seed)
+    if generator.device.type == "cpu":
+        state = generator.get_state()
+        entries = state.view(torch.int64)
+        if entries.numel() < _MT_OFFSET + _MT_WORDS or int(entries[_MT_OFFSET]) != seed & 0xFFFFFFFF:
+            raise ConfigurationError(
+                f"torch {torch.__version__} lays out its CPU generator's state in a way that this lipdp does not know, so it can't "
+                "be seeded with more than 32 bits. Use a torch version that lipdp was tested with."
+            )
+        filling = hashlib.shake_256(key).digest(4 * _MT_WORDS)
+        entries[_MT_OFFSET : _MT_OFFSET + _MT_WORDS] = torch.from_numpy(np.frombuffer(filling, dtype="<u4").astype(np.int64))
+        generator.set_state(state)

@@ -1,0 +1,282 @@
+"""Gaussian noise on a public grid, exact: what every release is made of.
+
+**What is drawn.** For noise of standard deviation s, the grid has the spacing g = 2^(e−42) where 2^(e−1) ≤ s < 2^e, a power of two
+of at most s·2⁻⁴¹. A sum S is rounded to it, K = round(S/g), and what is released is (K + N + ½)·g with N = ⌊X⌋, X a *continuous*
+Gaussian of standard deviation r = s/g. As K is whole, K + ⌊X⌋ = ⌊K + X⌋: the release is a function of K·g plus real Gaussian noise
+of std s. It is the Gaussian mechanism and post-processing, so whatever is proved of that one (for vectors, with sampling, composed)
+holds as it is. The ½ makes its mean S. Of the exact sum K + N + ½ the nearest float64 is released; more post-processing.
+
+**How.** |X| is in bin k, [kW, (k+1)W) with W = 2³⁶ grid steps, 1/64 to 1/32 of r. Under the curve φ(x) = exp(−x²/2r²) lie a rectangle
+of height φ((k+1)W) and, above it, a part of the box up to φ(kW). Of a 64-bit word, the upper bit is the sign, 27 bits choose among
+all rectangles and boxes by their areas, and 36 are the place inside the bin. In a rectangle (98 times of 100) that is all. Where 27
+bits do not decide, or say "box", another word is read: 24 bits for the choice, 40 for the height V in the box; and where these do not
+decide, which hardly ever happens, a block of further bits that makes it 128 of each. A point above the curve is thrown away, and
+all begins anew with other words. The point is under the curve if
+1 − exp(−t) < V·(1 − exp(−T)), where t = h·v(2k + v), v ∈ [0, 1) is the place from the side of 0, T = h·(2k + 1), h = W²/2r².
+Negative X is in bin −1−k = ~k, whose places run the other way: N = ~k·W + y.
+
+**How exact.** Given uniform bits, the law of N is within 2⁻¹¹⁰ (total variation) of the one above: bins end at 13 standard deviations
+(2⁻¹²⁶ beyond), areas are rounded to 2⁻¹²⁸ (1,664 of them at most), and heights are compared with an error below 2⁻¹¹⁵. Floating point
+decides only where its error can't matter; what is closer is decided in whole numbers of 128 bits, and on CUDA everything is. So the
+two give the same numbers for the same key.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lipdp.privacy.exact import exp_of_minus
+from lipdp.privacy.randomness import chacha_bytes, chacha_words, fill_with_chacha
+
+__all__ = ["DISTANCE", "GRID_LOSS", "Table", "grid", "grid_factor", "noised_on_processor", "table"]
+
+DISTANCE = 2.0**-110
+"""Total variation between the noise of one value and exact noise is below this, given uniform bits."""
+GRID_LOSS = 2.0**-41
+"""g/s is at most this."""
+
+PLACE = 36  # bits of a place inside a bin
+_STEPS = 42  # log2 of the least power of two above r
+_CHOICE = 27  # bits of a word that choose the bin
+_REACH = 13  # standard deviations that the bins cover
+CELLS = 18  # bits of a word (the sign and the upper part of the choice) that are looked up
+SLOW = -(2**15)  # in place of a bin: more bits are needed
+_FINE = 256  # bits of the table's own arithmetic
+_ONE = 1 << 128
+TERMS = 26  # of the exponential series: 0.43^27/27! < 2^-126
+_CHUNK = 1 << 18  # values drawn at a time
+_PIECE = 1 << 14  # values whose words stay in a processor's cache
+_IN_BIN = (1 << PLACE) - 1
+_UPPER = (1 << 64) - (1 << (64 - _CHOICE))
+# What the bits that were not read can move a height by, as a part of its box (2^-40 of V, at most 2·2^-36 of the place), and an
+# eighth of this the rounding of floating point.
+_SURE, _ROUNDING = 2.0**-34, 2.0**-46
+
+Ints = npt.NDArray[np.int64]
+Wide = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+
+
+def grid(std: float) -> float:
+    """g, the spacing of what is released with noise of this standard deviation: a power of two, at most 2⁻⁴¹ of it."""
+    return math.ldexp(1.0, math.frexp(std)[1] - _STEPS)
+
+
+def grid_factor(multiplier: float, size: int) -> float:
+    """By how much noise has to grow, for a release of ``size`` numbers at this noise multiplier: rounding sums to the grid.
+
+    Rounding moves each number of two neighbours' sums by g/2 at most, so their distance by g_d·√p_d in group d, and in units of the
+    noise, over all groups, by √(Σ p_d·g_d²/s_d²) ≤ 2⁻⁴¹·√p. Noise that is larger by a factor f brings 1/σ down to 1/(σf): both
+    together stay at 1/σ for f = 1/(1 − σ·2⁻⁴¹·√p).
+    """
+    lost = multiplier * GRID_LOSS * math.sqrt(size)
+    return 1 / (1 - lost) if lost < 1 else math.inf
+
+
+@dataclass(frozen=True)
+class Table:
+    """Bins for noise of one mantissa: std = mantissa·2^(e−53). All areas are parts of 2¹²⁸.
+
+    Attributes:
+        bins: K.
+        half_square: h·2¹²⁸.
+        ends: where the area of each choice ends: K rectangles, then K boxes but the last.
+        heights: (1 − exp(−T_k))·2¹²⁸.
+        cells: of the upper 18 bits of a word, the bin (complemented for the negative side) whose rectangle they choose; SLOW where
+            they choose none.
+        upper_ends: the upper halves of ``ends``.
+        float_heights: ``heights`` as parts of 1, nearly.
+    """
+
+    bins: int
+    half_square: int
+    ends: tuple[int, ...]
+    heights: tuple[int, ...]
+    cells: npt.NDArray[np.int16]
+    upper_ends: Wide
+    float_heights: Floats
+
+
+def mantissa_of(std: float) -> int:
+    """That of a standard deviation, 2^52 to 2^53 − 1: all that its table depends on."""
+    return int(math.ldexp(math.frexp(std)[0], 53))
+
+
+@lru_cache(maxsize=64)
+def table(mantissa: int) -> Table:
+    """The bins for standard deviations of this mantissa."""
+    # W/r = 2^36/(m·2^42) with m = mantissa/2^53, so h = (W/r)²/2 = 2^(106-13)/mantissa².
+    square = mantissa * mantissa
+    bins = -(-_REACH * mantissa >> 47)  # 13·r/W = 13·64·m, rounded up
+    step = exp_of_minus(Fraction(1 << 93, square), _FINE)  # exp(-h)
+    ratio, twice = step, step * step >> _FINE
+    areas, ratios = [1 << _FINE], []
+    for _ in range(bins):  # φ_{k+1} = φ_k·exp(-(2k+1)h)
+        ratios.append(ratio)
+        areas.append(areas[-1] * ratio >> _FINE)
+        ratio = ratio * twice >> _FINE
+    total = sum(areas[:-1])
+    rectangles = list(itertools.accumulate(areas[1:]))
+    boxes = [rectangles[-1] + (1 << _FINE) - area for area in areas[1:-1]]
+    ends = tuple((end << 128) // total for end in (*rectangles, *boxes))
+    heights = tuple(((1 << _FINE) - ratio) >> (_FINE - 128) for ratio in ratios)
+    return Table(
+        bins,
+        (1 << (128 + 93)) // square,
+        ends,
+        heights,
+        cells_of(ends[:bins], CELLS),
+        np.array([end >> 64 for end in ends], dtype=np.uint64),
+        np.array([height / _ONE for height in heights]),
+    )
+
+
+def cells_of(ends: tuple[int, ...], bits: int) -> npt.NDArray[np.int16]:
+    """What the upper bits of a word say: its sign, and in which of the 2^(bits−1) cells of equal area the choice lies."""
+    last = np.array([end >> (129 - bits) for end in ends])  # where each rectangle ends: undecided
+    cells = np.full(1 << (bits - 1), SLOW, dtype=np.int16)
+    cells[: last[-1]] = np.repeat(np.arange(len(ends), dtype=np.int16), np.diff(last, prepend=0))
+    cells[last] = SLOW
+    return np.concatenate([cells, np.where(cells == SLOW, SLOW, ~cells).astype(np.int16)])
+
+
+def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) -> Floats:
+    """(round(S/g) + N + ½)·g for each sum, N drawn from ``key``; what is not a number counts as 0."""
+    released = np.empty_like(sums)
+    bins, spacing = table(mantissa_of(std)), grid(std)
+
+    def work(start: int) -> None:
+        noise = whole_noise(bins, key, start, min(_CHUNK, len(sums) - start), segment)
+        steps = np.empty(min(_PIECE, len(noise)))
+        for first in range(0, len(noise), _PIECE):
+            drawn = noise[first : first + _PIECE]
+            part = steps[: len(drawn)]
+            _in_steps(sums[start + first : start + first + len(drawn)], spacing, part)
+            part += drawn + 0.5  # exactly a float64, so the sum of both is rounded once
+            np.multiply(part, spacing, out=released[start + first : start + first + len(drawn)])
+
+    starts = range(0, len(sums), _CHUNK)
+    if len(starts) > 1 and torch.get_num_threads() > 1:
+        with ThreadPoolExecutor(torch.get_num_threads()) as workers:
+            list(workers.map(work, starts))
+    else:
+        for start in starts:
+            work(start)
+    return released
+
+
+def _in_steps(sums: Floats, spacing: float, steps: Floats) -> None:
+    """round(S/g), where S is a number: the division is exact, for g is a power of two."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(sums, 1 / spacing, out=steps)
+        if not math.isfinite(steps.sum()):
+            np.nan_to_num(steps, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
+            np.clip(steps, -most_steps(spacing), most_steps(spacing), out=steps)
+    np.rint(steps, out=steps)
+
+
+def most_steps(spacing: float) -> float:
+    """Sums beyond this are brought back to it: close to where float64 ends."""
+    return 2.0**1000 / max(1.0, spacing)
+
+
+def whole_noise(bins: Table, key: bytes, start: int, count: int, segment: int = 0) -> Ints:
+    """N at the places start, …, start + count − 1 of a segment; ``start`` is a multiple of 8."""
+    noise, slow = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
+    words = np.empty(count, dtype="<u8")
+    for first in range(0, count, _PIECE):
+        piece = slice(first, first + _PIECE)
+        fill_with_chacha(memoryview(words[piece]).cast("B"), key, (start + first) // 8, (0, segment, 0))
+        _look_up(bins, words[piece], noise[piece], slow[piece])
+    left = np.flatnonzero(slow)
+    words, attempt = words[left], 0
+    while len(left):
+        places = left + start
+        more = chacha_words(key, places, (1, segment, attempt))
+        chosen, fine = _settled(bins, words, more, lambda row: _rest(key, int(places[row]), segment, attempt))  # noqa: B023
+        noise[left[fine]] = (chosen[fine] << PLACE) | (words[fine].view(np.int64) & _IN_BIN)
+        left, attempt = left[~fine], attempt + 1
+        words = chacha_words(key, left + start, (0, segment, attempt))
+        again, slow = np.empty(len(left), dtype=np.int64), np.empty(len(left), dtype=np.bool_)
+        _look_up(bins, words, again, slow)
+        noise[left[~slow]] = again[~slow]
+        left, words = left[slow], words[slow]
+    return noise
+
+
+def _look_up(bins: Table, words: Wide, noise: Ints, slow: npt.NDArray[np.bool_]) -> None:
+    """N where a word alone decides it, and where it does not."""
+    index = words >> np.uint64(64 - CELLS)
+    chosen = bins.cells.take(index.view(np.int64), mode="clip")
+    np.equal(chosen, SLOW, out=slow)
+    np.left_shift(chosen, np.int64(PLACE), out=noise, dtype=np.int64)
+    np.bitwise_and(words.view(np.int64), _IN_BIN, out=index.view(np.int64))
+    np.bitwise_or(noise, index.view(np.int64), out=noise)
+
+
+Rest = Callable[[int], tuple[int, int, int]]
+
+
+def _rest(key: bytes, place: int, segment: int, attempt: int) -> tuple[int, int, int]:
+    """The last bits of the choice (77), of the place in the bin (92) and of the height (88)."""
+    block = chacha_bytes(key, 36, counter=place, nonce=(2, segment, attempt))
+    choice, inside, height = (int.from_bytes(block[at : at + 12], "little") for at in (0, 12, 24))
+    return choice >> 19, inside >> 4, height >> 8
+
+
+def _settled(bins: Table, words: Wide, more: Wide, rest: Rest) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """The bin that is chosen (complemented where the sign is set), and whether the point is under the curve.
+
+    By 51 bits of the choice, 36 of the place and 40 of the height, in floating point; where they do not decide, by all bits.
+    """
+    lowest = (words << np.uint64(1)) & np.uint64(_UPPER) | (more >> np.uint64(40) << np.uint64(13))
+    choice = np.searchsorted(bins.upper_ends, lowest, side="left").astype(np.int64)
+    unsure = choice != np.searchsorted(bins.upper_ends, lowest | np.uint64((1 << 13) - 1), side="right")
+    boxed = choice >= bins.bins
+    chosen = np.where(boxed, choice - bins.bins, choice)
+    sign = words.view(np.int64) >> 63
+    place = (words.view(np.int64) ^ sign) & _IN_BIN  # counted from 0 on either side
+    v = place * 2.0**-PLACE
+    left = -np.expm1(-(bins.half_square / _ONE) * v * (2 * chosen + v))
+    height = bins.float_heights[chosen]
+    right = (more & np.uint64((1 << 40) - 1)) * 2.0**-40 * height
+    fine = ~boxed | (left < right)
+    unsure |= boxed & (np.abs(left - right) < _SURE * height + _ROUNDING)
+    for row in np.flatnonzero(unsure).tolist():
+        chosen[row], fine[row] = _exactly(
+            bins, int(lowest[row]) >> 13, int(place[row]), int(more[row]) & ((1 << 40) - 1), rest(row)
+        )
+    return chosen ^ sign, fine
+
+
+def _exactly(bins: Table, choice: int, place: int, height: int, rest: tuple[int, int, int]) -> tuple[int, bool]:
+    """The bin, and whether the point is under the curve, from all 128 bits of each."""
+    chosen = bisect.bisect_right(bins.ends, choice << 77 | rest[0])
+    if chosen < bins.bins:
+        return chosen, True
+    chosen -= bins.bins
+    return chosen, is_under(bins.half_square, bins.heights[chosen], chosen, place << 92 | rest[1], height << 88 | rest[2])
+
+
+def is_under(half_square: int, height: int, chosen: int, place: int, drawn: int) -> bool:
+    """1 − exp(−h·v(2k + v)) < V·(1 − exp(−T)), all of them parts of 2¹²⁸; off by less than 2⁻¹¹⁵. CUDA does the same to the bit."""
+    scaled = place * half_square >> 128
+    t = scaled * 2 * chosen + (scaled * place >> 128)
+    inner = SERIES[-1]
+    for coefficient in reversed(SERIES[:-1]):  # 1/2! − t·(1/3! − t·(1/4! − …))
+        inner = coefficient - (t * inner >> 128)
+    return t - (t * (t * inner >> 128) >> 128) < height * drawn >> 128
+
+
+SERIES = tuple(_ONE // math.factorial(n) for n in range(2, TERMS + 1))

@@ -1,0 +1,179 @@
+"""The door to the CUDA kernels of :mod:`lipdp.privacy.noise`: nothing here waits for the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import warnings
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipdp.digest import keyed_words
+from lipdp.errors import LipdpNotice
+from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, most_steps, noised_on_processor, table
+from lipdp.privacy.randomness import chacha_bytes, derive_key
+
+__all__ = ["available", "chacha_on_device", "noised_on_device", "words_of"]
+
+_CELLS = 16  # bits of the choice that are looked up: the table stays close to the processors
+_BLOCK = 128  # blocks of ChaCha20 a program computes
+_LISTED = 128  # listed places a program works on
+_PROGRAMS = 1024  # that share a list
+_ROWS = 2048  # words that a program of the digest adds up
+_READ_AS = {
+    torch.float64: torch.int64,
+    torch.int64: torch.int64,
+    torch.float32: torch.int32,
+    torch.int32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.uint8: torch.uint8,
+    torch.bool: torch.uint8,
+}
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled kernels' module; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lipdp.privacy import noise_kernels
+
+    return noise_kernels
+
+
+_tried: dict[torch.device, bool] = {}
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on this device: tried once, against known answers and the processor's noise."""
+    if device.type != "cuda":
+        return False
+    if device not in _tried:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _tried[device] = _work(device)
+    return _tried[device]
+
+
+def _work(device: torch.device) -> bool:
+    if _kernels() is None:
+        return False
+    try:
+        trouble = "" if _right(device) else "they do not compute what they should"
+    except Exception as error:  # a compiler that is missing or does not fit
+        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if trouble:
+        why = f"noise for {device} is drawn on the processor, the Triton kernels are not used: {trouble}"
+        warnings.warn(why, LipdpNotice, stacklevel=2)
+    return not trouble
+
+
+def _right(device: torch.device) -> bool:
+    """ChaCha20 as on the processor, and noise too, for enough values that all of the kernels' ways are gone."""
+    key = bytes(range(32))
+    found = chacha_on_device(key, 5, (1, 2, 3), 7, device).cpu().numpy().astype("<i4").tobytes()
+    sums = torch.linspace(-3.0, 3.0, 20_000, dtype=torch.float64)
+    drawn = noised_on_device([(sums.to(device), 0.7, torch.float64)], key, [], bound=False)[0].cpu().numpy()
+    expected = noised_on_processor(sums.numpy(), 0.7, key)
+    return found == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn, expected))
+
+
+def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count: int, device: torch.device) -> Tensor:
+    """``count`` blocks of ChaCha20 from counter ``first`` on: (count, 16), int32."""
+    out = torch.empty(count, 16, dtype=torch.int32, device=device)
+    with torch.cuda.device(device):
+        words = _moved(np.frombuffer(key, dtype="<i4").copy(), device)
+        _kernels().blocks[(-(-count // 64),)](out, words, first, *nonce, count, BLOCK=64)
+    return out
+
+
+def noised_on_device(
+    parts: Sequence[tuple[Tensor, float, torch.dtype]], key: bytes, seen: Sequence[Tensor], *, bound: bool
+) -> list[Tensor]:
+    """(round(S/g) + N + ½)·g of each part (flat sums, their noise's std, the type of the result), all on one device.
+
+    The key depends on the words that were ``seen``, and with ``bound`` on the sums themselves, without the host knowing them.
+    """
+    device = parts[0][0].device
+    with torch.cuda.device(device):
+        words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen]
+        if bound:
+            words.append(_digest([part for part, _, _ in parts], key))
+        joined = words[0] if len(words) == 1 else torch.cat([*words, torch.empty(0, 2, dtype=torch.int64, device=device)])
+        secret = torch.empty(8, dtype=torch.int32, device=device)
+        _kernels().absorb[(1,)](*_words(key), joined.contiguous(), len(joined), secret, num_warps=1)
+        return [_noised(flat, std, dtype, secret, segment) for segment, (flat, std, dtype) in enumerate(parts)]
+
+
+def words_of(tensor: Tensor, key: bytes) -> Tensor:
+    """A keyed digest of a tensor's values, two words of 64 bits, where it is: (1, 2)."""
+    if not available(tensor.device) or tensor.dtype not in _READ_AS:
+        return keyed_words(tensor, key)
+    with torch.cuda.device(tensor.device):
+        return _digest([tensor.detach().reshape(-1)], key)
+
+
+def _words(key: bytes) -> tuple[int, ...]:
+    """As arguments of a kernel: numbers of one type, whatever they are."""
+    return struct.unpack("<8i", key)
+
+
+def _moved(array: Any, device: torch.device) -> Tensor:
+    """By way of pinned memory: the host goes on at once."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _digest(parts: Sequence[Tensor], key: bytes) -> Tensor:
+    secret = _words(derive_key(key, "digest"))
+    out, first = torch.zeros(1, 2, dtype=torch.int64, device=parts[0].device), 0
+    for part in parts:
+        values = part.contiguous().view(_READ_AS[part.dtype])
+        if len(values):
+            _kernels().digest[(-(-len(values) // _ROWS),)](values, *secret, out, first, len(values), BLOCK=_ROWS)
+        first += len(values)
+    return out
+
+
+def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: int) -> Tensor:
+    device, count = flat.device, flat.numel()
+    released = torch.empty(count, dtype=dtype, device=device)
+    if count == 0:
+        return released
+    bins, cells, ends, heights, half_square, series = _tables(mantissa_of(std), device)
+    spacing = grid(std)
+    # One value in 20 is listed at most; that one in 8 were has a probability below 2^-1000 where it is not certain to fit.
+    capacity = count // 8 + 4096
+    places, words = (torch.empty(capacity, dtype=kind, device=device) for kind in (torch.int32, torch.int64))
+    listed = torch.zeros(1, dtype=torch.int32, device=device)
+    kernels = _kernels()
+    sums = flat.contiguous()
+    kernels.draw[(-(-count // (8 * _BLOCK)),)](
+        sums, released, key, cells, places, words, listed, count, capacity, 1 / spacing, spacing, most_steps(spacing), segment,
+        CELLS=_CELLS, BLOCK=_BLOCK,
+    )  # fmt: skip
+    kernels.settle[(min(_PROGRAMS, -(-capacity // _LISTED)),)](
+        sums, released, key, ends, heights, half_square, series, places, words, listed, capacity, bins, 1 / spacing, spacing,
+        most_steps(spacing), segment, TERMS=TERMS, BLOCK=_LISTED,
+    )  # fmt: skip
+    return released
+
+
+@lru_cache(maxsize=64)
+def _tables(mantissa: int, device: torch.device) -> tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bins: Table = table(mantissa)
+    cells = _moved(cells_of(bins.ends[: bins.bins], _CELLS + 1)[: 1 << _CELLS].copy(), device)
+    numbers = (bins.ends, bins.heights, (bins.half_square,), SERIES)
+    return bins.bins, cells, *(_moved(_halves(part), device) for part in numbers)  # type: ignore[return-value]
+
+
+def _halves(numbers: Sequence[int]) -> Any:
+    """Numbers of 128 bits as pairs of words, the upper one first."""
+    data = b"".join(struct.pack("<QQ", number >> 64, number & (2**64 - 1)) for number in numbers)
+    return np.frombuffer(data, dtype="<i8").copy()
