@@ -25,7 +25,7 @@ import torch
 
 from lipdp.errors import ConfigurationError, LipdpError
 
-__all__ = ["Array", "Bound", "Count", "Positive", "Probability", "Range", "Size", "check_fields", "parse_json", "read"]
+__all__ = ["Array", "Bound", "Count", "Positive", "Probability", "Range", "Scale", "Size", "check_fields", "parse_json", "read"]
 
 T = TypeVar("T")
 _LARGEST = 2**53  # whole numbers above it are not told apart by floats
@@ -80,6 +80,8 @@ class Array:
 Count = Annotated[int, Range(least=1)]
 Size = Annotated[int, Range(least=0)]
 Positive = Annotated[float, Range(above=0)]
+Scale = Annotated[float, Range(least=1e-30, most=1e30)]
+"""A norm, a noise, a factor: what float32 computes with to its full relative precision, and whose square float64 holds."""
 Bound = Annotated[float, Range(least=0, infinite=True)]
 Probability = Annotated[float, Range(above=0, below=1)]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Positive, check_fields
+from lipdp.fields import Scale, check_fields
 from lipdp.privacy._checks import positive, rate, whole
 
 __all__ = ["PrivateRun", "Release"]
@@ -29,7 +29,7 @@ class Release:
 
     name: str
     kind: Kind
-    amount: Positive
+    amount: Scale
 
     def __post_init__(self) -> None:
         check_fields(self, f"release {self.name!r}")

@@ -29,6 +29,7 @@ from lipdp.training.copies import Copies
 from lipdp.training.grouping import clip_layers
 from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
+from lipdp.training.plan_checks import check_plan_fits
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.settings import describe_loss
@@ -100,6 +101,7 @@ class PrivacyEngine:
         self.plan = plan
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
+        check_plan_fits(plan, model)
         self._query = query_of(model, loss, plan, self._input_shape)
         self._mechanism = StepMechanism(plan, self._query)
         self._augmentation = augmentation
@@ -396,7 +398,7 @@ class PrivacyEngine:
         for phase in (*plan.phases, plan.phase(min(self.steps, plan.steps - 1))):  # the present one last: it is kept
             self._mechanism.at(phase.start)
         spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
-        if spent > plan.epsilon * _SAME_EPSILON:
+        if not spent <= plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
                 f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Positive, Size, check_fields
+from lipdp.fields import Scale, Size, check_fields
 from lipdp.privacy._checks import is_number
 
 __all__ = ["Phase", "Schedule", "cosine_schedule", "linear_schedule", "make_phases", "read_schedule", "segments"]
@@ -32,8 +32,8 @@ class Phase:
     """
 
     start: Size
-    noise: Positive = 1.0
-    clip: Positive = 1.0
+    noise: Scale = 1.0
+    clip: Scale = 1.0
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

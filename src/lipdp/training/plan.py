@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Bound, Count, Positive, Probability, Range, Size, check_fields, parse_json, read
+from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
 from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, allocate, noise_energy
 from lipdp.training.phases import Phase, segments
 from lipdp.training.settings import Method, Precision, Source, check_counts, check_method
@@ -43,9 +43,9 @@ class ParameterGroup:
     name: str
     parameters: tuple[str, ...]
     size: Size
-    sensitivity: Annotated[float, Range(least=0)]
+    sensitivity: Annotated[float, Range(least=0, most=1e30)]
     source: Source
-    noise_std: Annotated[float, Range(least=0)]
+    noise_std: Annotated[float, Range(least=0, most=1e30)]
     input_norm: Bound
     cotangent_norm: Bound
 
@@ -95,25 +95,25 @@ class PrivacyPlan:
     dataset_size: Count
     batch_size: Count
     steps: Count
-    noise_multiplier: Positive
+    noise_multiplier: Scale
     epsilon: Annotated[float, Range(least=0)]
     delta: Probability
     allocation: Allocation
     adjacency: Adjacency
     accountant: Accountant
     precision: Precision
-    slack: Annotated[float, Range(least=1)]
+    slack: Annotated[float, Range(least=1, most=1e30)]
     loss: str
     loss_lipschitz: Bound
     output_norm: Bound
     groups: tuple[ParameterGroup, ...]
-    max_grad_norm: Positive | None = None
+    max_grad_norm: Scale | None = None
     clipping_style: Style = "flat"
     clip: Clip = "clip"
-    stability: Positive = 0.01
-    noise_weights: tuple[tuple[str, Positive], ...] = ()
+    stability: Scale = 0.01
+    noise_weights: tuple[tuple[str, Scale], ...] = ()
     phases: tuple[Phase, ...] = (Phase(0),)
-    clips: tuple[tuple[str, Positive], ...] = ()
+    clips: tuple[tuple[str, Scale], ...] = ()
     adaptive_clips: tuple[str, ...] = ()
     adaptive: AdaptiveClip | None = None
     releases: tuple[Release, ...] = ()
