@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lipdp.errors import ConfigurationError
+from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
+from lipdp.fields import Probability, Range, read
 
 __all__ = ["History"]
 
@@ -20,15 +22,18 @@ class History:
     records are not protected by the training's guarantee.
     """
 
-    delta: float
-    epsilon: float = 0.0
-    seconds: float = 0.0
+    delta: Probability
+    epsilon: Annotated[float, Range(least=0)] = 0.0
+    seconds: Annotated[float, Range(least=0)] = 0.0
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, row: dict[str, float]) -> None:
-        """Append one row."""
-        for name, value in row.items():
-            self.metrics.setdefault(name, []).append(value)
+        """Append one row. A figure that this row or earlier ones lack is NaN there: a resumed run may evaluate other things."""
+        rows = max(map(len, self.metrics.values()), default=0)
+        for name in row:
+            self.metrics.setdefault(name, [math.nan] * rows)
+        for name, column in self.metrics.items():
+            column.append(row.get(name, math.nan))
 
     @property
     def last(self) -> dict[str, float]:
@@ -73,5 +78,19 @@ class History:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
-        """From :meth:`state_dict`."""
-        return cls(**state)
+        """From :meth:`state_dict`; :class:`~lipdp.errors.CheckpointError` for what is none."""
+        try:
+            figures = read(dict[str, Any], state, "the history")
+            metrics = read(dict[str, list[Any]], figures.pop("metrics", None), "the history's metrics")
+            history: History = read(cls, figures, "the history")
+        except LipdpError as error:
+            raise CheckpointError(f"this is no history of a run: {error}") from error
+        for name, column in metrics.items():
+            # A metric that is undefined is NaN; what counts the privacy never is.
+            counted = name in ("step", "epoch", "epsilon")
+            strange = [v for v in column if type(v) not in (int, float) or (counted and not 0 <= v < math.inf)]
+            if strange or len(column) != len(metrics.get("step", ())):
+                what = f"holds {strange[0]!r}" if strange else "has not as many rows as the steps"
+                raise CheckpointError(f"this is no history of a run: its column {name!r} {what}")
+            history.metrics[name] = [float(value) for value in column]
+        return history

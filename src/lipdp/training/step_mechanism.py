@@ -14,12 +14,11 @@ from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Answer, Query
+from lipdp.training.state import CLIP_RANGE
 
 __all__ = ["StepMechanism", "StepSettings"]
 
 _SAME = 1 + 1e-9
-# A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
-_LEAST, _MOST = 1e-6, 1e6
 _COUNT = "clip count of "
 _SCALE = Range(least=1e-30, most=1e30)
 
@@ -113,5 +112,5 @@ class StepMechanism:
                 released = float(noised.pop(_COUNT + name))
                 start = dict(self.plan.clips)[name]
                 self.shares[name] = adaptive.share(released)
-                self.clips[name] = min(max(adaptive.updated(self.clips[name], released), _LEAST * start), _MOST * start)
+                self.clips[name] = min(max(adaptive.updated(self.clips[name], released), CLIP_RANGE.least * start), CLIP_RANGE.most * start)
         return noised
