@@ -157,7 +157,8 @@ def refused_or(name: str, use: Callable[[Any], Any], content: Any, check: Callab
     try:
         made = use(copy.deepcopy(content))
     except LipdpError as error:
-        assert len(str(error)) > 15, (name, error)
+        if len(str(error)) < 20:
+            raise AssertionError(f"{name}: refused without a reason: {error}") from error
         return "refused"
     except Exception as error:
         raise AssertionError(f"{name}: raw {type(error).__name__}: {error}") from error

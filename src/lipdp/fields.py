@@ -25,7 +25,20 @@ import torch
 
 from lipdp.errors import ConfigurationError, LipdpError
 
-__all__ = ["Array", "Bound", "Count", "Positive", "Probability", "Range", "Scale", "Size", "check_fields", "parse_json", "read"]
+__all__ = [
+    "Array",
+    "Bound",
+    "Count",
+    "Positive",
+    "Probability",
+    "Range",
+    "Scale",
+    "Size",
+    "check_fields",
+    "check_weights",
+    "parse_json",
+    "read",
+]
 
 T = TypeVar("T")
 _LARGEST = 2**53  # whole numbers above it are not told apart by floats
@@ -70,8 +83,9 @@ class Array:
     dtype: torch.dtype
 
     def __contains__(self, value: object) -> bool:
-        plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype == self.dtype
-        return plain and value.ndim == self.dimensions and value.numel() > 0 and bool(torch.isfinite(value).all())  # type: ignore[attr-defined]
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype != self.dtype:
+            return False
+        return value.ndim == self.dimensions and value.numel() > 0 and bool(torch.isfinite(value).all())
 
     def __str__(self) -> str:
         return f"a finite dense tensor of {self.dimensions} dimension(s) and type {self.dtype}"
@@ -103,7 +117,8 @@ def check_fields(instance: Any, owner: str) -> None:
         Traceback (most recent call last):
         lipdp.errors.ConfigurationError: a part's start is -1: it has to be a whole number, at least 0
     """
-    for name, kind in _hints(type(instance)).items():
+    owner_type: Any = type(instance)
+    for name, kind in _hints(owner_type).items():
         read(kind, getattr(instance, name), f"{owner}'s {name}")
 
 
@@ -145,11 +160,7 @@ def _scalar(kind: Any, value: Any, where: str, rule: Any) -> Any:
     if kind is float:
         return _number(value, where, rule if isinstance(rule, Range) else Range())
     if kind is int:
-        limits = rule if isinstance(rule, Range) else Range()
-        wanted = f"a whole number{', ' if str(limits) else ''}{limits}"
-        if isinstance(value, bool) or not isinstance(value, Integral) or not abs(value) <= _LARGEST or value not in limits:
-            raise _refusal(where, value, wanted)
-        return int(value)
+        return _whole(value, where, rule if isinstance(rule, Range) else Range())
     if kind is bool:
         return value if isinstance(value, bool) else _refuse(where, value, "true or false")
     if kind is str:
@@ -163,11 +174,18 @@ def _scalar(kind: Any, value: Any, where: str, rule: Any) -> Any:
     raise TypeError(f"no way to read {where} as {kind!r}")
 
 
+def _whole(value: Any, where: str, limits: Range) -> int:
+    number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+    if number is None or abs(number) > _LARGEST or number not in limits:
+        raise _refusal(where, value, f"a whole number{', ' if str(limits) else ''}{limits}")
+    return number
+
+
 def _number(value: Any, where: str, limits: Range) -> float:
     if value is None and limits.infinite:
         return math.inf
     try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
         number = math.nan
     if number not in limits:
@@ -192,12 +210,23 @@ def _union(kinds: tuple[Any, ...], value: Any, where: str, rule: Any) -> Any:
         return None
     if len(rest) == 1:
         return read(Annotated[rest[0], rule] if rule is not None else rest[0], value, where)
+    named = {name: kind for kind in rest if dataclasses.is_dataclass(kind) for name in _kinds(kind)}
+    if named and isinstance(value, Mapping):
+        name = value.get("kind")
+        if not isinstance(name, str) or name not in named:
+            raise _refusal(f"{where}.kind", name, f"one of {', '.join(map(repr, named))}")
+        return read(named[name], value, where)
     for kind in rest:
         try:
             return read(kind, value, where)
         except LipdpError:
             continue
     raise _refusal(where, value, f"one of {', '.join(getattr(kind, '__name__', str(kind)) for kind in rest)}")
+
+
+def _kinds(kind: Any) -> tuple[str, ...]:
+    """The names by which a dataclass is told from others: those that its field ``kind`` takes."""
+    return typing.get_args(_hints(kind).get("kind"))
 
 
 def _tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
@@ -215,7 +244,7 @@ def _sequence(value: Any, where: str) -> list[Any] | tuple[Any, ...]:
     return value
 
 
-def _dataclass(kind: type[Any], value: Any, where: str) -> Any:
+def _dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise _refusal(where, value, f"a mapping with the fields of {kind.__name__}")
     known = {field.name: field for field in dataclasses.fields(kind) if field.init}
@@ -236,10 +265,41 @@ def _dataclass(kind: type[Any], value: Any, where: str) -> Any:
 
 
 @cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: hints[name] for name in names}
+
+
+def check_weights(own: Mapping[str, Any], other: Any, where: str) -> None:
+    """Refuse tensors by name that are not those of a module: other names, shapes or types, or numbers that are not finite.
+
+    Args:
+        own: the module's ``state_dict()``.
+        other: what shall take its place.
+        where: what it is, for the message.
+    """
+    if not isinstance(other, Mapping) or not all(isinstance(name, str) for name in other):
+        raise _refusal(where, other, "tensors by name")
+    different = sorted(own.keys() ^ other.keys()) or [name for name in own if not _alike(own[name], other[name])]
+    if different:
+        raise ConfigurationError(f"{where} belongs to another module: {', '.join(different[:5])} differ(s)")
+    broken = [name for name, mine in own.items() if isinstance(mine, torch.Tensor) and not _as_finite(mine, other[name])]
+    if broken:
+        raise ConfigurationError(f"{where} holds NaN or infinite numbers in {broken[0]!r}")
+
+
+def _alike(own: Any, other: Any) -> bool:
+    if not isinstance(own, torch.Tensor):  # a module's extra state
+        return type(own) is type(other)
+    dense = isinstance(other, torch.Tensor) and other.layout == own.layout
+    return dense and other.shape == own.shape and other.dtype == own.dtype
+
+
+def _as_finite(own: torch.Tensor, other: torch.Tensor) -> bool:
+    if bool(torch.isfinite(other).all()):
+        return True
+    return torch.equal(torch.isfinite(other).cpu(), torch.isfinite(own).cpu())  # a mask of −∞, say
 
 
 def _printable(text: str) -> bool:

@@ -16,8 +16,8 @@ import torch
 import lipdp
 from lipdp import losses
 from lipdp.errors import CheckpointError, ConfigurationError
-from lipdp.training import Callback, load_checkpoint, save_checkpoint
 from lipdp.parametrize import Constrained
+from lipdp.training import Callback, load_checkpoint, save_checkpoint
 from lipdp.training.checkpoint import previous_path
 from lipdp.training.state import sealed
 

@@ -17,7 +17,6 @@ import torch
 import lipdp
 from lipdp import losses, nn
 from lipdp.bounds import analyse
-from lipdp.errors import ConfigurationError
 from lipdp.privacy import AdaptiveClip, PrivateRun, Release, run_epsilon
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Sample

@@ -94,7 +94,9 @@ def _convex_mix(layer: ConvexMix, call: Call) -> Transfer:
         return max(times(abs(1 - a), first) + times(abs(a), second) for a in (low, high))
 
     output = Bound(at(x.norm, y.norm), x.shape, at(x.row_norm, y.row_norm), at(x.max_abs, y.max_abs))
-    return Transfer(output, (abs(1 - low), abs(high)), {"weight": x.norm + y.norm} if layer.learned else {}, exact=not layer.learned)
+    return Transfer(
+        output, (abs(1 - low), abs(high)), {"weight": x.norm + y.norm} if layer.learned else {}, exact=not layer.learned
+    )
 
 
 class ConvexResidual(torch.nn.Module):

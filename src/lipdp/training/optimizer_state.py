@@ -23,7 +23,7 @@ _LARGEST = 1e300
 def check_optimizer_state(optimizer: torch.optim.Optimizer, other: Mapping[str, Any]) -> None:
     """Refuse a state of other groups of parameters or other settings, and numbers that are not finite."""
     own = optimizer.state_dict()
-    groups = other.get("param_groups")
+    groups: Any = other.get("param_groups")
     if other.keys() != own.keys() or not isinstance(other["state"], dict) or not _are_groups(groups):
         raise CheckpointError("this state's optimizer is not the state of an optimiser with its groups of parameters")
     sizes = [[group["params"] for group in part] for part in (own["param_groups"], groups)]
@@ -89,7 +89,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Of an optimiser that is not torch's own (or made from one of them) nothing is known; that one is left alone.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
-    kind = next((kind for kind in kinds if kind is not torch.optim.Optimizer and "step" in vars(kind)), None)
+    kind: Any = next((kind for kind in kinds if kind is not torch.optim.Optimizer and "step" in vars(kind)), None)
     if kind is None:
         return
     probe = kind.__new__(kind)

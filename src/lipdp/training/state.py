@@ -11,7 +11,7 @@ import torch
 
 from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, LipdpError
-from lipdp.fields import Range, Scale, Size, read
+from lipdp.fields import Range, Scale, Size, check_weights, read
 from lipdp.training.averaging import Average
 from lipdp.training.optimizer_state import check_optimizer_state
 from lipdp.training.plan import PrivacyPlan
@@ -130,30 +130,10 @@ def _check_clips(state: EngineState, plan: PrivacyPlan) -> None:
 
 
 def _check_tensors(what: str, own: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Names, shapes and types are the same, and what is finite here is finite there."""
-    different = sorted(own.keys() ^ other.keys()) or [name for name in own if not _alike(own[name], other[name])]
-    if different:
-        raise CheckpointError(f"this state belongs to another {what}: {', '.join(different[:5])} differ(s)")
-    broken = [
-        name
-        for name, tensor in other.items()
-        if isinstance(tensor, torch.Tensor) and not _as_finite(tensor, own[name])
-    ]
-    if broken:
-        raise CheckpointError(f"this state's {what} holds NaN or infinite numbers in {broken[0]!r}: nothing can continue from it")
-
-
-def _alike(own: Any, other: Any) -> bool:
-    if not isinstance(own, torch.Tensor):  # a module's extra state
-        return type(own) is type(other)
-    dense = isinstance(other, torch.Tensor) and other.layout == own.layout
-    return dense and other.shape == own.shape and other.dtype == own.dtype
-
-
-def _as_finite(tensor: torch.Tensor, own: torch.Tensor) -> bool:
-    if bool(torch.isfinite(tensor).all()):
-        return True
-    return torch.equal(torch.isfinite(tensor).cpu(), torch.isfinite(own).cpu())  # a mask of −∞, say
+    try:
+        check_weights(own, other, f"this state's {what}")
+    except LipdpError as error:
+        raise CheckpointError(f"{error}: nothing can continue from it") from error
 
 
 def _check_average(average: Average | None, state: EngineState) -> None:

@@ -112,5 +112,7 @@ class StepMechanism:
                 released = float(noised.pop(_COUNT + name))
                 start = dict(self.plan.clips)[name]
                 self.shares[name] = adaptive.share(released)
-                self.clips[name] = min(max(adaptive.updated(self.clips[name], released), CLIP_RANGE.least * start), CLIP_RANGE.most * start)
+                self.clips[name] = min(
+                    max(adaptive.updated(self.clips[name], released), CLIP_RANGE.least * start), CLIP_RANGE.most * start
+                )
         return noised
