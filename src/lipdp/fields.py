@@ -316,10 +316,10 @@ def _refuse(where: str, value: Any, wanted: str) -> Any:
     raise _refusal(where, value, wanted)
 
 
-def parse_json(text: Any, what: str) -> Any:
+def parse_json(text: Any, what: str, *, constants: bool = False) -> Any:
     """JSON as the standard has it, each name once; anything else is an error that says so.
 
-    Python's own parser takes NaN and Infinity, and of two fields of one name the last.
+    Python's own parser takes NaN and Infinity (here: where ``constants`` are wanted), and of two fields of one name the last.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def parse_json(text: Any, what: str) -> Any:
     if not isinstance(text, str):
         raise ConfigurationError(f"{what} is read from text, not from {type(text).__name__}")
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=once, parse_constant=None if constants else constant)
     except LipdpError:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too

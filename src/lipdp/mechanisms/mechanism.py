@@ -376,12 +376,12 @@ def from_content(content: Any) -> Mechanism:
     return state.build(own.problem, own.title, checked_report(own.report))
 
 
-def checked_report(report: Any) -> dict[str, Any]:
-    """A report of plain values, with a loss that is a number where there is one."""
+def checked_report(report: Any, losses: Any = float) -> dict[str, Any]:
+    """A report of plain values; ``losses`` is the type of its expected loss, where it has one."""
     own: dict[str, Any] = read(dict[str, Any], report, "the mechanism's report")
     _check_plain(own, "the mechanism's report")
-    losses = own.get("expected_loss", 0.0)
-    read(dict[str, float] if isinstance(losses, dict) else float, losses, "the mechanism's report.expected_loss")
+    if "expected_loss" in own:
+        read(losses, own["expected_loss"], "the mechanism's report.expected_loss")
     return own
 
 

@@ -146,7 +146,7 @@ class _VectorContent:
         elif tuple(problem.query for problem in problems) != self.queries:
             raise ConfigurationError("the queries of a split are those of its parts.")
         decoder = None if self.decoder is None else self.decoder.build()
-        return VectorMechanism(problems, self.epsilon, parts, decoder, checked_report(self.report))
+        return VectorMechanism(problems, self.epsilon, parts, decoder, checked_report(self.report, dict[str, float]))
 
 
 @dataclass(frozen=True)
