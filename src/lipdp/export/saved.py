@@ -93,7 +93,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> torch.nn.Mo
     outside = project_outside_(model)
     if outside:
         warnings.warn(
-            f"the weights of {', '.join(outside[:3])} in '{path}' were outside of their constraint sets: saved without a projection, "
+            f"the weights of {', '.join(outside[:3])} in '{path}' were outside of their constraint sets: saved without projecting, "
             "or changed since. They were projected: bounds and certificates rest on that.",
             LipdpWarning,
             stacklevel=2,
