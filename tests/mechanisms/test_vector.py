@@ -82,5 +82,5 @@ def test_columns_share_the_budget(tmp_path: Path) -> None:
     assert len(again.release(x)) == 2
     with pytest.raises(CheckpointError, match="column mechanism"):
         load_vector(tmp_path / "m")
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with pytest.raises(CheckpointError, match="there is no mechanism"):
         load_columns(tmp_path / "none")

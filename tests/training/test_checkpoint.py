@@ -16,8 +16,10 @@ import torch
 import lipdp
 from lipdp import losses
 from lipdp.errors import CheckpointError, ConfigurationError
+from lipdp.parametrize import Constrained
 from lipdp.training import Callback, load_checkpoint, save_checkpoint
 from lipdp.training.checkpoint import previous_path
+from lipdp.training.state import sealed
 
 from .common import empty, engine_of, free, planned, same, small, toy, weights
 
@@ -216,7 +218,8 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing():
         lambda s: s["average"]["weights"].update({"3.weight": torch.zeros(7, 7)}),
         lambda s: s["average"].update(updates="x"),
         lambda s: s.update(average={}),
-        lambda s: s.update(proved=None),
+        lambda s: s.update(trail=None),
+        lambda s: s.update(unknown=None),
         lambda s: s.clear(),
     ],
 )
@@ -250,11 +253,13 @@ def test_a_state_is_a_copy():
     assert same(*ends)
 
 
-def test_an_unprojected_state_is_projected_before_the_next_step():
+def test_an_unprojected_state_is_projected_when_it_is_loaded():
     engine = spent_engine()
     state = engine.state_dict()
     state["model"] = {name: 40 * value for name, value in state["model"].items()}
-    engine.load_state_dict(state)
+    refuses(engine, state, "does not match its digest")
+    engine.load_state_dict(sealed(state))
+    assert all(module.is_inside() for module in engine.model.modules() if isinstance(module, Constrained))
     engine.step(*empty())
     assert all(float(torch.linalg.matrix_norm(p.double(), 2)) <= 1 for p in weights(engine.model).values() if p.ndim == 2)
 

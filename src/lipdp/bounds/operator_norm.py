@@ -13,7 +13,7 @@ import torch
 from lipdp.errors import ConfigurationError
 from lipdp.graphs import is_deferring
 
-__all__ = ["certified_norm", "unit_roundoff"]
+__all__ = ["certified_norm", "is_contraction", "unit_roundoff"]
 
 # Stop squaring once the certificate of ‖W‖₂² is this close to 1: dividing by its root costs 0.005% of the weights at most.
 _CLOSE_ENOUGH = 1e-4
@@ -24,7 +24,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) / 2
 
 
-def certified_norm(matrix: torch.Tensor, squarings: int = 10) -> torch.Tensor:
+def is_contraction(matrix: torch.Tensor) -> bool:
+    """Whether ‖W‖₂ ≤ 1 for every matrix in ``matrix``, certainly: as many squarings as that takes, until no more help."""
+    return bool((certified_norm(matrix, 32, until_one=True) <= 1).all())
+
+
+def certified_norm(matrix: torch.Tensor, squarings: int = 10, *, until_one: bool = False) -> torch.Tensor:
     """An upper bound on ‖W‖₂ of each matrix in ``matrix`` (…, rows, columns), as float64.
 
     Gram iteration: for A = WᵀW (on the smaller side, r×r) and every j, ‖W‖₂ = ‖A^(2^j)‖₂^(1/2^(j+1)) ≤
@@ -35,6 +40,8 @@ def certified_norm(matrix: torch.Tensor, squarings: int = 10) -> torch.Tensor:
     Rounding: a computed product of length n is off by at most γ_n|W|ᵀ|W|, so ‖A‖ is under-reported by at most the factor
     (1 − rγ_n); over all squarings the exponents 1/2^j add up to less than 2, hence (1 − 2rγ_n)⁻¹ on the square.
     float64 is used throughout, so TF32 or bf16 settings never reach the certificate.
+
+    It ends when the bound is close to 1; with ``until_one`` only when it is not above 1.
     """
     if matrix.ndim < 2:
         raise ConfigurationError(f"an operator norm needs a matrix, not a tensor of shape {tuple(matrix.shape)}")
@@ -56,6 +63,11 @@ def certified_norm(matrix: torch.Tensor, squarings: int = 10) -> torch.Tensor:
         square = scale.clamp(max=1e150).square()[..., None, None]  # clamped where 1 + ‖A − I‖_F is of no use anyway
         best = torch.sqrt(1.0 + torch.linalg.matrix_norm(gram * square - identity))
         best = torch.where(scale > 1e150, torch.inf, best)
+        n = max(rows, rank)
+        u = unit_roundoff(torch.float64)
+        gamma = n * u / (1 - n * u)
+        # 64u covers the logarithms, roots and sums of this function itself.
+        rounding = (1 + 64 * u) / math.sqrt(1 - 2 * rank * gamma)
         log_scale = torch.zeros_like(scale)
         exponent = 1.0  # gram = (WᵀW/scale²)^(1/exponent) up to exp(log_scale)
         for level in range(squarings + 1):
@@ -63,14 +75,12 @@ def certified_norm(matrix: torch.Tensor, squarings: int = 10) -> torch.Tensor:
             positive = torch.where(frobenius == 0, torch.ones_like(frobenius), frobenius)  # NaN stays NaN
             bound = scale * torch.exp((log_scale + exponent * torch.log(positive)) / 2)
             best = torch.minimum(best, torch.where(frobenius == 0, torch.zeros_like(bound), bound))
-            if level == squarings or (not is_deferring() and bool(((best - 1).abs() < _CLOSE_ENOUGH).all())):
+            if level == squarings:
+                break
+            if not is_deferring() and bool((best * rounding <= 1 if until_one else (best - 1).abs() < _CLOSE_ENOUGH).all()):
                 break
             gram = gram / positive[..., None, None]
             log_scale = log_scale + exponent * torch.log(positive)
             gram = gram @ gram
             exponent /= 2
-        n = max(rows, rank)
-        u = unit_roundoff(torch.float64)
-        gamma = n * u / (1 - n * u)
-        # 64u covers the logarithms, roots and sums of this function itself.
-        return best * ((1 + 64 * u) / math.sqrt(1 - 2 * rank * gamma))
+        return best * rounding

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lipdp.errors import CheckpointError, ConfigurationError
+from lipdp.errors import ConfigurationError
+from lipdp.fields import Array, Range, read
+from lipdp.mechanisms.files import load_file, save_file
 from lipdp.mechanisms.ledger import payer
 from lipdp.mechanisms.losses import response_loss
+from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
-from lipdp.mechanisms.postprocess import Decoder, decoder_from_state
+from lipdp.mechanisms.postprocess import Decoder, NetworkState, TableState
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
-from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, statistic_from_state
-from lipdp.mechanisms.utilities import Utility, utility_from_state
+from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
+from lipdp.mechanisms.utilities import LearnedState, RankState, Utility
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
-__all__ = ["AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMechanism", "from_content", "load"]
+__all__ = ["AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMechanism", "checked_report", "from_content", "load"]
 
-_FORMAT = "lipdp mechanism 1"
+_FORMAT = "lipdp mechanism 2"
+Factor = Annotated[float, Range(least=1e-100, most=1e100)]
 _DRAWS = 16  # noise draws for each dataset, where the expectation over noise is not exact
 
 
@@ -115,11 +117,12 @@ class Mechanism:
         p = self.problem
         what = {"query": p.query.name, "loss": p.loss, "n": p.n, "bounds": [p.low, p.high], "mechanism": self.title}
         guarantee = {"epsilon": p.epsilon, "delta": 0.0, "adjacency": "replace_one", "sensitivity": self.sensitivity}
-        return {**what, **guarantee, "noised": self._noised(), **self.report}
+        own = {**what, **guarantee, "noised": self._noised()}
+        return {**own, **{name: value for name, value in self.report.items() if name not in own}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that :func:`load` reads. It holds nothing private."""
-        torch.save({"format": _FORMAT, **self.content()}, path)
+        """Write it to a file that :func:`load` reads, whole or not at all. It holds nothing private."""
+        save_file(self.content(), path, _FORMAT)
 
     def content(self) -> dict[str, Any]:
         """All of it as plain values and tensors."""
@@ -150,6 +153,9 @@ class ConstantMechanism(Mechanism):
 
     value: float
     kind: ClassVar[str] = "constant"
+
+    def __post_init__(self) -> None:
+        read(float, self.value, "a mechanism's constant")
 
     @property
     def sensitivity(self) -> float:
@@ -190,6 +196,17 @@ class AdditiveMechanism(Mechanism):
     decoder: Decoder
     factor: float = 1.0
     kind: ClassVar[str] = "additive"
+
+    def __post_init__(self) -> None:
+        """The statistic's sensitivity holds for the problem; what is released can be decoded."""
+        self.statistic.check(self.problem)
+        read(NoiseKind, self.noise, "a mechanism's noise")
+        read(Factor, self.factor, "a mechanism's factor")
+        self.decoder.check(self.statistic.dimension)
+        if self.noise == "staircase" and self.statistic.dimension != 1:
+            raise ConfigurationError(
+                f"staircase noise is for one value, not {self.statistic.dimension}: use Laplace noise for a vector."
+            )
 
     @property
     def sensitivity(self) -> float:
@@ -264,6 +281,13 @@ class SelectionMechanism(Mechanism):
     values: Tensor
     kind: ClassVar[str] = "selection"
 
+    def __post_init__(self) -> None:
+        """The utility's sensitivity holds for the problem; there is an answer for each response."""
+        self.utility.check(self.problem)
+        read(Selection, self.method, "a mechanism's method")
+        if self.values.shape != self.utility.grid.shape:
+            raise ConfigurationError(f"{tuple(self.values.shape)} answers don't fit {tuple(self.utility.grid.shape)} responses.")
+
     @property
     def sensitivity(self) -> float:
         """Of each utility, in counts."""
@@ -309,43 +333,77 @@ class SelectionMechanism(Mechanism):
         return {"utility": self.utility.state(), "method": self.method, "values": self.values}
 
 
+@dataclass(frozen=True)
+class _ConstantState:
+    value: float
+
+    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> ConstantMechanism:
+        return ConstantMechanism(problem, title, self.value, report=report)
+
+
+@dataclass(frozen=True)
+class _AdditiveState:
+    statistic: SumState | QueryState | LaplaceState
+    decoder: TableState | NetworkState
+    noise: NoiseKind
+    factor: Factor
+
+    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> AdditiveMechanism:
+        statistic, decoder = self.statistic.build(problem), self.decoder.build()
+        return AdditiveMechanism(problem, title, statistic, self.noise, decoder, self.factor, report=report)
+
+
+@dataclass(frozen=True)
+class _SelectionState:
+    utility: RankState | LearnedState | UtilityState
+    method: Selection
+    values: Annotated[Tensor, Array(1, torch.float64)]
+
+    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> SelectionMechanism:
+        return SelectionMechanism(problem, title, self.utility.build(problem), self.method, self.values, report=report)
+
+
+@dataclass(frozen=True)
+class _Content:
+    kind: Literal["constant", "additive", "selection"]
+    problem: Problem
+    title: str
+    report: dict[str, Any]
+    state: Any
+
+
+_KINDS = {"constant": _ConstantState, "additive": _AdditiveState, "selection": _SelectionState}
+
+
 def load(path: str | os.PathLike[str]) -> Mechanism:
-    """A mechanism that was saved. Nothing in the file is executed."""
-    file = Path(path)
-    if not file.is_file():
-        raise CheckpointError(f"there is no mechanism at {file}: learn one and save it, or check the path.")
-    try:
-        content = torch.load(file, weights_only=True)
-        if content["format"] != _FORMAT:
-            raise CheckpointError(f"{file} is of format {content['format']!r}, this lipdp reads {_FORMAT!r}: learn it again.")
-        return _KINDS[content["kind"]](
-            Problem.from_state(content["problem"]), content["title"], content["report"], content["state"]
-        )
-    except CheckpointError:
-        raise
-    except Exception as error:  # torch and pickle raise many kinds
-        raise CheckpointError(f"{file} can't be read as a mechanism ({type(error).__name__}): is it one, and whole?") from None
+    """A mechanism that was saved. Nothing in the file is executed, and what it promises is derived anew."""
+    return load_file(path, _FORMAT, from_content)
 
 
-def from_content(content: dict[str, Any]) -> Mechanism:
-    """The inverse of :meth:`Mechanism.content`."""
-    problem = Problem.from_state(content["problem"])
-    return _KINDS[content["kind"]](problem, content["title"], content["report"], content["state"])
+def from_content(content: Any) -> Mechanism:
+    """The inverse of :meth:`Mechanism.content`, every field checked."""
+    own: _Content = read(_Content, content, "the mechanism")
+    state: _ConstantState | _AdditiveState | _SelectionState = read(_KINDS[own.kind], own.state, "the mechanism's state")
+    return state.build(own.problem, own.title, checked_report(own.report))
 
 
-_Maker = Callable[[Problem, str, dict[str, Any], dict[str, Any]], Mechanism]
-_KINDS: dict[str, _Maker] = {
-    "constant": lambda problem, title, report, state: ConstantMechanism(problem, title, state["value"], report=report),
-    "additive": lambda problem, title, report, state: AdditiveMechanism(
-        problem,
-        title,
-        statistic_from_state(state["statistic"]),
-        state["noise"],
-        decoder_from_state(state["decoder"]),
-        state["factor"],
-        report=report,
-    ),
-    "selection": lambda problem, title, report, state: SelectionMechanism(
-        problem, title, utility_from_state(state["utility"]), state["method"], state["values"], report=report
-    ),
-}
+def checked_report(report: Any, losses: Any = float) -> dict[str, Any]:
+    """A report of plain values; ``losses`` is the type of its expected loss, where it has one."""
+    own: dict[str, Any] = read(dict[str, Any], report, "the mechanism's report")
+    _check_plain(own, "the mechanism's report")
+    if "expected_loss" in own:
+        read(losses, own["expected_loss"], "the mechanism's report.expected_loss")
+    return own
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for name, part in read(dict[str, Any], value, where).items():
+            _check_plain(part, f"{where}[{name!r}]")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            _check_plain(part, f"{where}[{number}]")
+    elif isinstance(value, str):
+        read(str, value, where)
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ConfigurationError(f"{where} is a {type(value).__name__}: a report holds plain values")

@@ -7,10 +7,9 @@ and networks are evaluated in float64 and rounded to a lattice when released.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.experts import additive
 from lipdp.mechanisms.losses import response_loss
 from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
-from lipdp.mechanisms.networks import Activation, LaplaceNetwork, UtilityNetwork
+from lipdp.mechanisms.networks import Activation, LaplaceNetwork, NetworkStatistic, NetworkUtility, UtilityNetwork
 from lipdp.mechanisms.postprocess import Sample, Table
 from lipdp.mechanisms.problem import Problem
 
@@ -37,7 +36,6 @@ __all__ = [
     "utility_probabilities",
 ]
 
-_FINE = 2**32
 _Net = TypeVar("_Net", bound=nn.Module)
 
 
@@ -143,107 +141,6 @@ def _train(make: Callable[[], _Net], erl: Callable[[_Net, Tensor], Tensor], t: T
         else:
             return network.eval()
     raise AssertionError("the last attempt always runs to its end")
-
-
-@dataclass(frozen=True)
-class NetworkStatistic:
-    """f(x)/scale of a :class:`LaplaceNetwork` on data of [0, width], on a lattice of 2⁻³² of its sensitivity Δ = width·k/scale.
-
-    Sensitivity in lattice steps: Δ, rounded up, plus one for rounding the value.
-    """
-
-    network: LaplaceNetwork
-    width: float
-    scale: float
-
-    @property
-    def unit(self) -> float:
-        """The lattice's step; not finer than float64 resolves."""
-        return max(self.network.sensitivity(self.width) / self.scale, 2**-10) / _FINE
-
-    @property
-    def dimension(self) -> int:
-        """One number."""
-        return 1
-
-    @property
-    def sensitivity(self) -> int:
-        """In lattice steps."""
-        return math.ceil(self.network.sensitivity(self.width) / self.scale / self.unit) + 1
-
-    def integers(self, t: Tensor) -> Tensor:
-        """(batch, 1), evaluated in float64."""
-        with torch.no_grad():
-            values: Tensor = self.network.double()(t * self.width)
-        return (values / self.scale / self.unit).round().to(torch.int64)[:, None]
-
-    def state(self) -> dict[str, Any]:
-        """For saving."""
-        sizes = {"n": _inputs(self.network.body), "k": self.network.k, "hidden": _hidden(self.network.body)}
-        own = {"settings": _settings(self.network), "weights": dict(self.network.state_dict())}
-        return {"kind": "laplace network", "width": self.width, "scale": self.scale, "sizes": sizes, **own}
-
-
-@dataclass(frozen=True)
-class NetworkUtility:
-    """u(x, r) of a :class:`UtilityNetwork` over a grid (unit form), on a lattice as in :class:`NetworkStatistic`; Δ = width·k."""
-
-    network: UtilityNetwork
-    grid: Tensor
-    width: float
-
-    @property
-    def unit(self) -> float:
-        """The lattice's step; not finer than float64 resolves."""
-        return max(self.network.sensitivity(self.width), 2**-10) / _FINE
-
-    @property
-    def sensitivity(self) -> int:
-        """In lattice steps."""
-        return math.ceil(self.network.sensitivity(self.width) / self.unit) + 1
-
-    def integers(self, t: Tensor) -> Tensor:
-        """(batch, R), evaluated in float64."""
-        network = self.network.double()
-        with torch.no_grad():
-            parts = [network(part * self.width, self.grid.double() * self.width) for part in torch.split(t, 500)]
-        return (torch.cat(parts) / self.unit).round().to(torch.int64)
-
-    def resized(self, n: int, old: int) -> NetworkUtility:
-        """Not possible: the network reads exactly n numbers."""
-        raise ConfigurationError(f"the paper's network reads {old} numbers, not {n}: train one for n = {n}, or use learn().")
-
-    def state(self) -> dict[str, Any]:
-        """For saving."""
-        sizes = {"n": _inputs(self.network.data), "k": self.network.k, "hidden": _hidden(self.network.data)}
-        own = {"sizes": sizes, "settings": _settings(self.network), "weights": dict(self.network.state_dict())}
-        return {"kind": "utility network", "grid": self.grid, "width": self.width, **own}
-
-
-def _inputs(body: nn.Sequential) -> int:
-    return int(body[0].weight.shape[1])  # type: ignore[index]
-
-
-def _hidden(body: nn.Sequential) -> int:
-    return int(body[0].weight.shape[0])  # type: ignore[index]
-
-
-def _settings(network: LaplaceNetwork | UtilityNetwork) -> dict[str, Any]:
-    return {"activation": network.activation, "presort": network.presort}
-
-
-def statistic_from_paper(state: dict[str, Any]) -> NetworkStatistic:
-    """The inverse of :meth:`NetworkStatistic.state`."""
-    network = LaplaceNetwork(**state["sizes"], **state["settings"]).double()
-    network.load_state_dict(state["weights"])
-    return NetworkStatistic(network.eval(), state["width"], state["scale"])
-
-
-def utility_from_paper(state: dict[str, Any]) -> NetworkUtility:
-    """The inverse of :meth:`NetworkUtility.state`."""
-    network = UtilityNetwork(**state["sizes"], **state["settings"]).double()
-    network.load_state_dict(state["weights"])
-    return NetworkUtility(network.eval(), state["grid"], state["width"])
 
 
 def laplace_mechanism(problem: Problem, network: LaplaceNetwork, t: Tensor | None = None) -> AdditiveMechanism:

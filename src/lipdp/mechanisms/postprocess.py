@@ -10,15 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from lipdp.errors import ConfigurationError
+from lipdp.fields import Array, Range, check_weights, read
 from lipdp.mechanisms.losses import Loss, response_loss
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["Decoder", "Network", "Sample", "Table", "best_responses", "decoder_from_state", "tabulate"]
+__all__ = [
+    "Decoder",
+    "Network",
+    "NetworkState",
+    "Sample",
+    "Table",
+    "TableState",
+    "best_responses",
+    "length",
+    "load_weights",
+    "tabulate",
+]
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 _ANSWERS = 1201  # answers tried, where the loss has no closed form: they contain the midpoints of every grid that experts use
 _NOTHING = 1e-30
@@ -82,6 +97,16 @@ class Table:
     axes: tuple[Tensor, ...]
     values: Tensor
 
+    def check(self, dimension: int) -> None:
+        """There is an axis for each coordinate of what is released, increasing, and an answer at each point of their grid."""
+        sizes = tuple(axis.shape[0] if axis.ndim == 1 else 0 for axis in self.axes)
+        if len(sizes) != dimension or dimension not in (1, 2) or min(sizes) < 2 or tuple(self.values.shape) != sizes:
+            raise ConfigurationError(
+                f"a table of {tuple(self.values.shape)} answers over axes {sizes} is none for {dimension} numbers."
+            )
+        if any(bool((axis.diff() <= 0).any()) for axis in self.axes):
+            raise ConfigurationError("the axes of a table of answers have to be increasing.")
+
     def __call__(self, released: Tensor) -> Tensor:
         """Answers (batch,) to released vectors (batch, m)."""
         first, part = self._place(released[:, 0], self.axes[0])
@@ -143,6 +168,11 @@ class Network(torch.nn.Module):
         ):
             self.register_buffer(name, torch.full((size,), value))
 
+    def check(self, dimension: int) -> None:
+        """It takes what is released."""
+        if self.sizes[0] != dimension:
+            raise ConfigurationError(f"a network for {self.sizes[0]} numbers can't decode {dimension}.")
+
     def raw(self, released: Tensor) -> Tensor:
         """Answers (batch, outputs), not yet limited to [0, 1]."""
         made: Tensor = self.body((released - self.centre) / self.spread)
@@ -159,16 +189,51 @@ class Network(torch.nn.Module):
 
     def state(self) -> dict[str, Any]:
         """As tensors."""
-        return {"kind": "network", "sizes": list(self.sizes), "weights": dict(self.state_dict())}
+        return {"kind": "network", "weights": dict(self.state_dict())}
 
 
 Decoder = Table | Network
 
 
-def decoder_from_state(state: dict[str, Any]) -> Decoder:
-    """The inverse of ``state()``."""
-    if state["kind"] == "table":
-        return Table(tuple(state["axes"]), state["values"])
-    made = Network(*state["sizes"])
-    made.load_state_dict(state["weights"])
-    return made.eval()
+@dataclass(frozen=True)
+class TableState:
+    """A :class:`Table` in a file."""
+
+    kind: Literal["table"]
+    axes: tuple[Annotated[Tensor, Array(1, torch.float64)], ...]
+    values: Any
+
+    def build(self) -> Table:
+        """The decoder."""
+        values = read(Annotated[Tensor, Array(max(len(self.axes), 1), torch.float64)], self.values, "a table's values")
+        return Table(self.axes, values)
+
+
+@dataclass(frozen=True)
+class NetworkState:
+    """A :class:`Network` in a file: how large it is, its weights say."""
+
+    kind: Literal["network"]
+    weights: dict[str, Any]
+
+    def build(self) -> Network:
+        """The decoder."""
+        first, centre, offset = (length(self.weights, name) for name in ("body.0.weight", "centre", "offset"))
+        made = Network(centre, offset, first)
+        return load_weights(made, self.weights, "the decoder").eval()
+
+
+def length(weights: dict[str, Any], name: str, dimension: int = 0) -> int:
+    """The size of a tensor along a dimension; 1 where there is no such tensor, which :func:`load_weights` will then say."""
+    found = weights.get(name)
+    size = found.shape[dimension] if isinstance(found, Tensor) and found.ndim > dimension and found.numel() else 1
+    return read(Annotated[int, Range(least=1, most=2**16)], size, f"the size of {name!r} in a mechanism's network")  # type: ignore[no-any-return]
+
+
+def load_weights(module: M, weights: dict[str, Any], where: str) -> M:
+    """The module with these weights, if they are its own and finite; in float64 where they are."""
+    wide = any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in weights.values())
+    made = module.double() if wide else module.float()
+    check_weights(made.state_dict(), weights, f"the weights of {where}")
+    made.load_state_dict(weights)
+    return made.requires_grad_(False)

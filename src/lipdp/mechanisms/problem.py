@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.fields import Range, check_fields
 from lipdp.mechanisms.losses import Loss, check_loss
 from lipdp.mechanisms.queries import Query, parse_query
 from lipdp.privacy._checks import is_number, positive, whole
@@ -24,11 +25,17 @@ class Problem:
     """A query on n records of [lo, hi], to be answered with pure ε-differential privacy for replacing one record."""
 
     query: Query
-    epsilon: float
-    n: int
-    low: float
-    high: float
+    epsilon: Annotated[float, Range(least=1e-10, most=1e10)]
+    n: Annotated[int, Range(least=2)]
+    low: Annotated[float, Range(least=-1e60, most=1e60)]
+    high: Annotated[float, Range(least=-1e60, most=1e60)]
     loss: Loss
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a mechanism's problem")
+        check_loss(self.loss, self.query)
+        if not self.high - self.low >= 1e-60:
+            raise ConfigurationError(f"bounds is ({self.low!r}, {self.high!r}): the lower one first, and 1e-60 apart at least")
 
     @classmethod
     def of(cls, query: str | Query, epsilon: float, n: int, bounds: Sequence[float], loss: str = "squared") -> Problem:
@@ -114,12 +121,5 @@ class Problem:
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
-        query = {"kind": self.query.kind, "p": str(self.query.p)}
         own = {"epsilon": self.epsilon, "n": self.n, "low": self.low, "high": self.high, "loss": self.loss}
-        return {"query": query, **own}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Problem:
-        """The inverse of :meth:`state`."""
-        query = Query(state["query"]["kind"], Fraction(state["query"]["p"]))
-        return cls.of(query, state["epsilon"], state["n"], (state["low"], state["high"]), state["loss"])
+        return {"query": self.query.state(), **own}

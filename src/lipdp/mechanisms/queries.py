@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Range, check_fields
 
 __all__ = ["Query", "parse_query"]
 
@@ -29,8 +31,11 @@ class Query:
     moves by at most (x_{k+2} − x_k)/2 or (x_{k+1} − x_{k−1})/2 ≤ ½; half the points at 0 and half at 1 reach it.
     """
 
-    kind: str
-    p: Fraction = Fraction(1, 2)
+    kind: Literal["mean", "variance", "quantile"]
+    p: Annotated[Fraction, Range(least=0, most=1)] = Fraction(1, 2)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a query")
 
     @property
     def name(self) -> str:
@@ -66,6 +71,10 @@ class Query:
         low, high = self._places(n)
         return Fraction(1, 1 + high - low)
 
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"kind": self.kind, "p": str(self.p)}
+
     def _places(self, n: int) -> tuple[int, int]:
         """Zero-based places of the two order statistics that are averaged."""
         k = self.p * n
@@ -84,7 +93,7 @@ def parse_query(query: str | Query) -> Query:
         percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", text)
         level = re.fullmatch(r"quantile:(\d*\.?\d+(?:e-?\d+)?)", text)
         if text in ("mean", "variance"):
-            made = Query(text)
+            made = Query(text)  # type: ignore[arg-type]
         elif text == "median":
             made = Query("quantile")
         elif percent or level:
@@ -93,6 +102,4 @@ def parse_query(query: str | Query) -> Query:
             raise ConfigurationError(
                 f"query {query!r} is unknown: choose 'mean', 'variance', 'median', 'p10' (any percentile) or 'quantile:0.25'."
             )
-    if made.kind not in ("mean", "variance", "quantile") or not 0 <= made.p <= 1:
-        raise ConfigurationError(f"{made!r} is no query: kind is mean, variance or quantile, and p lies in [0, 1].")
     return made

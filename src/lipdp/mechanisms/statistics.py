@@ -9,19 +9,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Array, Range, check_fields
+from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query
 
-__all__ = ["PiecewiseSum", "QueryStatistic", "Statistic", "hats", "knot_sensitivity", "statistic_from_state"]
+__all__ = ["PiecewiseSum", "QueryState", "QueryStatistic", "Statistic", "SumState", "hats", "knot_sensitivity"]
 
 _FINE = 2**24  # lattice steps in one sensitivity of a learned sum
 _QUERY_FINE = 2**36  # lattice steps in the unit interval, for a query answered directly
 _CHUNK = 2_000_000  # interpolated values at a time
+_LARGEST = 2**32  # of φ's values, in lattice steps: then interpolation in float64 is right to 2⁻²⁰ of a step
+
+UnitNumber = Annotated[float, Range(least=0, most=1)]
 
 
 def knot_sensitivity(table: Tensor) -> Tensor:
@@ -60,6 +65,28 @@ class PiecewiseSum:
     table: Tensor
     unit: float
 
+    def __post_init__(self) -> None:
+        check_fields(SumState("sum", self.knots, self.table, self.unit), "a sum of phi")
+        places = self.knots
+        if self.table.shape[0] != places.shape[0] or places.shape[0] < 2 or bool((places.diff() <= 0).any()):
+            raise ConfigurationError("knots have to be increasing, with one row of the table for each.")
+        if float(places[0]) != 0.0 or float(places[-1]) != 1.0:
+            raise ConfigurationError(f"knots go from {float(places[0]):g} to {float(places[-1]):g}: they have to span [0, 1].")
+        if self._largest > _LARGEST:
+            raise ConfigurationError(
+                f"the table of phi holds {self._largest}: beyond {_LARGEST} interpolation is not exact enough."
+            )
+
+    @property
+    def _largest(self) -> int:
+        low, high = int(self.table.min()), int(self.table.max())
+        return max(-low, high)  # as Python's numbers: |−2⁶³| is none of torch's
+
+    def check(self, problem: Problem) -> None:
+        """Sums of so many records have to be exact."""
+        if self._largest * problem.n >= 2**62:
+            raise ConfigurationError(f"sums of {problem.n} values of phi up to {self._largest} don't fit into 64 bits.")
+
     @classmethod
     def quantised(cls, knots: Tensor, table: Tensor) -> PiecewiseSum:
         """From real values at the knots; the lattice is 2⁻²⁴ of their sensitivity."""
@@ -70,10 +97,6 @@ class PiecewiseSum:
                 f"the statistic's values at its knots have sensitivity {size:g}: it has to be finite and above 0 (a constant "
                 "statistic tells nothing)."
             )
-        if places.ndim != 1 or values.shape[0] != places.shape[0] or bool((places.diff() <= 0).any()):
-            raise ConfigurationError("knots have to be increasing, with one row of the table for each.")
-        if float(places[0]) != 0.0 or float(places[-1]) != 1.0:
-            raise ConfigurationError(f"knots go from {float(places[0]):g} to {float(places[-1]):g}: they have to span [0, 1].")
         unit = size / _FINE
         # φ up to a constant: only differences count, and small integers leave room for large n.
         return cls(places, ((values - values[:1]) / unit).round().to(torch.int64), unit)
@@ -113,8 +136,18 @@ class QueryStatistic:
     """
 
     query: Query
-    n: int
-    window: tuple[float, float] = (0.0, 1.0)
+    n: Annotated[int, Range(least=2)]
+    window: tuple[UnitNumber, UnitNumber] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a query's statistic")
+        if not self.window[0] < self.window[1]:
+            raise ConfigurationError(f"the window {self.window} is empty: give its lower end first.")
+
+    def check(self, problem: Problem) -> None:
+        """Its sensitivity has to be for as many records as there are."""
+        if self.n != problem.n:
+            raise ConfigurationError(f"the statistic's sensitivity is for {self.n} records, and the problem has {problem.n}.")
 
     @property
     def unit(self) -> float:
@@ -138,7 +171,7 @@ class QueryStatistic:
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
-        return {"kind": "query", "query": [self.query.kind, str(self.query.p)], "n": self.n, "window": list(self.window)}
+        return {"kind": "query", "query": self.query.state(), "window": list(self.window)}
 
 
 class Statistic(Protocol):
@@ -159,17 +192,35 @@ class Statistic(Protocol):
     def integers(self, t: Tensor) -> Tensor:
         """(batch, dimension), int64, of sorted unit datasets."""
 
+    def check(self, problem: Problem) -> None:
+        """Refuse a problem that its sensitivity does not hold for."""
+
     def state(self) -> dict[str, Any]:
         """As plain values and tensors."""
 
 
-def statistic_from_state(state: dict[str, Any]) -> Statistic:
-    """The inverse of ``state()``."""
-    if state["kind"] == "laplace network":
-        from lipdp.mechanisms.paper import statistic_from_paper  # it is built on this module
+@dataclass(frozen=True)
+class SumState:
+    """A :class:`PiecewiseSum` in a file."""
 
-        return statistic_from_paper(state)
-    if state["kind"] == "sum":
-        return PiecewiseSum(state["knots"], state["table"], state["unit"])
-    low, high = state["window"]
-    return QueryStatistic(Query(state["query"][0], Fraction(state["query"][1])), state["n"], (low, high))
+    kind: Literal["sum"]
+    knots: Annotated[Tensor, Array(1, torch.float64)]
+    table: Annotated[Tensor, Array(2, torch.int64)]
+    unit: Annotated[float, Range(least=1e-100, most=1e100)]
+
+    def build(self, problem: Problem) -> PiecewiseSum:
+        """The statistic."""
+        return PiecewiseSum(self.knots, self.table, self.unit)
+
+
+@dataclass(frozen=True)
+class QueryState:
+    """A :class:`QueryStatistic` in a file: for how many records is for the problem to say."""
+
+    kind: Literal["query"]
+    query: Query
+    window: tuple[UnitNumber, UnitNumber]
+
+    def build(self, problem: Problem) -> QueryStatistic:
+        """The statistic."""
+        return QueryStatistic(self.query, problem.n, self.window)

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Array, Range, read
+from lipdp.mechanisms.postprocess import length, load_weights
+from lipdp.mechanisms.problem import Problem
 
-__all__ = ["CountNetwork", "LearnedUtility", "RankUtility", "Utility", "counts", "utility_from_state"]
+__all__ = ["CountNetwork", "LearnedState", "LearnedUtility", "RankState", "RankUtility", "Utility", "check_grid", "counts"]
 
 _FINE = 2**16
 _ROWS = 250  # datasets at a time: what fits in a cache is three times as fast
 _MARGIN = 1e-9  # rows are scaled to 1 − 1e-9: normalisation itself rounds
+_LARGEST = 2**24  # of the numbers that a learned utility computes with, in counts
 
 
 def counts(t: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +43,10 @@ class RankUtility:
 
     grid: Tensor
     rank: Fraction
+
+    def check(self, problem: Problem) -> None:
+        """Its sensitivity is 1 count for every problem."""
+        check_grid(self.grid)
 
     @property
     def sensitivity(self) -> int:
@@ -62,7 +70,7 @@ class RankUtility:
 
     def state(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        return {"kind": "rank", "grid": self.grid, "rank": str(self.rank)}
+        return {"kind": "rank", "grid": self.grid}
 
 
 class _Taps(torch.autograd.Function):
@@ -115,6 +123,10 @@ class CountNetwork(torch.nn.Module):
     def __init__(self, responses: int, channels: int = 16, kernel: int = 9) -> None:
         super().__init__()
         self.sizes = (responses, channels, kernel)
+        if channels < 2 or channels % 2 or kernel % 2 == 0:
+            raise ConfigurationError(
+                f"a count network needs an even number of channels and an odd kernel, not {channels} and {kernel}."
+            )
         middle, half = kernel // 2, channels // 2
         first = 0.3 * torch.randn(channels, 1, kernel) / kernel
         second = 0.3 * torch.randn(channels, channels, kernel) / (channels * kernel)
@@ -160,6 +172,27 @@ class LearnedUtility:
     network: CountNetwork
     factor: Fraction = Fraction(1)
 
+    def check(self, problem: Problem) -> None:
+        """The network is for this grid, and its numbers are small enough for float64 to be exact to half a step.
+
+        Every layer's outputs are at most its inputs and its bias, so no number is above n·factor + Σ max|b| + max|offset|. A sum of
+        some hundred products in float64 is off by 2⁻⁴⁴ of the largest at most: of 2²⁴, 2⁻²⁰, where a step is 2⁻¹⁶.
+        """
+        check_grid(self.grid)
+        if self.network.sizes[0] != self.grid.shape[0]:
+            raise ConfigurationError(
+                f"the utility network is for {self.network.sizes[0]} responses, and the grid has {self.grid.shape[0]}."
+            )
+        if not 0 < self.factor <= 10**6:
+            raise ConfigurationError(f"the factor on a learned utility's counts is {self.factor}: it has to lie in (0, 10^6].")
+        with torch.no_grad():
+            added = [float(part.double().abs().max()) for part in (*self.network.biases, self.network.offset)]
+        largest = float(problem.n * self.factor) + sum(added)
+        if not largest <= _LARGEST or not math.isfinite(float(self.network.gate.detach())):
+            raise ConfigurationError(
+                f"the utility network works with numbers up to {largest:g}: beyond {_LARGEST} its sensitivity is not certain."
+            )
+
     @property
     def sensitivity(self) -> int:
         """In lattice steps."""
@@ -195,9 +228,8 @@ class LearnedUtility:
 
     def state(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        sizes, weights = list(self.network.sizes), dict(self.network.state_dict())
-        own = {"grid": self.grid, "rank": str(self.rank), "factor": str(self.factor)}
-        return {"kind": "learned", "sizes": sizes, "weights": weights, **own}
+        own = {"grid": self.grid, "factor": str(self.factor)}
+        return {"kind": "learned", "weights": dict(self.network.state_dict()), **own}
 
 
 class Utility(Protocol):
@@ -214,6 +246,13 @@ class Utility(Protocol):
     def integers(self, t: Tensor) -> Tensor:
         """(batch, R), int64, of sorted unit datasets."""
 
+    @property
+    def grid(self) -> Tensor:
+        """The responses, in unit form."""
+
+    def check(self, problem: Problem) -> None:
+        """Refuse a problem that its sensitivity does not hold for."""
+
     def resized(self, n: int, old: int) -> Utility:
         """For datasets of n records instead of ``old``."""
 
@@ -221,14 +260,34 @@ class Utility(Protocol):
         """As plain values and tensors."""
 
 
-def utility_from_state(state: dict[str, Any]) -> Utility:
-    """The inverse of ``state()``."""
-    if state["kind"] == "utility network":
-        from lipdp.mechanisms.paper import utility_from_paper  # it is built on this module
+def check_grid(grid: Tensor) -> None:
+    """Refuse what is no list of responses in unit form."""
+    read(Annotated[Tensor, Array(1, torch.float64)], grid, "a mechanism's grid")
 
-        return utility_from_paper(state)
-    if state["kind"] == "rank":
-        return RankUtility(state["grid"], Fraction(state["rank"]))
-    network = CountNetwork(*state["sizes"]).double()
-    network.load_state_dict(state["weights"])
-    return LearnedUtility(state["grid"], Fraction(state["rank"]), network, Fraction(state["factor"]))
+
+@dataclass(frozen=True)
+class RankState:
+    """A :class:`RankUtility` in a file: the rank follows from the problem."""
+
+    kind: Literal["rank"]
+    grid: Annotated[Tensor, Array(1, torch.float64)]
+
+    def build(self, problem: Problem) -> RankUtility:
+        """The utility."""
+        return RankUtility(self.grid, problem.query.p * problem.n)
+
+
+@dataclass(frozen=True)
+class LearnedState:
+    """A :class:`LearnedUtility` in a file: the rank follows from the problem, the network's sizes from its weights."""
+
+    kind: Literal["learned"]
+    grid: Annotated[Tensor, Array(1, torch.float64)]
+    factor: Annotated[Fraction, Range(above=0, most=10**6)]
+    weights: dict[str, Any]
+
+    def build(self, problem: Problem) -> LearnedUtility:
+        """The utility."""
+        sizes = length(self.weights, "offset"), length(self.weights, "weights.0"), length(self.weights, "weights.0", 2)
+        network = load_weights(CountNetwork(*sizes), self.weights, "the utility network")
+        return LearnedUtility(self.grid, problem.query.p * problem.n, network.double(), self.factor)

@@ -10,21 +10,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipdp.errors import CheckpointError, ConfigurationError, DataError
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.fields import read
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
+from lipdp.mechanisms.files import load_file, save_file
 from lipdp.mechanisms.learn_sum import train_joint
 from lipdp.mechanisms.learning import Settings, learn
 from lipdp.mechanisms.ledger import payer
-from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, from_content
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, checked_report, from_content
 from lipdp.mechanisms.noise import Sampler
-from lipdp.mechanisms.postprocess import Network, decoder_from_state
+from lipdp.mechanisms.postprocess import Network, NetworkState
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query, parse_query
 from lipdp.privacy._checks import positive
@@ -33,7 +35,7 @@ from lipdp.privacy.costs import Pure
 
 __all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_columns", "load_vector"]
 
-_VECTOR, _COLUMNS = "lipdp vector mechanism 1", "lipdp column mechanism 1"
+_VECTOR, _COLUMNS = "lipdp vector mechanism 2", "lipdp column mechanism 2"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,23 @@ class VectorMechanism:
     parts: tuple[Mechanism, ...]
     decoder: Network | None
     report: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The parts cost no more than ε together, are about the same data, and there is an answer for each query."""
+        check_parts(self.parts, self.epsilon)
+        names = [problem.query.name for problem in self.problems]
+        if len(set(names)) < len(names) or not names:
+            raise ConfigurationError(f"the queries are {', '.join(names) or 'none'}: give different ones.")
+        data = {(p.n, p.low, p.high) for p in (*self.problems, *(part.problem for part in self.parts))}
+        if len(data) > 1:
+            raise ConfigurationError("the queries of a vector mechanism are about one dataset: the same n and the same bounds.")
+        if self.decoder is None and tuple(part.problem for part in self.parts) != self.problems:
+            raise ConfigurationError("each query of a split has a mechanism of its own, for its own problem.")
+        if self.decoder is not None:
+            fits = len(self.parts) == 1 and isinstance(self.parts[0], AdditiveMechanism)
+            if not fits or self.decoder.sizes[1] != len(names):
+                raise ConfigurationError(f"a joint answer to {len(names)} queries needs one released vector and a decoder for all.")
+            self.decoder.check(self.parts[0].statistic.dimension)  # type: ignore[attr-defined]
 
     @property
     def sensitivity(self) -> tuple[float, ...]:
@@ -94,6 +113,8 @@ class VectorMechanism:
 
     def expected_loss(self) -> dict[str, float]:
         """Each query's, on held-out draws, in the user's units."""
+        if not isinstance(self.report.get("expected_loss"), dict):
+            raise ConfigurationError("this vector mechanism was not evaluated when it was made: learn_vector() does.")
         return dict(self.report["expected_loss"])
 
     def describe(self) -> dict[str, Any]:
@@ -101,48 +122,76 @@ class VectorMechanism:
         names = [problem.query.name for problem in self.problems]
         parts = [part.describe() for part in self.parts]
         guarantee = {"epsilon": self.epsilon, "delta": 0.0, "adjacency": "replace_one"}
-        return {"queries": names, **guarantee, "way": "split" if self.decoder is None else "joint", "parts": parts, **self.report}
+        own = {"queries": names, **guarantee, "parts": parts, "way": "split" if self.decoder is None else "joint"}
+        return {**own, **{name: value for name, value in self.report.items() if name not in own or name == "way"}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file that :func:`load_vector` reads."""
         content = {
-            "problems": [problem.state() for problem in self.problems],
+            "queries": [problem.query.state() for problem in self.problems],
             "epsilon": self.epsilon,
             "parts": [part.content() for part in self.parts],
             "decoder": None if self.decoder is None else self.decoder.state(),
             "report": self.report,
         }
-        torch.save({"format": _VECTOR, **content}, path)
+        save_file(content, path, _VECTOR)
+
+
+@dataclass(frozen=True)
+class _VectorContent:
+    queries: tuple[Query, ...]
+    epsilon: float
+    parts: list[Any]
+    decoder: NetworkState | None
+    report: dict[str, Any]
+
+    def build(self) -> VectorMechanism:
+        parts = tuple(from_content(part) for part in self.parts)
+        check_parts(parts, self.epsilon)
+        problems = tuple(part.problem for part in parts)
+        if self.decoder is not None:
+            problems = tuple(replace(parts[0].problem, query=query, loss="squared") for query in self.queries)
+        elif tuple(problem.query for problem in problems) != self.queries:
+            raise ConfigurationError("the queries of a split are those of its parts.")
+        decoder = None if self.decoder is None else self.decoder.build()
+        return VectorMechanism(problems, self.epsilon, parts, decoder, checked_report(self.report, dict[str, float]))
+
+
+@dataclass(frozen=True)
+class _ColumnContent:
+    epsilon: float
+    parts: list[Any]
+
+    def build(self) -> ColumnMechanism:
+        return ColumnMechanism(tuple(from_content(part) for part in self.parts), self.epsilon)
+
+
+def check_parts(parts: Sequence[Mechanism], epsilon: float) -> None:
+    """Refuse mechanisms that cost more than ε together: exactly, for they are compared as the rational numbers that they are."""
+    positive("epsilon", epsilon)
+    if not parts or sum(part.problem.exact_epsilon for part in parts) > Fraction(epsilon):
+        spent = ", ".join(f"{part.epsilon:g}" for part in parts)
+        raise ConfigurationError(f"its parts have the epsilons ({spent}): there have to be some, of {epsilon:g} together at most.")
 
 
 def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:
     """A vector mechanism that was saved."""
-    content = _read(path, _VECTOR)
-    try:
-        decoder = None if content["decoder"] is None else decoder_from_state(content["decoder"])
-        assert decoder is None or isinstance(decoder, Network)
-        problems = tuple(Problem.from_state(state) for state in content["problems"])
-        parts = tuple(from_content(part) for part in content["parts"])
-        return VectorMechanism(problems, content["epsilon"], parts, decoder, content["report"])
-    except Exception as error:  # torch raises many kinds
-        raise _unreadable(path, error) from None
+
+    def build(content: dict[str, Any]) -> VectorMechanism:
+        own: _VectorContent = read(_VectorContent, content, "the mechanism")
+        return own.build()
+
+    return load_file(path, _VECTOR, build)
 
 
-def _read(path: str | os.PathLike[str], wanted: str) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(Path(path), weights_only=True)
-        found = content["format"]
-    except Exception as error:  # torch and pickle raise many kinds
-        raise _unreadable(path, error) from None
-    if found != wanted:
-        raise CheckpointError(
-            f"{path} is of format {found!r}, not {wanted!r}: use the loader for what was saved, or learn it again."
-        )
-    return content
+def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
+    """A column mechanism that was saved."""
 
+    def build(content: dict[str, Any]) -> ColumnMechanism:
+        own: _ColumnContent = read(_ColumnContent, content, "the mechanism")
+        return own.build()
 
-def _unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} can't be read as a saved mechanism ({type(error).__name__}): is it one, and whole?")
+    return load_file(path, _COLUMNS, build)
 
 
 def learn_vector(
@@ -199,6 +248,12 @@ class ColumnMechanism:
     parts: tuple[Mechanism, ...]
     epsilon: float
 
+    def __post_init__(self) -> None:
+        """The columns' mechanisms cost no more than ε together, and are for as many rows."""
+        check_parts(self.parts, self.epsilon)
+        if len({part.problem.n for part in self.parts}) > 1:
+            raise ConfigurationError("the columns of a dataset have the same number of rows, and so do their mechanisms.")
+
     @property
     def sensitivity(self) -> tuple[float, ...]:
         """Of each column's mechanism."""
@@ -240,7 +295,7 @@ class ColumnMechanism:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file that :func:`load_columns` reads."""
-        torch.save({"format": _COLUMNS, "epsilon": self.epsilon, "parts": [part.content() for part in self.parts]}, path)
+        save_file({"epsilon": self.epsilon, "parts": [part.content() for part in self.parts]}, path, _COLUMNS)
 
 
 def learn_columns(
@@ -263,12 +318,3 @@ def learn_columns(
         if tuple(pair) not in made:
             made[tuple(pair)] = learn(query, share, n, pair, distribution, loss, settings=settings, seed=seed)
     return ColumnMechanism(tuple(made[tuple(pair)] for pair in bounds), positive("epsilon", epsilon))
-
-
-def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
-    """A column mechanism that was saved."""
-    content = _read(path, _COLUMNS)
-    try:
-        return ColumnMechanism(tuple(from_content(part) for part in content["parts"]), content["epsilon"])
-    except Exception as error:  # torch raises many kinds
-        raise _unreadable(path, error) from None

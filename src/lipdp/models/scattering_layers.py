@@ -61,6 +61,8 @@ class Compress(torch.nn.Module):
 def _compress(layer: Compress, call: Call) -> Transfer:
     """|y| ≤ |x|/a and |dy/dx| ≤ 1/a, both approached as x → 0 in the channel of the least a."""
     x = call.inputs[0]
+    if not bool((torch.isfinite(layer.levels) & (layer.levels > 0)).all()):
+        raise call.refuse("its levels are not positive finite numbers; they were changed")
     gain = 1 / float(layer.levels.double().min())
     return Transfer(Bound(times(gain, x.norm), x.shape, max_abs=times(gain, x.max_abs)), (gain,), exact=False)
 

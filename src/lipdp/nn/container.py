@@ -81,17 +81,22 @@ class ConvexMix(Constrained, torch.nn.Module):
 
 @rule(ConvexMix)
 def _convex_mix(layer: ConvexMix, call: Call) -> Transfer:
-    """‖(1−a)x + ay‖ ≤ (1−a)X + aY, largest at an end of [low, high]; ∂/∂a = ⟨δ, y − x⟩ ≤ G(X + Y)."""
+    """‖(1−a)x + ay‖ ≤ |1−a|X + |a|Y, largest at an end of [low, high]; ∂/∂a = ⟨δ, y − x⟩ ≤ G(X + Y).
+
+    A fixed a is a buffer, which could hold any number: the bound is that of the number it holds.
+    """
     x, y = call.inputs
     low, high = (layer.low, layer.high) if layer.learned else (float(layer.weight),) * 2
     if not 0 <= low <= high <= 1:
         raise call.refuse(f"its weight is {low:g} to {high:g}, and a convex mix has one in [0, 1]")
 
     def at(first: float, second: float) -> float:
-        return max(times(1 - a, first) + times(a, second) for a in (low, high))
+        return max(times(abs(1 - a), first) + times(abs(a), second) for a in (low, high))
 
     output = Bound(at(x.norm, y.norm), x.shape, at(x.row_norm, y.row_norm), at(x.max_abs, y.max_abs))
-    return Transfer(output, (1 - low, high), {"weight": x.norm + y.norm} if layer.learned else {}, exact=not layer.learned)
+    return Transfer(
+        output, (abs(1 - low), abs(high)), {"weight": x.norm + y.norm} if layer.learned else {}, exact=not layer.learned
+    )
 
 
 class ConvexResidual(torch.nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Call, Transfer, rule, times
+from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
 from lipdp.bounds.windows import multiplicity, padding_sides
 from lipdp.errors import ConfigurationError
@@ -91,6 +92,14 @@ class _Spectral(Reparametrised, Constrained):
                 self.weight.copy_(self.constraint.project(self._matrices(self.weight)).reshape(self.weight.shape))
             if self.bias is not None:
                 self.bias.copy_(project_ball(self.bias, self.bias_norm))
+
+    def is_inside(self) -> bool:
+        """Whether ‖Θ_g‖₂ ≤ 1 by a certificate, and the bias is in its ball; a reparametrised kernel only has to be finite."""
+        if isinstance(self.constraint, Constraint):
+            fine = is_contraction(self._matrices(self.weight))
+        else:
+            fine = bool(torch.isfinite(self.weight).all())
+        return fine and (self.bias is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm)))
 
     def multiplicity(self, *spatial: int) -> int:
         """m for inputs of this size: how often one of their elements is read."""

@@ -87,6 +87,11 @@ class FourierConv2d(Constrained, torch.nn.Conv2d):
             if self.bias is not None:
                 self.bias.copy_(project_ball(self.bias, self.bias_norm))
 
+    def is_inside(self) -> bool:
+        """Whether sup_ω‖K̂(ω)‖₂ ≤ 1 by the certificate, and the bias is in its ball."""
+        norm = conv_norm_fft(self.weight.detach().to(torch.float64), self.grid, self.groups)
+        return norm <= 1 and (self.bias is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm)))
+
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
         bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Call, Transfer, rule
+from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import weighted_transfer
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised
@@ -98,6 +99,14 @@ class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
                 self.weight.copy_(self.constraint.project(self.weight))
             if self.bias is not None:
                 self.bias.copy_(project_ball(self.bias, self.bias_norm))
+
+    def is_inside(self) -> bool:
+        """Whether ‖W‖₂ ≤ 1 by a certificate, and the bias is in its ball; a reparametrised weight only has to be finite."""
+        if isinstance(self.constraint, Parametrisation):
+            fine = bool(torch.isfinite(self.weight).all())
+        else:
+            fine = is_contraction(self.weight)
+        return fine and (self.bias is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm)))
 
     def maps(self) -> dict[str, Map]:
         """π, where the constraint is a parametrisation."""

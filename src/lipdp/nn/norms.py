@@ -187,6 +187,8 @@ def _normalize(layer: Normalize, call: Call) -> Transfer:
     """A diagonal map of norm 1/min σ, and a shift μ/σ at each of T positions: X/min σ + √T‖μ/σ‖."""
     x = call.inputs[0]
     mean, std = layer.mean.double(), layer.std.double()
+    if not bool(torch.isfinite(mean).all() & (torch.isfinite(std) & (std > 0)).all()):
+        raise call.refuse("its constants are not finite means and positive finite deviations; they were changed")
     each = (mean / std).expand(x.shape[0])
     gain = float(1 / std.min())
     norm = times(gain, x.norm) + math.sqrt(math.prod(x.shape[1:])) * float(each.norm())

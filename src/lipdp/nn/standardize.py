@@ -89,6 +89,8 @@ def _standardize(layer: Standardize, call: Call) -> Transfer:
             (math.inf,),
             why_infinite="its statistics are not released yet; put BoundedInput or Boundary(norm=…) behind it",
         )
+    if not bool((torch.isfinite(layer.mean) & torch.isfinite(layer.std) & (layer.std > 0)).all()):
+        raise call.refuse("its statistics are not finite means and positive finite deviations; they were changed. Set them again.")
     gain = 1 / float(layer.std.min())
     shift = math.sqrt(math.prod(x.shape[1:])) * float(torch.linalg.vector_norm((layer.mean / layer.std).double()))
     return Transfer(Bound(times(gain, x.norm) + shift, x.shape), (gain,), exact=False)

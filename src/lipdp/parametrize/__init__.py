@@ -34,6 +34,7 @@ __all__ = [
     "constraint",
     "effective_leaves",
     "project_",
+    "project_outside_",
     "pull_back",
 ]
 
@@ -44,6 +45,33 @@ class Constrained:
     def project_(self) -> None:
         """Bring this module's own parameters back into their set, in place, so that it holds in floating point."""
         raise NotImplementedError(f"{type(self).__name__} is Constrained and must define project_")
+
+    def is_inside(self) -> bool:
+        """Whether this module's own parameters are certainly in their set: by default, whether projecting leaves every bit."""
+        assert isinstance(self, torch.nn.Module)
+        own = list(self.parameters(recurse=False))
+        kept = [parameter.detach().clone() for parameter in own]
+        try:
+            self.project_()
+            return all(map(torch.equal, own, kept))
+        finally:
+            with torch.no_grad():
+                for parameter, values in zip(own, kept, strict=True):
+                    parameter.copy_(values)
+
+
+def project_outside_(model: torch.nn.Module) -> list[str]:
+    """Project those layers whose weights are not certainly inside their sets; the others stay as they are, to the last bit.
+
+    For weights from a file: what training left inside stays exactly what it was. The names of the layers that were projected.
+    """
+    moved = []
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, Constrained) and not module.is_inside():
+                module.project_()
+                moved.append(name)
+    return moved
 
 
 def project_(model: torch.nn.Module) -> None:

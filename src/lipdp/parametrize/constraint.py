@@ -168,10 +168,18 @@ def project_ball(vector: torch.Tensor, radius: float) -> torch.Tensor:
         wide = vector.detach().to(torch.float64)
         norm = torch.linalg.vector_norm(wide)
         _require_finite(norm)
-        # The norm's own rounding in float64 is below n·2u; the cast moves each entry by at most a factor 1+u.
-        margin = 1 + unit_roundoff(vector.dtype) + 2 * wide.numel() * unit_roundoff(torch.float64)
-        scale = torch.where(norm * margin > radius, radius / (norm * margin), torch.ones_like(norm))
-        return (wide * scale).to(vector.dtype)
+        return (wide * _factor(norm, radius, wide.numel(), vector.dtype)).to(vector.dtype)
+
+
+def _factor(norm: torch.Tensor, radius: float, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """What brings sums of ``length`` numbers down to ``radius``, after a cast too; exactly 1 for what is inside already.
+
+    The norm's own rounding in float64 is below a factor 1 + 2nu; the cast moves each entry by at most a factor 1 + u, and what is
+    made has to be found inside when it is measured again: so it stays another 2nu (and some for the division) below.
+    """
+    measured = 1 + 2 * length * unit_roundoff(torch.float64)
+    margin = (1 + unit_roundoff(dtype)) * measured * (measured + 8 * unit_roundoff(torch.float64))
+    return torch.where(norm * measured > radius, radius / (norm * margin), torch.ones_like(norm))
 
 
 def project_box(vector: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -188,11 +196,9 @@ def project_box(vector: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def _scaled_vectors(matrix: torch.Tensor, norms: torch.Tensor, radius: float, dim: int) -> torch.Tensor:
-    """Vectors along ``dim`` scaled to at most ``radius``; margins as in :func:`project_ball`."""
+    """Vectors along ``dim`` scaled to at most ``radius``."""
     _require_finite(norms)
-    margin = 1 + unit_roundoff(matrix.dtype) + 2 * matrix.shape[dim] * unit_roundoff(torch.float64)
-    scale = torch.where(norms * margin > radius, radius / (norms * margin), torch.ones_like(norms))
-    return (matrix.to(torch.float64) * scale).to(matrix.dtype)
+    return (matrix.to(torch.float64) * _factor(norms, radius, matrix.shape[dim], matrix.dtype)).to(matrix.dtype)
 
 
 def project_rows(matrix: torch.Tensor, radius: float) -> torch.Tensor:
@@ -233,7 +239,5 @@ class AbsoluteSums:
             wide = matrix.detach().to(torch.float64).abs()
             sums = torch.maximum(wide.sum(dim=-2).amax(dim=-1), wide.sum(dim=-1).amax(dim=-1))[..., None, None]
             _require_finite(sums)
-            size = max(matrix.shape[-2:])
-            margin = 1 + unit_roundoff(matrix.dtype) + 2 * size * unit_roundoff(torch.float64)
-            scale = torch.where(sums * margin > 1, 1 / (sums * margin), torch.ones_like(sums))
-            return (matrix.detach().to(torch.float64) * scale).to(matrix.dtype)
+            factor = _factor(sums, 1.0, max(matrix.shape[-2:]), matrix.dtype)
+            return (matrix.detach().to(torch.float64) * factor).to(matrix.dtype)

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Count, Probability, Scale, check_fields
 from lipdp.privacy._checks import positive
 
 __all__ = ["COUNT_SENSITIVITY", "AdaptiveClip", "gradient_multiplier"]
 
 COUNT_SENSITIVITY = 0.5
 """|b_i − ½|: how much one example moves the centred count."""
+_FAR = 600.0  # of exponents: exp reaches no further
 
 
 def gradient_multiplier(total: float, count_noise: float, counts: int = 1) -> float:
@@ -50,18 +52,13 @@ class AdaptiveClip:
         batch_size: b; by default the plan's.
     """
 
-    quantile: float = 0.5
-    rate: float = 0.2
-    count_noise: float | None = None
-    batch_size: int | None = None
+    quantile: Probability = 0.5
+    rate: Scale = 0.2
+    count_noise: Scale | None = None
+    batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantile < 1:
-            raise ConfigurationError(f"quantile must lie between 0 and 1, not {self.quantile!r}")
-        positive("rate", self.rate)
-        for name in ("count_noise", "batch_size"):
-            if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
+        check_fields(self, "adaptive clipping")
 
     def completed(self, batch_size: int, multiplier: float, counts: int) -> AdaptiveClip:
         """The same with a plan's batch size, and with σ_b chosen where it was left open."""
@@ -74,7 +71,8 @@ class AdaptiveClip:
 
     def updated(self, clip: float, noised_count: float) -> float:
         """C after one step, from the released S."""
-        return clip * math.exp(-self.rate * (self.share(noised_count) - self.quantile))
+        change = -self.rate * (self.share(noised_count) - self.quantile)
+        return clip * math.exp(min(max(change, -_FAR), _FAR))
 
     def share(self, noised_count: float) -> float:
         """b̃ = S/b + ½, the released estimate of the share that is not clipped."""

@@ -6,9 +6,10 @@ This is a description. :mod:`lipdp.privacy.accounting` says what it costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Scale, check_fields
 from lipdp.privacy._checks import positive, rate, whole
 
 __all__ = ["PrivateRun", "Release"]
@@ -28,12 +29,10 @@ class Release:
 
     name: str
     kind: Kind
-    amount: float
+    amount: Scale
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ConfigurationError(f"release {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
-        positive(f"the {'noise multiplier' if self.kind == 'gaussian' else 'epsilon'} of release {self.name!r}", self.amount)
+        check_fields(self, f"release {self.name!r}")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.errors import ConfigurationError, DataError, LipdpError
+from lipdp.fields import Bound, Probability, Range, Size, parse_json, read
 from lipdp.recipes.recipe import Result
 
 __all__ = [
@@ -35,6 +36,8 @@ CERTIFIED = "certified "
 """A history's column of this name and a radius holds certified accuracies at that radius."""
 
 _METRICS = ("accuracy", "auroc")
+_LARGEST = 1e300
+Share = Annotated[float, Range(least=0, most=1)]
 
 
 @dataclass(frozen=True)
@@ -120,55 +123,109 @@ def read_dots(paths: Iterable[str | Path], metric: str = "accuracy") -> list[Dot
 
 
 def _file_runs(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"'{path}' can't be read: {error.strerror or error}") from None
     runs = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         try:
-            run = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"line {number} of '{path}' is no JSON ({error}): it is not a history file, or it was cut off"
-            ) from None
+            run = parse_json(line, f"line {number} of '{path}'", constants=True)
+        except LipdpError as error:
+            raise DataError(f"{error}; it is not a history file, or it was cut off") from None
         if not isinstance(run, dict):
             raise DataError(f"line {number} of '{path}' is not a run")
         runs.append(run)
     return runs
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"'{path}' can't be read: {error}") from None
+
+
 def _folder_run(path: Path) -> dict[str, Any]:
     try:
-        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
-        history = json.loads((path / "history.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        names = ("result.json", "history.json")
+        result, history = (parse_json(_text(path / name), f"'{path / name}'", constants=True) for name in names)
+        if not isinstance(result, dict) or not isinstance(history, dict) or "metrics" not in history:
+            raise DataError("its files are none of a result and a history")
+    except LipdpError as error:
         raise DataError(f"'{path}' is not a folder of lipdp train --output: {error}") from None
     return {**result, "history": history["metrics"]}
 
 
-def _dots_of(run: dict[str, Any], metric: str, path: Path) -> list[Dot]:
+@dataclass(frozen=True)
+class _Run:
+    """What a line or a folder says of a run."""
+
+    recipe: str
+    model: str
+    method: str
+    dataset: str
+    evaluated_on: Literal["validation", "test"]
+    delta: Probability
+    epsilon: Bound
+    steps: Size
+    history: dict[str, list[Any]]
+    certified: dict[str, Share] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    accuracy: Any = None
+    auroc: Any = None
+
+    def column(self, name: str) -> list[float]:
+        """A column of the history; an undefined figure is NaN there."""
+        values = self.history.get(name, [])
+        strange = [value for value in values if type(value) not in (int, float) or _LARGEST < abs(value) < math.inf]
+        if strange:
+            raise DataError(f"its history's column {name!r} holds {strange[0]!r}, which is no number")
+        return [float(value) for value in values]
+
+    @property
+    def radii(self) -> dict[float, float]:
+        """Certified accuracies by radius, as they were in the end."""
+        try:
+            return {float(radius): share for radius, share in self.certified.items()}
+        except ValueError as error:
+            raise DataError(f"it was certified at a radius that is no number: {error}") from None
+
+
+def _dots_of(content: dict[str, Any], metric: str, path: Path) -> list[Dot]:
+    known = {field.name for field in dataclasses.fields(_Run)}
     try:
-        common: dict[str, Any] = {name: run[name] for name in ("recipe", "model", "method", "dataset", "evaluated_on")}
-        common |= {"delta": float(run["delta"]), "metric": metric, "settings": json.dumps(run.get("settings", {}), sort_keys=True)}
-        history = run["history"]
-        last: dict[str, Any] = {"epsilon": float(run["epsilon"]), "step": int(run["steps"])}
-
-        def curve(column: str, radius: float) -> list[Dot]:
-            rows = zip(history.get("epsilon", ()), history.get(column, ()), history.get("step", ()), strict=False)
-            return [Dot(float(epsilon), float(score), radius=radius, step=int(step), **common) for epsilon, score, step in rows]
-
-        dots = curve(f"validation_{metric}", 0.0) if run["evaluated_on"] == "validation" else []
-        if not dots and metric in run:
-            dots = [Dot(score=float(run[metric]), radius=0.0, **last, **common)]
-        if metric == "accuracy":
-            final = {float(radius): float(share) for radius, share in run.get("certified", {}).items()}
-            radii = {float(column.removeprefix(CERTIFIED)) for column in history if column.startswith(CERTIFIED)}
-            dots += [dot for radius in sorted(radii - final.keys()) for dot in curve(f"{CERTIFIED}{radius:g}", radius)]
-            dots += [Dot(score=share, radius=radius, **last, **common) for radius, share in final.items() if radius > 0]
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"a run in '{path}' lacks or garbles {error}: it is not a history of this library") from None
+        run: _Run = read(_Run, {name: value for name, value in content.items() if name in known}, "the run")
+        dots = _curves(run, metric)
+    except LipdpError as error:
+        raise DataError(f"a run in '{path}' is not one of a history of this library: {error}") from None
     return [dot for dot in dots if math.isfinite(dot.epsilon) and math.isfinite(dot.score)]
+
+
+def _curves(run: _Run, metric: str) -> list[Dot]:
+    common: dict[str, Any] = {
+        name: getattr(run, name) for name in ("recipe", "model", "method", "dataset", "evaluated_on", "delta")
+    }
+    common |= {"metric": metric, "settings": json.dumps(run.settings, sort_keys=True)}
+    last: dict[str, Any] = {"epsilon": run.epsilon, "step": run.steps}
+
+    def curve(column: str, radius: float) -> list[Dot]:
+        rows = zip(run.column("epsilon"), run.column(column), run.column("step"), strict=False)
+        kept = [row for row in rows if all(map(math.isfinite, row))]
+        for epsilon, score, _ in kept:
+            read(Annotated[float, Range(least=0)], epsilon, "the history's epsilon")
+            read(Share, score, f"the history's {column}")
+        return [Dot(epsilon, score, radius=radius, step=int(step), **common) for epsilon, score, step in kept]
+
+    dots = curve(f"validation_{metric}", 0.0) if run.evaluated_on == "validation" else []
+    score = getattr(run, metric)
+    if not dots and score is not None and score == score:
+        dots = [Dot(score=read(Share, score, f"the run's {metric}"), radius=0.0, **last, **common)]
+    if metric == "accuracy":
+        names = [column.removeprefix(CERTIFIED) for column in run.history if column.startswith(CERTIFIED)]
+        try:
+            radii = {float(name) for name in names}
+        except ValueError as error:
+            raise DataError(f"its history was certified at a radius that is no number: {error}") from None
+        dots += [dot for radius in sorted(radii - run.radii.keys()) for dot in curve(f"{CERTIFIED}{radius:g}", radius)]
+        dots += [Dot(score=share, radius=radius, **last, **common) for radius, share in run.radii.items() if 0 < radius < math.inf]
+    return dots
 
 
 def grouped(dots: Iterable[Dot], key: Callable[[Dot], str]) -> dict[str, list[Dot]]:

@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation
-from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpError, LipdpWarning
+from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.memory import keep_freed_memory
-from lipdp.parametrize import project_
+from lipdp.parametrize import project_, project_outside_
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
@@ -31,15 +31,17 @@ from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even
 from lipdp.training.copies import Copies
 from lipdp.training.grouping import clip_layers
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
+from lipdp.training.optimizer_state import try_optimizer
 from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
+from lipdp.training.plan_checks import check_plan_fits
 from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.records import Progress, layout
 from lipdp.training.repeats import RunRecord, data_marks, record_run
 from lipdp.training.settings import describe_loss
 from lipdp.training.settling import Settled, check_settling, settle
-from lipdp.training.state import STATE_FORMAT, check_state
+from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Streams, derive_run_key, secret_of
@@ -116,6 +118,7 @@ class PrivacyEngine:
         self.plan = plan
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
+        check_plan_fits(plan, model)
         self._query = query_of(model, loss, plan, self._input_shape)
         self._mechanism = StepMechanism(plan, self._query)
         self._augmentation = augmentation
@@ -440,7 +443,7 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data."""
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
-        return copy.deepcopy(
+        content = copy.deepcopy(
             {
                 "format": STATE_FORMAT,
                 "plan": self.plan.to_json(),
@@ -449,43 +452,47 @@ class PrivacyEngine:
                 "run": self._account.nonce,
                 "budget": self._account.name,
                 **self._streams.state_dict(),
-                "proved": self._watch.proved,
                 "clips": dict(self._mechanism.clips),
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "average": None if self.average is None else self.average.state_dict(),
             }
         )
+        return sealed(content)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed."""
+        """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed.
+
+        What a step rests on is not read but derived: weights that are not certainly inside their sets are projected, and all
+        bounds and noise are proved anew.
+        """
+        found = read_state(state, self.plan, self.model, self.optimizer, self.average)
+        self._account.check_resumed(found.budget)
+        proved = not self._watch.changed
+        before = EngineState(**self.state_dict())
         try:
-            check_state(state, self.plan, self.model, self.optimizer, self.average)
-            self._account.check_resumed(state["budget"])
-        except CheckpointError:
-            raise
-        except (LipdpError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is not an engine's state: {error}") from error
-        before = self.state_dict()
-        try:
-            self._load(state)
+            self._load(found)
+            try_optimizer(self.optimizer)
+            project_outside_(self.model)
+            self._check_plan()
+            self._watch.remember()
         except Exception as error:
             self._load(before)
+            self._watch.remember() if proved else self._watch.forget()
             raise CheckpointError(f"this state does not fit the engine: {error}. Nothing was changed.") from error
 
-    def _load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-        self.ledger.releases = self._drawn = int(state["steps"])
-        self.ledger.one_off = [str(name) for name in state["one_off"]]
-        self._account.adopt(str(state["run"]))
-        self._mechanism.clips = {name: float(state["clips"][name]) for name, _ in self.plan.clips}
+    def _load(self, state: EngineState) -> None:
+        self.model.load_state_dict(state.model)
+        self.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+        if self.average is not None and state.average is not None:
+            self.average.load_state_dict(state.average)
+        self.ledger.releases = self._drawn = state.steps
+        self.ledger.one_off = list(state.one_off)
+        self._mechanism.clips = {name: state.clips[name] for name, _ in self.plan.clips}
         self._apply_clips()
-        self._streams.load_state_dict(state)
+        self._account.adopt(state.run)
+        self._streams.load_state_dict(vars(state))
         self._resumed = True
-        self._watch.recall("" if self._settled else state["proved"])
 
     # ------------------------------------------------------------------ checks
 
@@ -503,7 +510,7 @@ class PrivacyEngine:
         for phase in (*plan.phases, plan.phase(min(self.steps, plan.steps - 1))):  # the present one last: it is kept
             self._mechanism.at(phase.start)
         spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
-        if spent > plan.epsilon * _SAME_EPSILON:
+        if not spent <= plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
                 f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
             )

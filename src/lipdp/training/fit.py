@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
@@ -22,6 +23,7 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.history import History
 from lipdp.training.interrupts import Interrupts
+from lipdp.training.optimizer_state import check_scheduler_state
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
 from lipdp.training.statistics import find_standardize
@@ -262,16 +264,28 @@ def _state(engine: PrivacyEngine, history: History, scheduler: Any) -> dict[str,
     }
 
 
+def _derive_costs(history: History, engine: PrivacyEngine) -> None:
+    """What each row's steps cost, by the accountant: a file is not asked."""
+    plan, steps = engine.plan, history.metrics.get("step", [])
+    if any(step != int(step) or not 0 < step <= engine.steps for step in steps) or steps != sorted(set(steps)):
+        raise CheckpointError(f"the history's steps {steps[:3]}… do not lead to the {engine.steps} steps that were taken")
+    history.delta, history.epsilon = plan.delta, engine.epsilon
+    if steps:
+        ledgers = [dataclasses.replace(engine.ledger, releases=int(step)) for step in steps]
+        history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
+
+
 def _restore(file: Path, engine: PrivacyEngine, scheduler: Any) -> History:
     state = load_checkpoint(file, engine.device)
     if set(state) != {"engine", "history", "scheduler"}:
         raise CheckpointError(f"'{file}' is a checkpoint, but not one of lipdp.fit")
     if (state["scheduler"] is None) != (scheduler is None):
         raise CheckpointError(f"'{file}' was made {'without' if scheduler else 'with'} a learning-rate scheduler; pass the same")
-    if scheduler is not None and set(state["scheduler"]) != set(scheduler.state_dict()):
-        raise CheckpointError(f"'{file}' was made with another learning-rate scheduler; pass the same")
+    if scheduler is not None:
+        check_scheduler_state(scheduler, state["scheduler"])
     history = History.from_state(state["history"])
     engine.load_state_dict(state["engine"])
+    _derive_costs(history, engine)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     return history

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import io
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lipdp.errors import ConfigurationError
+from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
+from lipdp.fields import Probability, Range, read
 from lipdp.privacy.ledger import Ledger
 
 __all__ = ["NOT_PRIVATE", "History"]
 
 NOT_PRIVATE = "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; the epsilon is that of a run with a secret key."
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What a saved history holds beside its rows."""
+
+    delta: Probability
+    epsilon: Annotated[float, Range(least=0)] = 0.0
+    seconds: Annotated[float, Range(least=0)] = 0.0
+    private: bool = True
 
 
 class History:
@@ -62,9 +75,12 @@ class History:
         return f"History({', '.join(f'{name}={value!r}' for name, value in self.state_dict().items())})"
 
     def add(self, row: dict[str, float]) -> None:
-        """Append one row."""
-        for name, value in row.items():
-            self.metrics.setdefault(name, []).append(value)
+        """Append one row. A figure that this row or earlier ones lack is NaN there: a resumed run may evaluate other things."""
+        rows = max(map(len, self.metrics.values()), default=0)
+        for name in row:
+            self.metrics.setdefault(name, [math.nan] * rows)
+        for name, column in self.metrics.items():
+            column.append(row.get(name, math.nan))
 
     @property
     def last(self) -> dict[str, float]:
@@ -116,5 +132,20 @@ class History:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
-        """From :meth:`state_dict`."""
-        return cls(**{"private": True, **state})
+        """From :meth:`state_dict`; :class:`~lipdp.errors.CheckpointError` for what is none."""
+        try:
+            figures = read(dict[str, Any], state, "the history")
+            metrics = read(dict[str, list[Any]], figures.pop("metrics", None), "the history's metrics")
+            known: _Figures = read(_Figures, figures, "the history")
+        except LipdpError as error:
+            raise CheckpointError(f"this is no history of a run: {error}") from error
+        history = cls(known.delta, known.epsilon, known.seconds, private=known.private)
+        for name, column in metrics.items():
+            # A metric that is undefined is NaN; what counts the privacy never is.
+            counted = name in ("step", "epoch", "epsilon")
+            strange = [v for v in column if type(v) not in (int, float) or (counted and not 0 <= v < math.inf)]
+            if strange or len(column) != len(metrics.get("step", ())):
+                what = f"holds {strange[0]!r}" if strange else "has not as many rows as the steps"
+                raise CheckpointError(f"this is no history of a run: its column {name!r} {what}")
+            history.metrics[name] = [float(value) for value in column]
+        return history

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import is_number, positive, whole
+from lipdp.fields import Scale, Size, check_fields
+from lipdp.privacy._checks import is_number
 
 __all__ = ["Phase", "Schedule", "cosine_schedule", "linear_schedule", "make_phases", "read_schedule", "segments"]
 
@@ -30,15 +31,13 @@ class Phase:
         frozen: parameters that are no longer trained: no gradient is released for them and no noise is drawn.
     """
 
-    start: int
-    noise: float = 1.0
-    clip: float = 1.0
+    start: Size
+    noise: Scale = 1.0
+    clip: Scale = 1.0
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        whole("a phase's first step", self.start, least=0)
-        for name in ("noise", "clip"):
-            positive(f"the {name} factor of the phase from step {self.start} on", getattr(self, name))
+        check_fields(self, "a phase")
 
 
 def linear_schedule(last: float, levels: int = 8) -> tuple[tuple[float, float], ...]:

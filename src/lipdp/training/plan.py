@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any
 
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
 from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, allocate, noise_energy
-from lipdp.privacy._checks import is_number
 from lipdp.training.phases import Phase, segments
 from lipdp.training.settings import Method, Precision, Source, check_counts, check_method
 
@@ -20,6 +21,8 @@ __all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPla
 CLIPPED_GROUP = "all parameters"
 
 _FORMAT = 2
+_FORMATS = (1, _FORMAT)
+_UNBOUNDED = ("output_norm", "loss_lipschitz"), ("input_norm", "cotangent_norm")  # ∞ is null in JSON: of a plan, of a group
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,15 @@ class ParameterGroup:
 
     name: str
     parameters: tuple[str, ...]
-    size: int
-    sensitivity: float
+    size: Size
+    sensitivity: Annotated[float, Range(least=0, most=1e30)]
     source: Source
-    noise_std: float
-    input_norm: float
-    cotangent_norm: float
+    noise_std: Annotated[float, Range(least=0, most=1e30)]
+    input_norm: Bound
+    cotangent_norm: Bound
 
     def __post_init__(self) -> None:
-        if not (is_number(self.sensitivity) and self.sensitivity >= 0 and is_number(self.noise_std) and self.noise_std >= 0):
-            raise ConfigurationError(
-                f"group {self.name!r} has sensitivity {self.sensitivity!r} and noise {self.noise_std!r}; both are finite numbers"
-            )
+        check_fields(self, f"group {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -92,60 +92,54 @@ class PrivacyPlan:
     """
 
     method: Method
-    dataset_size: int
-    batch_size: int
-    steps: int
-    noise_multiplier: float
-    epsilon: float
-    delta: float
+    dataset_size: Count
+    batch_size: Count
+    steps: Count
+    noise_multiplier: Scale
+    epsilon: Annotated[float, Range(least=0)]
+    delta: Probability
     allocation: Allocation
     adjacency: Adjacency
     accountant: Accountant
     precision: Precision
-    slack: float
+    slack: Annotated[float, Range(least=1, most=1e30)]
     loss: str
-    loss_lipschitz: float
-    output_norm: float
+    loss_lipschitz: Bound
+    output_norm: Bound
     groups: tuple[ParameterGroup, ...]
-    max_grad_norm: float | None = None
+    max_grad_norm: Scale | None = None
     clipping_style: Style = "flat"
     clip: Clip = "clip"
-    stability: float = 0.01
-    noise_weights: tuple[tuple[str, float], ...] = ()
+    stability: Scale = 0.01
+    noise_weights: tuple[tuple[str, Scale], ...] = ()
     phases: tuple[Phase, ...] = (Phase(0),)
-    clips: tuple[tuple[str, float], ...] = ()
+    clips: tuple[tuple[str, Scale], ...] = ()
     adaptive_clips: tuple[str, ...] = ()
     adaptive: AdaptiveClip | None = None
     releases: tuple[Release, ...] = ()
     notes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False)  # norms as they were when planned
 
     def __post_init__(self) -> None:
+        check_fields(self, "a plan")
         check_method(self.method, self.max_grad_norm)
         check_counts(self.dataset_size, self.batch_size, self.steps, None)
-        for name, least in (("noise_multiplier", 0.0), ("epsilon", 0.0), ("delta", 0.0), ("slack", 1.0)):
-            value = getattr(self, name)
-            if not (is_number(value) and value >= least):
-                raise ConfigurationError(f"a plan's {name} is a finite number, at least {least:g}, not {value!r}")
-        choices = {"allocation": Allocation, "adjacency": Adjacency, "accountant": Accountant, "precision": Precision}
-        for name, known in choices.items():
-            if getattr(self, name) not in get_args(known):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(get_args(known))}")
-        for name, known in {"clipping_style": Style, "clip": Clip}.items():
-            if getattr(self, name) not in get_args(known):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(get_args(known))}")
-        if not (is_number(self.stability) and self.stability > 0):
-            raise ConfigurationError(f"a plan's stability is a finite number above 0, not {self.stability!r}")
+        if not self.groups:
+            raise ConfigurationError("a plan without parameter groups trains nothing")
+        _once("group", (group.name for group in self.groups))
+        _once("parameter of a group", (name for group in self.groups for name in group.parameters))
+        _once("clip", (name for name, _ in self.clips))
+        _once("adaptive clip", self.adaptive_clips)
+        _once("noise weight", (name for name, _ in self.noise_weights))
         if set(self.adaptive_clips) - {name for name, _ in self.clips} or (self.adaptive_clips and self.adaptive is None):
             raise ConfigurationError(
                 "a plan's adaptive_clips are among its clips, and come with how they adapt; this one was changed"
             )
-        if not self.groups:
-            raise ConfigurationError("a plan without parameter groups trains nothing")
         starts = [phase.start for phase in self.phases]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= self.steps:
             raise ConfigurationError(
                 f"a plan's phases start at 0 and follow one another within its {self.steps} steps, not {starts}"
             )
+        self.run  # noqa: B018 - what it describes is checked as it is made
 
     @property
     def sampling_rate(self) -> float:
@@ -204,46 +198,26 @@ class PrivacyPlan:
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` gives an equal plan back."""
         content = {"format": _FORMAT, **dataclasses.asdict(self)}
-        for field in ("output_norm", "loss_lipschitz"):
-            content[field] = None if math.isinf(content[field]) else content[field]
-        for group in content["groups"]:
-            for field in ("input_norm", "cotangent_norm"):
-                group[field] = None if math.isinf(group[field]) else group[field]
+        for part, fields in ((content, _UNBOUNDED[0]), *((group, _UNBOUNDED[1]) for group in content["groups"])):
+            part.update({field: None for field in fields if math.isinf(part[field])})
         return json.dumps(content, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyPlan:
-        """A plan from :meth:`to_json`'s text. The engine checks it against the model again before it trusts it."""
-        try:
-            content: dict[str, Any] = json.loads(text)
-            if content.pop("format") not in (1, _FORMAT):
-                raise ConfigurationError(f"this plan was written in another format; this lipdp reads formats up to {_FORMAT}")
-            groups = tuple(
-                ParameterGroup(
-                    **{
-                        **group,
-                        "parameters": tuple(group["parameters"]),
-                        "input_norm": _infinite_if_none(group["input_norm"]),
-                        "cotangent_norm": _infinite_if_none(group["cotangent_norm"]),
-                    }
-                )
-                for group in content.pop("groups")
-            )
-            unbounded = {field: _infinite_if_none(content[field]) for field in ("output_norm", "loss_lipschitz")}
-            nested = {
-                "phases": tuple(
-                    Phase(**{**phase, "frozen": tuple(phase["frozen"])})
-                    for phase in content.pop("phases", [{"start": 0, "frozen": []}])
-                ),
-                "releases": tuple(Release(**release) for release in content.pop("releases", [])),
-                "adaptive": None if (found := content.pop("adaptive", None)) is None else AdaptiveClip(**found),
-                "adaptive_clips": tuple(content.pop("adaptive_clips", [])),
-                **{name: tuple((k, v) for k, v in content.pop(name, [])) for name in ("clips", "noise_weights", "notes")},
-            }
-            return cls(**{**content, **unbounded, **nested}, groups=groups)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"this is not a plan written by PrivacyPlan.to_json(): {error}") from error
+        """A plan from :meth:`to_json`'s text, every field checked. What it promises, an engine derives again from the model."""
+        content: Any = parse_json(text, "a plan")
+        if not isinstance(content, dict) or "format" not in content:
+            raise ConfigurationError("this is not a plan written by PrivacyPlan.to_json(): it does not say its format")
+        number = content.pop("format")
+        if type(number) is not int or number not in _FORMATS:
+            raise ConfigurationError(f"this plan was written in format {number!r}; this lipdp reads formats up to {_FORMAT}")
+        plan: PrivacyPlan = read(cls, content, "the plan")
+        return plan
 
 
-def _infinite_if_none(value: float | None) -> float:
-    return math.inf if value is None else value
+def _once(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigurationError(f"a plan names each {what} once; this one names {name!r} twice")
+        seen.add(name)

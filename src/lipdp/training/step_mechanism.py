@@ -8,19 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from lipdp.errors import ConfigurationError
+from lipdp.fields import Range
 from lipdp.privacy.mechanism import add_noise
 from lipdp.privacy.randomness import Stream
 from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Answer, Query
+from lipdp.training.state import CLIP_RANGE
 
 __all__ = ["StepMechanism", "StepSettings"]
 
 _SAME = 1 + 1e-9
-# A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
-_LEAST, _MOST = 1e-6, 1e6
 _COUNT = "clip count of "
+_SCALE = Range(least=1e-30, most=1e30)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class StepMechanism:
         clips = {name: value * phase.clip for name, value in self.clips.items()}
         if self._known is not None and self._known[0] == (phase, clips):
             return self._known[1]
+        for name, value in clips.items():
+            self._representable(f"the clipping norm {name!r}", value, step)
         bounds = self.query.bounds(clips)
         live = [group for group in self.plan.groups if not set(group.parameters) <= set(phase.frozen)]
         kept = {group.name: bounds[group.name] for group in live}
@@ -78,8 +81,12 @@ class StepMechanism:
         planned = {group.name: group.noise_std for group in self.plan.groups}
         if phase == self.plan.phases[0] and clips == dict(self.plan.clips):
             stds = planned  # the plan's own figures, which the engine has checked
+        for name, bound in kept.items():
+            if bound:
+                self._representable(f"the sensitivity of {name!r}", bound, step)
+                self._representable(f"the noise of {name!r}", stds[name], step)
         real = self.settings.real_multiplier(kept, sizes, {name: stds[name] for name in kept}, phase.noise)
-        if real * _SAME < self.plan.noise_multiplier * phase.noise:
+        if not real * _SAME >= self.plan.noise_multiplier * phase.noise:
             raise ConfigurationError(
                 f"the plan's noise has the multiplier {real:.6g}, less than the {self.plan.noise_multiplier * phase.noise:.6g} "
                 "that it accounts for. Make a new plan."
@@ -88,6 +95,14 @@ class StepMechanism:
         settings = StepSettings(phase, clips, by_name, self.settings.count_noise * phase.noise)
         self._known = (phase, clips), settings
         return settings
+
+    @staticmethod
+    def _representable(what: str, value: float, step: int) -> None:
+        if value not in _SCALE:
+            raise ConfigurationError(
+                f"{what} would be {value:g} in step {step}, too far from 1 for floating point: noise has to be {_SCALE}. Use less "
+                "extreme bounds, factors or allocations."
+            )
 
     def release(self, answer: Answer, settings: StepSettings, draw: Stream) -> dict[str, torch.Tensor]:
         """Noise everything the data said, in one draw; adaptive norms then follow the released counts."""
@@ -99,5 +114,7 @@ class StepMechanism:
                 released = float(noised.pop(_COUNT + name))
                 start = dict(self.plan.clips)[name]
                 self.shares[name] = adaptive.share(released)
-                self.clips[name] = min(max(adaptive.updated(self.clips[name], released), _LEAST * start), _MOST * start)
+                self.clips[name] = min(
+                    max(adaptive.updated(self.clips[name], released), CLIP_RANGE.least * start), CLIP_RANGE.most * start
+                )
         return noised

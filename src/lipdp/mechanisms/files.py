@@ -1,0 +1,69 @@
+"""Mechanisms in files: plain values and tensors, with a digest, written whole or not at all. Nothing in them is executed.
+
+A file holds each thing once: what follows from the rest (sensitivities, sizes of networks, ranks) is derived when it is read, and
+what is read is checked field by field. So a file that was edited is refused, or describes a mechanism that keeps its promise.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lipdp.digest import content_digest
+from lipdp.errors import CheckpointError, LipdpError
+
+__all__ = ["load_file", "save_file"]
+
+T = TypeVar("T")
+PathLike = str | os.PathLike[str]
+
+
+def save_file(content: dict[str, Any], path: PathLike, form: str) -> None:
+    """Write ``content`` as a file of this form."""
+    own = {"format": form, **content}
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise CheckpointError(f"the folder {target.parent} does not exist: make it before saving {target.name} there.")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
+    os.close(handle)
+    try:
+        torch.save({**own, "digest": content_digest(own).hex()}, name)
+        Path(name).chmod(0o644)  # nothing in it is private
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load_file(path: PathLike, form: str, build: Callable[[dict[str, Any]], T]) -> T:
+    """What ``build`` makes of the content of a file of this form; every failure is an error that says what is wrong with it."""
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"there is no mechanism at {file}: learn one and save it, or check the path.")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise many kinds
+        raise CheckpointError(f"{file} can't be read as a mechanism ({type(error).__name__}): is it one, and whole?") from None
+    if not isinstance(content, dict) or not isinstance(content.get("format"), str):
+        raise CheckpointError(f"{file} can't be read as a mechanism (it does not say its format): is it one, and whole?")
+    own = dict(content)
+    digest = own.pop("digest", None)
+    if own["format"] != form:
+        raise CheckpointError(
+            f"{file} is of format {own['format']!r}, not {form!r}: use the loader for what was saved, or learn it again."
+        )
+    try:
+        made = build({name: value for name, value in own.items() if name != "format"})
+        fresh = content_digest(own).hex()
+    except LipdpError as error:
+        raise CheckpointError(f"{file} holds no mechanism that can be trusted: {error}") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{file} can't be read as a mechanism: {error}") from error
+    if digest != fresh:
+        raise CheckpointError(f"{file} was changed since it was saved: its content does not match its digest. Learn it again.")
+    return made

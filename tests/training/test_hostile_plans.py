@@ -1,0 +1,176 @@
+"""Every field of a plan's file with hostile values: refused clearly, or harmless, never a raw exception.
+
+Harmless: with the noise that the engine will draw, and the sensitivities that the model has, every step and every release together
+cost no more than the plan reports.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+
+import pytest
+import torch
+
+import lipdp
+from lipdp import losses, nn
+from lipdp.bounds import analyse
+from lipdp.privacy import AdaptiveClip, PrivateRun, Release, run_epsilon
+from lipdp.training.plan import PrivacyPlan
+from lipdp.training.query import Sample
+from lipdp.training.settings import ROUNDOFF, clipping_slack
+
+from ..hostile import all_edits, refused_or
+from .common import free, planned, small
+
+LOSS = losses.CrossEntropy(tau=4.0)
+
+
+def clipping_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BoundedInput((6,)),
+        nn.SpectralLinear(6, 8),
+        nn.GroupSort(2),
+        nn.ClipGradient(0.8),
+        nn.SpectralLinear(8, 3, bias=False),
+        nn.ClipGradient(0.5, adaptive=True),
+    )
+
+
+def standardised():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BoundedInput((6,)), nn.Standardize(6, radius=1.0), nn.BoundedInput((6,)), torch.nn.Linear(6, 3), nn.ClipGradient(0.5)
+    )
+
+
+def half_proved():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BoundedInput((6,)), torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+SCHEDULE = ((0.0, 1.0), (0.5, 0.5))
+BOOKKEEPING = {"method": "bookkeeping", "max_grad_norm": 0.7}
+CASES = {
+    "proved": (free, {"allocation": "per_layer"}),
+    "weighted": (small, {"allocation": {"1": 1.0, "3": 2.0}}),
+    "changing": (
+        clipping_model,
+        {
+            "adaptive": AdaptiveClip(quantile=0.5),
+            "clip_schedule": SCHEDULE,
+            "noise_schedule": ((0.0, 1.0), (0.75, 1.25)),
+            "freeze": {"1": 0.6},
+        },
+    ),
+    "statistics": (standardised, {"epsilon": 3.0, "statistics_budget": 0.1, "releases": (Release("mean", "pure", 0.1),)}),
+    "clipped": (half_proved, {**BOOKKEEPING, "adaptive": AdaptiveClip(), "clip_schedule": SCHEDULE, "accountant": "pld"}),
+    "by layer": (half_proved, {**BOOKKEEPING, "clipping_style": "per_layer", "clip": "automatic", "allocation": "optimal"}),
+    "mixed": (half_proved, {"method": "mixed", "max_grad_norm": 0.7, "clipped": ["1"]}),
+    "ghost": (half_proved, {"method": "ghost", "max_grad_norm": 0.7}),
+}
+
+
+@functools.cache
+def case(name):
+    make, settings = CASES[name]
+    model = make()
+    return model, planned(model, LOSS, **settings)
+
+
+def engine_for(model, text):
+    own = copy.deepcopy(model)
+    plan = PrivacyPlan.from_json(text)
+    return lipdp.PrivacyEngine(own, copy.deepcopy(LOSS), torch.optim.SGD(own.parameters(), lr=0.1), plan, seed=0)
+
+
+def real_multiplier(engine, settings, original):
+    """σ of a step with this noise, from the model as it is and the norms that are really clipped to."""
+    plan, model = engine.plan, copy.deepcopy(engine.model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ClipGradient):
+            module.max_norm = settings.clips.get(name, module.max_norm)
+    u = ROUNDOFF[original.precision]
+    proved = {}
+    if any(group.source == "proved" for group in original.groups):
+        found = analyse(model, LOSS, check=False)
+        proved = {name: bound * found.slack(u) for name, bound in found.sensitivities.items()}
+    total = 0.0
+    for group in original.groups:
+        stds = {settings.stds[name] for name in group.parameters if name in settings.stds}
+        if not stds:
+            continue
+        assert len(stds) == 1
+        if group.source == "proved":
+            bound = proved[group.name]
+        else:
+            bound = settings.clips.get(group.name, {g.name: g.sensitivity for g in plan.groups}[group.name])
+            bound *= clipping_slack(original.precision)
+        assert bound > 0
+        total += (bound / stds.pop()) ** 2
+    if plan.adaptive_clips:
+        total += len(plan.adaptive_clips) * (0.5 / settings.count_std) ** 2
+    return 1 / math.sqrt(total)
+
+
+def check_contribution(engine, settings):
+    """What one loud record adds, group by group, is within the bounds that the noise is for."""
+    draw = torch.Generator().manual_seed(1)
+    x, y = 100 * torch.randn(1, 6, generator=draw), torch.zeros(1, dtype=torch.long)
+    bounds = engine._query.bounds(settings.clips)
+    trained = {name: p for name, p in engine.model.named_parameters() if name in settings.stds}
+    answer = engine._query.ask(trained, Sample(x, y, 4, torch.device("cpu")), settings.clips)
+    for group in engine.plan.groups:
+        parts = [answer.sums[name].norm() for name in group.parameters if name in answer.sums]
+        size = math.hypot(*map(float, parts))
+        assert size <= bounds[group.name] * (1 + 1e-4), (group.name, size, bounds[group.name])
+
+
+def harmless(original, engine):
+    plan = engine.plan
+    segments = []
+    ends = [*(phase.start for phase in plan.phases[1:]), plan.steps]
+    for phase, end in zip(plan.phases, ends, strict=True):
+        settings = engine._mechanism.at(phase.start)
+        segments.append((real_multiplier(engine, settings, original), end - phase.start))
+        check_contribution(engine, settings)
+    statistics = [Release(r.name, "gaussian" if r.name == "statistics" else r.kind, r.amount) for r in plan.releases]
+    real = PrivateRun(plan.batch_size / plan.dataset_size, tuple(segments), tuple(statistics))
+    spent = run_epsilon(real, plan.delta, "pld" if plan.adjacency == "replace_one" else "rdp", plan.adjacency)
+    if plan.accountant == "pld" and spent > plan.epsilon:
+        spent = run_epsilon(real, plan.delta, "pld", plan.adjacency)
+    assert spent <= plan.epsilon * (1 + 1e-5), (spent, plan.epsilon)
+    assert engine.ledger.planned_epsilon >= spent * (1 - 1e-5)
+    assert str(plan)
+
+
+def run_case(name, share):
+    model, plan = case(name)
+    content = json.loads(plan.to_json())
+    outcomes = {"refused": 0, "harmless": 0}
+    failures = []
+    for what, edited in all_edits(content, share, seed=sorted(CASES).index(name)):
+        try:
+            outcomes[refused_or(what, lambda c: engine_for(model, json.dumps(c)), edited, functools.partial(harmless, plan))] += 1
+        except AssertionError as error:
+            failures.append(f"{what}: {error}")
+    assert not failures, f"{len(failures)} of {sum(outcomes.values()) + len(failures)}:\n" + "\n".join(failures[:40])
+    return outcomes
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_edited_plans_are_refused_or_harmless(name):
+    outcomes = run_case(name, 0.05)
+    print(name, outcomes)
+    assert outcomes["refused"] > 0
+    assert outcomes["harmless"] > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_harness_accepts_the_plan_as_it_is(name):
+    model, plan = case(name)
+    harmless(plan, engine_for(model, plan.to_json()))
