@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,14 @@ from pathlib import Path
 
 from lipdp.errors import ConfigurationError
 
-__all__ = ["lock", "opened", "sync_folder", "write_all"]
+__all__ = ["has_locks", "lock", "opened", "sync_folder", "write_all"]
+
+_CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+def has_locks() -> bool:
+    """Whether this system has the locks of files that are used here; Windows has not."""
+    return importlib.util.find_spec("fcntl") is not None
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> None:
@@ -17,12 +25,10 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> None:
 
     The operating system gives it back when the file is closed, also by a process that is killed.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows: no lock, so no promise
-        raise ConfigurationError(
-            "budgets and checkpoints need fcntl file locks, which this system lacks: use Linux or macOS."
-        ) from None
+    if not has_locks():  # no lock, so no promise
+        raise ConfigurationError("a budget needs fcntl file locks, which this system lacks: use Linux or macOS.")
+    import fcntl
+
     fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
 
 
@@ -30,7 +36,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> None:
 def opened(path: Path, flags: int, *, shared: bool = False, wait: bool = True) -> Iterator[int]:
     """The file at ``path``, locked: the one that is there once the lock is had, were it replaced meanwhile."""
     while True:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | _CLOSED_ON_EXEC, 0o666)
         try:
             lock(descriptor, shared=shared, wait=wait)
             if _is_at(descriptor, path):
@@ -57,7 +63,9 @@ def write_all(descriptor: int, content: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make new and renamed files of a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    if os.name == "nt":  # folders are no files there
+        return
+    descriptor = os.open(folder, os.O_RDONLY | _CLOSED_ON_EXEC)
     try:
         os.fsync(descriptor)
     finally:
