@@ -122,7 +122,7 @@ def test_replayed_steps_are_the_steps_without_graphs(monkeypatch: pytest.MonkeyP
     assert graphed.refused is None
     assert graphed.recordings == 1
     assert engine._project._replayed._graphed.recordings == 1
-    assert engine._watch._sums._graphed.recordings == 1
+    assert engine._watch._words._graphed.recordings == 1
     monkeypatch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
     plain, _ = trained("cuda")
     for p, q in zip(replayed.parameters(), plain.parameters(), strict=True):

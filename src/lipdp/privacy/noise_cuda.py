@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import struct
 import warnings
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lipdp.digest import keyed_words
 from lipdp.errors import LipdpNotice
-from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, most_steps, noised_on_processor, table
+from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, noised_on_processor, table
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
 __all__ = ["available", "chacha_on_device", "noised_on_device", "words_of"]
@@ -147,7 +148,7 @@ def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: 
     if count == 0:
         return released
     bins, cells, ends, heights, half_square, series = _tables(mantissa_of(std), device)
-    spacing = grid(std)
+    exponent = math.frexp(grid(std))[1] - 1  # it is a power of two
     # One value in 20 is listed at most; that one in 8 were has a probability below 2^-1000 where it is not certain to fit.
     capacity = count // 8 + 4096
     places, words = (torch.empty(capacity, dtype=kind, device=device) for kind in (torch.int32, torch.int64))
@@ -155,12 +156,12 @@ def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: 
     kernels = _kernels()
     sums = flat.contiguous()
     kernels.draw[(-(-count // (8 * _BLOCK)),)](
-        sums, released, key, cells, places, words, listed, count, capacity, 1 / spacing, spacing, most_steps(spacing), segment,
+        sums, released, key, cells, places, words, listed, count, capacity, exponent, segment,
         CELLS=_CELLS, BLOCK=_BLOCK,
     )  # fmt: skip
     kernels.settle[(min(_PROGRAMS, -(-capacity // _LISTED)),)](
-        sums, released, key, ends, heights, half_square, series, places, words, listed, capacity, bins, 1 / spacing, spacing,
-        most_steps(spacing), segment, TERMS=TERMS, BLOCK=_LISTED,
+        sums, released, key, ends, heights, half_square, series, places, words, listed, capacity, bins, exponent,
+        segment, TERMS=TERMS, BLOCK=_LISTED,
     )  # fmt: skip
     return released
 

@@ -134,8 +134,15 @@ def digest(values, s0, s1, s2, s3, s4, s5, s6, s7, out, first, count, BLOCK: tl.
 
 
 @triton.jit
-def _released(total, noise, inverse, spacing, most):
-    """(round(S/g) + (N + ½))·g, in float64."""
+def _power(exponent):
+    """2^exponent in float64, by its bits: numbers that are handed to a kernel come in float32."""
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _released(total, noise, exponent):
+    """(round(S/g) + (N + ½))·g with g = 2^exponent, in float64; sums stay below 2^1000, as on a processor."""
+    inverse, spacing, most = _power(-exponent), _power(exponent), _power(1000 - tl.maximum(exponent, 0))
     steps = total.to(tl.float64) * inverse
     steps = tl.where(steps == steps, steps, 0.0)
     size = tl.minimum(tl.abs(steps), most)
@@ -143,7 +150,7 @@ def _released(total, noise, inverse, spacing, most):
     return (tl.where(steps < 0, -size, size) + (noise.to(tl.float64) + 0.5)) * spacing
 
 
-@triton.jit(do_not_specialize=["count", "capacity", "segment"])
+@triton.jit(do_not_specialize=["count", "capacity", "segment", "exponent"])
 def draw(
     sums,
     released,
@@ -154,9 +161,7 @@ def draw(
     slow_count,
     count,
     capacity,
-    inverse,
-    spacing,
-    most,
+    exponent,
     segment,
     CELLS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -178,7 +183,7 @@ def draw(
     noise = ((chosen ^ (signed >> 63)) << 36) | (signed & 0xFFFFFFFFF)
     slow = inside & (chosen < 0)
     total = tl.load(sums + place, mask=inside, other=0.0)
-    value = _released(total, noise, inverse, spacing, most)
+    value = _released(total, noise, exponent)
     tl.store(released + place, value.to(released.dtype.element_ty), mask=inside & (chosen >= 0))
     ones = slow.to(tl.int32)
     base = tl.atomic_add(slow_count, tl.sum(ones))
@@ -258,7 +263,7 @@ def _is_under(chosen, v1, v0, drawn1, drawn0, half_square, heights, series, TERM
     return (left1 < right1) | ((left1 == right1) & (left0 < right0))
 
 
-@triton.jit(do_not_specialize=["capacity", "bins", "segment"])
+@triton.jit(do_not_specialize=["capacity", "bins", "segment", "exponent"])
 def settle(
     sums,
     released,
@@ -272,9 +277,7 @@ def settle(
     slow_count,
     capacity,
     bins,
-    inverse,
-    spacing,
-    most,
+    exponent,
     segment,
     TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -328,6 +331,6 @@ def settle(
             noise = tl.where(fine, ((chosen.to(tl.int64) ^ sign) << 36) | (signed & 0xFFFFFFFFF), noise)
             active = active & (fine == 0)
             attempt += 1
-        value = _released(tl.load(sums + place, mask=listed, other=0.0), noise, inverse, spacing, most)
+        value = _released(tl.load(sums + place, mask=listed, other=0.0), noise, exponent)
         tl.store(released + place, value.to(released.dtype.element_ty), mask=listed)
         start += tl.num_programs(0) * BLOCK

@@ -1,0 +1,75 @@
+"""What the checks of a step cost: the watch over model and loss, the program's classes, the state that forward may not write.
+
+python benchmarks/checks.py --batch 1024 --device cpu|cuda      # small and large CNN, shares of a whole clipless step
+"""
+
+import argparse
+import time
+
+import torch
+from step import SIZES, lipschitz_twin
+
+import lipdp
+from lipdp import losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    for name in SIZES:
+        torch.manual_seed(0)
+        model, loss = lipschitz_twin(*SIZES[name]).to(device), losses.CrossEntropy(tau=10.0)
+        plan = lipdp.plan(
+            model, loss, dataset_size=50_000, batch_size=options.batch, delta=1e-5, noise_multiplier=1.0, steps=10_000, accountant="rdp"
+        )
+        engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=options.batch)
+        spent = {"checks": 0.0}
+
+        def timed(owner: object, attribute: str, spent: dict[str, float] = spent) -> None:
+            original = getattr(owner, attribute)
+
+            def measured(*args: object) -> object:
+                start = now()
+                result = original(*args)
+                spent["checks"] += now() - start
+                return result
+
+            setattr(owner, attribute, measured)
+
+        x, y = torch.randn(options.batch, 3, 32, 32, device=device), torch.arange(options.batch, device=device) % 10
+
+        def run(count: int, engine: lipdp.PrivacyEngine = engine, x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            batches = [(x.clone(), y.clone()) for _ in range(count)]
+            start = now()
+            for batch in batches:
+                engine.step(*batch)
+            return (now() - start) / count
+
+        run(4)
+        step = run(options.steps)
+        watch = engine._watch
+        for attribute in ("restore_modes", "check_structure", "remember_values"):
+            timed(watch, attribute)
+        program = engine._query.program  # type: ignore[attr-defined]
+        start = now()
+        for _ in range(options.steps):
+            _ = watch.changed
+            program.has_changed_classes()
+        looking = (now() - start) / options.steps
+        run(options.steps)
+        checks = spent["checks"] / options.steps + looking
+        print(f"{name}: step {1e3 * step:.2f} ms, checks {1e3 * checks:.3f} ms, {checks / step:.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
