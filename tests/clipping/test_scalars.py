@@ -224,7 +224,7 @@ def test_modules_with_plain_tensors(kind):
 
 
 @pytest.mark.parametrize("kind", HELD)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["naive", "bookkeeping"])
 def test_modules_with_plain_tensors_train(kind, method):
     torch.manual_seed(0)
     model = Holder(*HELD[kind], dtype=torch.float32)

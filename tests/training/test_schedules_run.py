@@ -54,7 +54,7 @@ def _options(kind):
     }[kind]
 
 
-@settings(max_examples=int(os.environ.get("LIPDP_SCHEDULES", "20")), deadline=None)
+@settings(max_examples=int(os.environ.get("LIPDP_SCHEDULES", "12")), deadline=None)
 @given(
     kind=st.sampled_from(["clipless", "map", "adaptive", "mixed", "flat", "per_layer", "quantile"]),
     steps=st.integers(1, 6),
