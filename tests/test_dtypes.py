@@ -61,7 +61,7 @@ def trained(kind, data, dtype=torch.float32, **options):
     plan = lipdp.plan(
         model, loss, dataset_size=SIZE, batch_size=batch, delta=1e-3, noise_multiplier=1.0, steps=2, accountant="rdp", **settings
     )
-    lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, data, validation=data, seed=1, **options)
+    lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, data, validation=data, seed=1, reproducible=True, **options)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -130,7 +130,7 @@ def test_statistics_and_settled_features():
             made, loss, dataset_size=SIZE, batch_size=16, delta=1e-3, epsilon=5.0, steps=2, statistics_budget=0.2, accountant="rdp"
         )
         data = TensorDataset(x, labels())
-        lipdp.fit(made, loss, torch.optim.SGD(made.parameters(), lr=0.5), plan, data, seed=1, settle=True)
+        lipdp.fit(made, loss, torch.optim.SGD(made.parameters(), lr=0.5), plan, data, seed=1, reproducible=True, settle=True)
         results.append(made.state_dict())
     assert same(*results)
     front = torch.nn.Linear(4, 2)
@@ -148,7 +148,7 @@ def test_a_number_beyond_the_models_type_is_refused_with_its_record():
     trained("clipless", TensorDataset(x, labels()), torch.float64)  # where it is a number
     model, loss, settings = clipless()
     plan = lipdp.plan(model, loss, dataset_size=SIZE, batch_size=16, delta=1e-3, noise_multiplier=1.0, steps=2, **settings)
-    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, seed=0)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, seed=0, reproducible=True)
     engine.step(x, labels())  # a loop of one's own: left out, as any record that is not finite
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
@@ -194,7 +194,7 @@ def test_token_ids_stay_whole_numbers(given):
         method="bookkeeping",
         max_grad_norm=1,
     )
-    lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, data, seed=1)
+    lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, data, seed=1, reproducible=True)
     assert Types(nn.Sequential(nn.BoundedEmbedding(9, 5, length=4), nn.TokenMean())).inputs(ids).dtype == torch.int64
 
 

@@ -37,7 +37,7 @@ def test_train_from_the_shell_in_json(tmp_path):
     result = json.loads(done.stdout)  # nothing else
     assert 0.15 < result["accuracy"] <= 1
     assert 0 < result["epsilon"] < 10
-    expected = {"delta": 1e-4, "steps": 12, "method": "clipless", "recipe": "digits-mlp", "seed": 3, "noise_multiplier": 5.0}
+    expected = {"delta": 1e-4, "steps": 12, "method": "clipless", "recipe": "digits-mlp", "seed": 3, "noise_multiplier": 5.0, "private": True}
     assert result.items() >= expected.items()
     assert result["seconds"] > 0
     assert (result["dataset"], result["evaluated_on"]) == ("digits", "test")
@@ -45,7 +45,7 @@ def test_train_from_the_shell_in_json(tmp_path):
 
 
 def test_settings_seed_and_output(lipdp, tmp_path):
-    common = ("train", "digits-mlp", *SHORT, "--seed", "5", "--set", "options.hidden=32", "--set", "momentum=0.5", "--json")
+    common = ("train", "digits-mlp", *SHORT, "--reproducible", "5", "--set", "options.hidden=32", "--set", "momentum=0.5", "--json")
     folder = tmp_path / "a" / "run"
     first = lipdp(*common, "--output", folder).json
     again = lipdp(*common).json
@@ -56,12 +56,22 @@ def test_settings_seed_and_output(lipdp, tmp_path):
     assert json.loads((folder / "history.json").read_text())["metrics"]["step"][-1] == 12
     saved = json.loads((folder / "result.json").read_text())
     assert saved["accuracy"] == first["accuracy"]
-    assert "seed" not in saved  # a secret
+    assert "seed" not in saved
+    assert saved["private"] is first["private"] is False
     model = models.create("mlp", input_shape=(1, 8, 8), classes=10, hidden=(32,), clip=0.5)
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     refused = lipdp(*common, "--output", folder)
     assert refused.code == 2
     assert "already holds plan.json" in refused.stderr
+
+
+def test_a_seed_is_of_the_weights_and_a_reproducible_run_says_that_it_is_not_private(lipdp):
+    common = ("train", "digits-mlp", *SHORT)
+    said = lipdp(*common, "--reproducible", "5").stdout
+    assert "NOT PRIVATE" in said.splitlines()[-1]
+    first, again = (lipdp(*common, "--seed", "5", "--json").json for _ in range(2))
+    assert first["private"] is again["private"] is True
+    assert "NOT PRIVATE" not in lipdp(*common, "--seed", "5").stdout
 
 
 def test_validation_fraction_leaves_the_test_set_alone(lipdp):
@@ -80,7 +90,7 @@ def test_both_budget_and_noise_give_the_longest_run(lipdp):
 
 def test_interrupted_and_resumed_is_the_same_run(lipdp, tmp_path, monkeypatch):
     file = tmp_path / "run.ckpt"
-    common = ("train", "digits-mlp", *SHORT, "--seed", "7", "--json")
+    common = ("train", "digits-mlp", *SHORT, "--reproducible", "7", "--json")
     whole = lipdp(*common).json
 
     def interrupt(self, run, row):
@@ -150,6 +160,8 @@ def test_resume_without_a_checkpoint_says_so(lipdp, tmp_path):
         (("--device", "abacus"), "--device abacus can't be used here"),
         (("--microbatch-size", "0", *SHORT), "microbatch_size must be"),
         (("--seed", str(2**70)), "--seed must be below"),
+        (("--reproducible", str(2**70)), "--reproducible must be below"),
+        (("--reproducible", "1", "--seed", "1"), "leave --seed out"),
         (("--output", "/dev/null/run"), "Not a directory"),
     ],
 )

@@ -166,7 +166,7 @@ def test_a_model_with_a_learned_scale_trains(method):
         model, loss, dataset_size=64, batch_size=16, delta=1e-3, noise_multiplier=1.0, steps=2, method=method, max_grad_norm=1.0
     )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    lipdp.fit(model, loss, torch.optim.Adam(model.parameters(), lr=0.1), plan, TensorDataset(x, y), seed=0)
+    lipdp.fit(model, loss, torch.optim.Adam(model.parameters(), lr=0.1), plan, TensorDataset(x, y), seed=0, reproducible=True)
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
     assert all(p.shape == before[name].shape for name, p in model.named_parameters())
 
@@ -232,7 +232,7 @@ def test_modules_with_plain_tensors_train(kind, method):
     plan = lipdp.plan(
         model, loss, dataset_size=32, batch_size=16, delta=1e-3, noise_multiplier=1.0, steps=1, method=method, max_grad_norm=1.0
     )
-    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0, reproducible=True)
     engine.step(inputs(16).float(), torch.arange(16) % 3)
     assert engine.steps == 1
 

@@ -203,7 +203,7 @@ def _trained(callbacks: list[DiagnosisCallback]) -> dict[str, torch.Tensor]:
     loss = losses.CrossEntropy()
     plan = lipdp.plan(model, loss, dataset_size=60, batch_size=20, delta=1e-3, noise_multiplier=2.0, steps=6, accountant="rdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    lipdp.fit(model, loss, optimizer, plan, TensorDataset(x, y), callbacks=callbacks, seed=1, evaluations=3)
+    lipdp.fit(model, loss, optimizer, plan, TensorDataset(x, y), callbacks=callbacks, seed=1, reproducible=True, evaluations=3)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

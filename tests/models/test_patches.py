@@ -252,7 +252,7 @@ def test_training_on_stored_features() -> None:
     plan = lipdp.plan(
         head, loss, dataset_size=40, batch_size=40, delta=1e-3, epsilon=50.0, steps=3, statistics_budget=0.1, accountant="rdp"
     )
-    lipdp.fit(head, loss, torch.optim.SGD(head.parameters(), lr=1.0), plan, features, seed=0)
+    lipdp.fit(head, loss, torch.optim.SGD(head.parameters(), lr=1.0), plan, features, seed=0, reproducible=True)
     assert torch.allclose(model(data.tensors[0]), head(features.tensors[0]), atol=1e-5)
     assert torch.count_nonzero(model(data.tensors[0])) > 0
 
@@ -263,7 +263,7 @@ def test_training_on_stored_features() -> None:
 def test_a_run_on_digits() -> None:
     options = {"blocks": [{"kind": "patches", "patch": 3, "filters": 20, "grid": 3, "mirror": False}], "centre": "private"}
     tiny = FeatureRecipe("tiny", "digits", "patches-linear", options, batch_size=1438, steps=30, delta=1e-4, statistics_budget=0.1)
-    result = train_on_features(tiny.but(learning_rate=30.0), epsilon=8.0, seed=0, accountant="rdp")
+    result = train_on_features(tiny.but(learning_rate=30.0), epsilon=8.0, seed=0, reproducible=True, accountant="rdp")
     assert result.accuracy > 0.85
     assert result.epsilon <= 8
     assert [release.name for release in result.plan.releases] == ["statistics"]

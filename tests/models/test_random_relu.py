@@ -143,7 +143,7 @@ def test_a_run_on_digits() -> None:
         "tiny", "digits", "patches-linear", options, batch_size=1438, steps=40, delta=1e-4, statistics_budget=0.05,
         schedule="linear", learning_rate=2.0, loss="squares",
     )  # fmt: skip
-    result = train_on_features(recipe, epsilon=8.0, seed=0, accountant="rdp")
+    result = train_on_features(recipe, epsilon=8.0, seed=0, reproducible=True, accountant="rdp")
     assert result.accuracy > 0.93
     assert result.epsilon <= 8
     assert isinstance(recipe.make_loss(), losses.Squares)

@@ -33,7 +33,7 @@ TINY = FeatureRecipe("tiny", "digits", "scattering-linear", SMALL, batch_size=25
     ids=lambda c: "-".join(c) or "linear",
 )
 def test_a_run(changes: dict[str, Any]) -> None:
-    result = train_on_features(TINY.but(**changes), epsilon=8.0, seed=0, accountant="rdp")
+    result = train_on_features(TINY.but(**changes), epsilon=8.0, seed=0, reproducible=True, accountant="rdp")
     assert result.accuracy > 0.8
     assert result.epsilon <= 8
     assert result.steps == 40
@@ -43,8 +43,8 @@ def test_a_run(changes: dict[str, Any]) -> None:
 
 
 def test_runs_repeat_and_the_cache_changes_nothing(tmp_path: Path) -> None:
-    first, again = (train_on_features(TINY, epsilon=3.0, seed=5, accountant="rdp", cache=tmp_path) for _ in range(2))
-    other = train_on_features(TINY, epsilon=3.0, seed=6, accountant="rdp")
+    first, again = (train_on_features(TINY, epsilon=3.0, seed=5, reproducible=True, accountant="rdp", cache=tmp_path) for _ in range(2))
+    other = train_on_features(TINY, epsilon=3.0, seed=6, reproducible=True, accountant="rdp")
     weights = [[p.detach() for p in r.model.parameters()][-1] for r in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -54,17 +54,17 @@ def test_runs_repeat_and_the_cache_changes_nothing(tmp_path: Path) -> None:
 def test_features_in_a_store_serve_many_runs() -> None:
     """A run alone may write over its features, one of many must not; both are the same run."""
     changes = {"options": {**SMALL, "statistics": "private"}, "statistics_budget": 0.1, "steps": 10}
-    alone = train_on_features(TINY.but(**changes), epsilon=3.0, seed=5, accountant="rdp")
+    alone = train_on_features(TINY.but(**changes), epsilon=3.0, seed=5, reproducible=True, accountant="rdp")
     store: dict[str, Any] = {}
     for _ in range(2):
-        shared = train_on_features(TINY.but(**changes), epsilon=3.0, seed=5, accountant="rdp", store=store)
+        shared = train_on_features(TINY.but(**changes), epsilon=3.0, seed=5, reproducible=True, accountant="rdp", store=store)
         assert len(store) == 1
         for mine, theirs in zip(alone.model.parameters(), shared.model.parameters(), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-5)
 
 
 def test_a_part_of_the_training_set_is_held_out() -> None:
-    result = train_on_features(TINY.but(steps=2), epsilon=3.0, seed=0, accountant="rdp", validation_fraction=0.25)
+    result = train_on_features(TINY.but(steps=2), epsilon=3.0, seed=0, reproducible=True, accountant="rdp", validation_fraction=0.25)
     assert result.plan.dataset_size == 1078
 
 

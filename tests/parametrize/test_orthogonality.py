@@ -76,7 +76,7 @@ def test_the_engine_noises_the_kernel_and_pulls_it_back_to_theta(pi: Any) -> Non
         wanted = {**{name: p for name, p in model.named_parameters() if name not in leaves}, **leaves}
         total = torch.autograd.grad(LOSS(model(x), y).sum(), list(wanted.values()))
     expected = pull_back(model, {name: g / 64 for name, g in zip(wanted, total, strict=True)})
-    lipdp.PrivacyEngine(model, LOSS, optimizer, planned(model, noise_multiplier=1e-4), seed=0).step(x, y)
+    lipdp.PrivacyEngine(model, LOSS, optimizer, planned(model, noise_multiplier=1e-4), seed=0, reproducible=True).step(x, y)
     for found, (name, parameter) in zip(optimizer.seen[0], model.named_parameters(), strict=True):
         assert found.shape == parameter.shape
         assert torch.allclose(found, expected[name], atol=2e-3), name
@@ -88,7 +88,7 @@ def test_noise_lives_in_the_space_of_the_kernel(pi: Any) -> None:
     model = network(pi)
     plan = planned(model)
     released: list[dict[str, torch.Tensor]] = []
-    engine = lipdp.PrivacyEngine(model, LOSS, Recorder(model.parameters()), plan, seed=3)
+    engine = lipdp.PrivacyEngine(model, LOSS, Recorder(model.parameters()), plan, seed=3, reproducible=True)
     inner = engine._query.gradients
     engine._query.gradients = lambda noised: released.append(dict(noised)) or inner(noised)  # type: ignore[method-assign]
     x, y = data()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -12,12 +14,13 @@ from scipy import stats
 from lipdp import privacy
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import sampling
+from lipdp.privacy.randomness import chacha_bytes
 
 SEED = 123_456_789
 
 
 def memberships(size, q, steps):
-    sampler = privacy.PoissonSampler(size, q, SEED)
+    sampler = privacy.PoissonSampler(size, q, SEED, reproducible=True)
     inside = torch.zeros(steps, size)
     for step in range(steps):
         inside[step, sampler.indices(step)] = 1
@@ -43,14 +46,35 @@ def test_records_and_steps_are_pairwise_independent():
         assert largest < stats.norm.isf(1e-6 / (k * (k - 1))) / math.sqrt(length)
 
 
-@pytest.mark.parametrize("q", [1e-3, 0.05, 0.5, 1.0])
-def test_a_record_is_in_where_its_uniform_is_below_q(q):
+@pytest.mark.parametrize("q", [1e-9, 1e-3, 0.05, 0.5, 2 / 3, 1.0])
+def test_a_record_is_in_where_its_word_is_below_q(q):
     for size in (1, 17, 5000):
-        uniforms = torch.rand(size, dtype=torch.float64, generator=privacy.generator(SEED, 3, "t"))
-        expected = [place for place, value in enumerate(uniforms.tolist()) if value < q]
-        found = privacy.poisson_indices(size, q, privacy.generator(SEED, 3, "t"))
+        stream = privacy.generator(SEED, 3, "t")
+        words = np.frombuffer(chacha_bytes(copy.copy(stream).next_key("poisson", size, q), 4 * size), dtype="<u4")
+        expected = [place for place, word in enumerate(words.tolist()) if word < q * 2**32]
+        found = privacy.poisson_indices(size, q, stream)
         assert found.dtype == torch.int64
         assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("q", [2 / 3, 0.1, 1e-12, 3 * 2.0**-60, 2.0**-40 + 2.0**-90])
+def test_ties_are_decided_by_further_bits(q, monkeypatch):
+    """Where all first words are those of q, records enter with the probability that is left: 512 more bits against the rest of q."""
+    below = math.floor(q * 2**32)
+    rest = q * 2**32 - below
+    monkeypatch.setattr(sampling, "fill_with_chacha", lambda place, *_: place.cast("I").__setitem__(slice(None), _words(below, len(place))))
+    found = privacy.poisson_indices(4000, q, privacy.generator(SEED, 0, "t"))
+    assert stats.binomtest(len(found), 4000, rest).pvalue > 1e-6
+    assert rest == 0 or 0 < rest < 1
+
+
+def _words(value, size):
+    return memoryview(np.full(size // 4, value, dtype=np.uint32))
+
+
+def test_a_rate_that_words_hold_exactly_has_no_ties(monkeypatch):
+    monkeypatch.setattr(sampling, "_resolve", lambda *_: pytest.fail("nothing to decide"))
+    privacy.poisson_indices(1000, 0.375, privacy.generator(SEED, 0, "t"))
 
 
 def test_indices_are_sorted_unique_longs():
@@ -70,30 +94,22 @@ def test_everything_nothing_and_tiny_rates():
     assert privacy.poisson_indices(10, 1e-12, g).shape == (0,)
 
 
-def test_small_rates_are_not_rounded(monkeypatch):
-    """Uniforms of float32 are multiples of 2⁻²⁴: at q = 1.25·2⁻²⁴ they would sample 2/1.25 of what they should."""
-    asked = []
-    original = torch.rand
-    monkeypatch.setattr(torch, "rand", lambda *a, **k: asked.append(k["dtype"]) or original(*a, **k))
-    privacy.poisson_indices(10, 1.25 * 2**-24, privacy.generator(SEED, 0, "t"))
-    assert asked == [torch.float64]
-
-
-def test_blocks_are_joined(monkeypatch):
-    monkeypatch.setattr(sampling, "_BLOCK", 7)
-    assert torch.equal(privacy.poisson_indices(50, 1.0, privacy.generator(SEED, 0, "t")), torch.arange(50))
+def test_pieces_are_joined(monkeypatch):
+    whole = privacy.poisson_indices(3000, 0.3, privacy.generator(SEED, 0, "t"))
+    monkeypatch.setattr(sampling, "_PIECE", 64)
+    assert torch.equal(privacy.poisson_indices(3000, 0.3, privacy.generator(SEED, 0, "t")), whole)
 
 
 def test_a_step_can_be_repeated():
-    sampler, again = privacy.PoissonSampler(500, 0.1, SEED), privacy.PoissonSampler(500, 0.1, SEED)
+    sampler, again = (privacy.PoissonSampler(500, 0.1, SEED, reproducible=True) for _ in range(2))
     later = [again.indices(step) for step in (5, 3, 4)]
     assert all(torch.equal(sampler.indices(step), found) for step, found in zip((5, 3, 4), later, strict=True))
     assert not torch.equal(sampler.indices(3), sampler.indices(4))
-    assert not torch.equal(sampler.indices(3), privacy.PoissonSampler(500, 0.1, SEED + 1).indices(3))
+    assert not torch.equal(sampler.indices(3), privacy.PoissonSampler(500, 0.1, SEED + 1, reproducible=True).indices(3))
 
 
 def test_sampler_tells_its_expectation_and_hides_its_seed():
-    sampler = privacy.PoissonSampler(500, 0.1, SEED)
+    sampler = privacy.PoissonSampler(500, 0.1, SEED, reproducible=True)
     assert sampler.expected_size == pytest.approx(50)
     assert str(SEED) not in repr(sampler)
 
@@ -105,13 +121,23 @@ def test_sampler_tells_its_expectation_and_hides_its_seed():
 )  # fmt: skip
 def test_bad_samplers(size, q, seed, match):
     with pytest.raises(ConfigurationError, match=match):
-        privacy.PoissonSampler(size, q, seed)
+        privacy.PoissonSampler(size, q, seed, reproducible=True)
+
+
+def test_a_seed_alone_is_refused_and_none_is_drawn_from_the_system():
+    with pytest.raises(ConfigurationError, match="reproducible=True"):
+        privacy.PoissonSampler(10, 0.5, 3)
+    one, two = privacy.PoissonSampler(500, 0.5), privacy.PoissonSampler(500, 0.5)
+    assert torch.equal(one.indices(1), one.indices(1))
+    assert not torch.equal(one.indices(1), two.indices(1))
 
 
 def test_bad_indices():
     for size, q in [(-1, 0.5), (1.5, 0.5), (10, 0), (10, 2)]:
         with pytest.raises(ConfigurationError):
-            privacy.poisson_indices(size, q, torch.Generator())
+            privacy.poisson_indices(size, q, privacy.Stream())
+    with pytest.raises(ConfigurationError, match="Stream"):
+        privacy.poisson_indices(10, 0.5, torch.Generator())
 
 
 def test_derived_seeds_are_the_documented_hash():
@@ -128,46 +154,24 @@ def test_derived_seeds_are_distinct():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_fresh_seeds():
-    seeds = [privacy.fresh_seed() for _ in range(100)]
-    assert len(set(seeds)) == 100
-    assert 2**120 < max(seeds) < 2**128  # 100 seeds all below 2¹²⁰: probability 2⁻⁸⁰⁰
-
-
 def draw(*triple):
-    return torch.rand(8, dtype=torch.float64, generator=privacy.generator(*triple))
+    return privacy.generator(*triple).uniforms(8)
 
 
-def test_generators_are_functions_of_the_triple():
+def test_streams_are_functions_of_the_triple():
     assert torch.equal(draw(SEED, 3, "noise"), draw(SEED, 3, "noise"))
     for other in [(SEED + 1, 3, "noise"), (SEED, 4, "noise"), (SEED, 3, "sample")]:
         assert not torch.equal(draw(SEED, 3, "noise"), draw(*other))
-    assert privacy.generator(SEED, 3, "noise").initial_seed() == privacy.derive_seed(SEED, 3, "noise")
 
 
-def test_cpu_generators_use_more_than_32_bits(monkeypatch):
-    """torch's CPU generator ignores the upper half of its seed; ours differ even where the derived seeds agree."""
-    low = torch.rand(8, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(low, torch.rand(8, generator=torch.Generator().manual_seed(5 + 2**32)))  # why we take the trouble
-    monkeypatch.setattr("lipdp.privacy.randomness.derive_seed", lambda *_: 5)
-    assert not torch.equal(draw(SEED, 3, "noise"), draw(SEED, 4, "noise"))
-
-
-def test_generators_of_a_step_stay_good_generators():
-    """Uniformity over the first draw of 5,000 generators and over 50,000 draws of one; Kolmogorov–Smirnov at 1e-6."""
-    firsts = [float(torch.rand((), dtype=torch.float64, generator=privacy.generator(SEED, t, "u"))) for t in range(5000)]
-    many = torch.rand(50_000, dtype=torch.float64, generator=privacy.generator(SEED, 0, "u")).numpy()
+def test_first_draws_of_many_streams_are_uniform():
+    firsts = [float(privacy.generator(SEED, t, "u").uniforms(1)) for t in range(5000)]
     assert stats.kstest(firsts, "uniform").pvalue > 1e-6
-    assert stats.kstest(many, "uniform").pvalue > 1e-6
-
-
-def test_unknown_state_layouts_are_refused(monkeypatch):
-    monkeypatch.setattr("lipdp.privacy.randomness._MT_OFFSET", 4)
-    with pytest.raises(ConfigurationError, match="32 bits"):
-        privacy.generator(SEED, 0, "noise")
 
 
 @pytest.mark.parametrize("triple", [(-1, 0, "a"), (1.0, 0, "a"), (0, -1, "a"), (0, 0.5, "a"), (0, 0, ""), (0, 0, None)])
 def test_bad_triples(triple):
     with pytest.raises(ConfigurationError):
         privacy.derive_seed(*triple)
+    with pytest.raises(ConfigurationError):
+        privacy.generator(*triple)

@@ -47,7 +47,7 @@ def test_a_step(name):
     ready = recipes.prepare(recipe.but(epochs=1.0), info, noise_multiplier=1.0, accountant="rdp", seed=0)
     assert ready.plan.dataset_size == info.train_size
     before = [parameter.detach().clone() for parameter in ready.model.parameters()]
-    engine = lipdp.PrivacyEngine(ready.model, ready.loss, ready.optimizer, ready.plan, seed=0, microbatch_size=4)
+    engine = lipdp.PrivacyEngine(ready.model, ready.loss, ready.optimizer, ready.plan, seed=0, reproducible=True, microbatch_size=4)
     engine.step(inputs(info, 3), torch.randint(0, info.classes, (3,)))
     assert engine.steps == 1
     for old, new in zip(before, ready.model.parameters(), strict=True):

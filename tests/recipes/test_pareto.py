@@ -56,7 +56,7 @@ def test_best_for_each_budget() -> None:
 
 def test_histories_of_real_runs(tmp_path: Path) -> None:
     recipe = get("digits-mlp").but(epochs=1, batch_size=512)
-    result = train(recipe, epsilon=3.0, seed=77, accountant="rdp", validation_fraction=0.25, evaluations=2)
+    result = train(recipe, epsilon=3.0, seed=77, reproducible=True, accountant="rdp", validation_fraction=0.25, evaluations=2)
     file = tmp_path / "deep" / "runs.jsonl"
     append_history(file, recipe, result, evaluated_on="validation", certified={0.1: 0.25})
     append_history(file, recipe, result, evaluated_on="test")

@@ -99,7 +99,7 @@ QUICK = recipes.Recipe(
 
 def test_digits_end_to_end_and_reproducible():
     recipe = QUICK.but(ema_decay=0.8)
-    runs = [recipes.train(recipe, epsilon=3.0, seed=seed) for seed in (5, 5, 6)]
+    runs = [recipes.train(recipe, epsilon=3.0, seed=seed, reproducible=True) for seed in (5, 5, 6)]
     assert runs[0].accuracy == runs[1].accuracy
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -114,13 +114,13 @@ def test_digits_end_to_end_and_reproducible():
 
 
 def test_the_short_name_trains_too():
-    run = recipes.train(recipes.get("digits").but(epochs=2.0), epsilon=3.0, seed=1, evaluations=1)
+    run = recipes.train(recipes.get("digits").but(epochs=2.0), epsilon=3.0, seed=1, reproducible=True, evaluations=1)
     assert run.epsilon == run.plan.epsilon <= 3.0
     assert run.recipe == "digits-mlp"
 
 
 def test_a_validation_part_of_the_training_set():
-    run = recipes.train(QUICK, epsilon=3.0, seed=1, validation_fraction=0.2, evaluations=2)
+    run = recipes.train(QUICK, epsilon=3.0, seed=1, reproducible=True, validation_fraction=0.2, evaluations=2)
     assert run.plan.dataset_size == 1438 - 288
     assert run.history.last["validation_accuracy"] == pytest.approx(run.accuracy)
 
@@ -135,19 +135,19 @@ class StopAt(Callback):
 
 def test_a_run_that_was_stopped_reports_what_it_did_and_goes_on(tmp_path):
     recipe, file = QUICK, tmp_path / "run"
-    part = recipes.train(recipe, epsilon=3.0, seed=2, checkpoint=file, callbacks=[StopAt(4)])
+    part = recipes.train(recipe, epsilon=3.0, seed=2, reproducible=True, checkpoint=file, callbacks=[StopAt(4)])
     assert part.steps == 4
     assert part.epsilon < part.plan.epsilon
     with pytest.raises(CheckpointError):
-        recipes.train(recipe, epsilon=3.0, seed=2, checkpoint=file)
-    rest = recipes.train(recipe, epsilon=3.0, seed=2, checkpoint=file, resume=True)
-    whole = recipes.train(recipe, epsilon=3.0, seed=2)
+        recipes.train(recipe, epsilon=3.0, seed=2, reproducible=True, checkpoint=file)
+    rest = recipes.train(recipe, epsilon=3.0, seed=2, reproducible=True, checkpoint=file, resume=True)
+    whole = recipes.train(recipe, epsilon=3.0, seed=2, reproducible=True)
     assert (rest.accuracy, rest.epsilon, rest.steps) == (whole.accuracy, whole.epsilon, whole.steps)
 
 
 @needs_mnist
 def test_mnist_in_two_epochs():
-    run = recipes.train(recipes.get("mnist-mlp").but(epochs=2.0), epsilon=3.0, seed=0, evaluations=1)
+    run = recipes.train(recipes.get("mnist-mlp").but(epochs=2.0), epsilon=3.0, seed=0, reproducible=True, evaluations=1)
     assert run.accuracy > 0.7
     assert run.epsilon == run.plan.epsilon <= 3.0
 
@@ -157,6 +157,6 @@ def test_mnist_convolutions_in_a_few_steps():
     """A smaller network and batch than the recipe's own: it is the way that is tested."""
     options = {"channels": (4, 4), "kernel_size": 3, "hidden": None, "clip": 0.5}
     recipe = recipes.Recipe("quick", "mnist", "lenet", options, batch_size=300, epochs=0.1)
-    run = recipes.train(recipe, epsilon=8.0, seed=0, evaluations=1)
+    run = recipes.train(recipe, epsilon=8.0, seed=0, reproducible=True, evaluations=1)
     assert run.accuracy > 0.2
     assert run.steps == 20

@@ -211,11 +211,11 @@ def test_the_model_exports(options: dict) -> None:
 
 
 def test_a_run_learns_what_a_line_cannot(tiny: DatasetInfo) -> None:
-    result = train_table(TINY, epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
+    result = train_table(TINY, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
     assert result.auroc > 0.93
     assert result.summary()["auroc"] == result.auroc
     assert result.epsilon <= 4.0
-    line = train_table(TINY.but(options={"clip": 0.3}), epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
+    line = train_table(TINY.but(options={"clip": 0.3}), epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
     assert line.auroc < 0.7
 
 
@@ -235,7 +235,7 @@ def test_features_of_few_columns_estimate_the_sum_of_their_kernels() -> None:
 def test_centred_features_are_paid_for(tiny: DatasetInfo) -> None:
     options = {"fourier": 60, "scale": 2.0, "clip": 0.3, "centre": True}
     recipe = TINY.but(options=options, statistics_budget=0.1)
-    result = train_table(recipe, epsilon=4.0, seed=1, accountant="rdp", evaluations=1)
+    result = train_table(recipe, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
     assert [release.name for release in result.plan.releases] == ["statistics"]
     assert result.epsilon <= 4.0
     assert result.auroc > 0.93
@@ -258,7 +258,7 @@ def test_features_are_computed_once_where_that_pays(tiny: DatasetInfo) -> None:
     assert not worth_settling(TINY.but(epochs=1), model, 1200)
     assert not worth_settling(TINY, model, 2**28)
     once, anew = (
-        train_table(TINY.but(epochs=epochs), epsilon=4.0, seed=2, accountant="rdp", evaluations=1) for epochs in (1.6, 1.4)
+        train_table(TINY.but(epochs=epochs), epsilon=4.0, seed=2, reproducible=True, accountant="rdp", evaluations=1) for epochs in (1.6, 1.4)
     )
     assert once.steps > anew.steps
     # The same steps on the same batches, whether or not the features are stored.
@@ -268,7 +268,7 @@ def test_features_are_computed_once_where_that_pays(tiny: DatasetInfo) -> None:
 def _weights_after(recipe: TabularRecipe, info: DatasetInfo, settle: bool) -> torch.Tensor:
     learn = data.load(recipe.dataset)[0]
     ready = prepare_table(recipe, info, noise_multiplier=2.0, accountant="rdp", seed=4)
-    lipdp.fit(ready.model, ready.loss, ready.optimizer, ready.plan, learn, seed=4, evaluations=1, settle=settle)
+    lipdp.fit(ready.model, ready.loss, ready.optimizer, ready.plan, learn, seed=4, reproducible=True, evaluations=1, settle=settle)
     return ready.model[-2].weight.detach()
 
 
@@ -278,7 +278,7 @@ def test_a_batch_is_at_most_the_table(tiny: DatasetInfo) -> None:
 
 
 def test_the_history_has_the_validation_auroc(tiny: DatasetInfo) -> None:
-    result = train_table(TINY, epsilon=4.0, seed=1, accountant="rdp", evaluations=3, validation_fraction=0.25)
+    result = train_table(TINY, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=3, validation_fraction=0.25)
     rows = result.history.metrics
     assert len(rows[AUROC]) == len(rows["step"]) == 3
     assert rows[AUROC][-1] == pytest.approx(result.auroc, abs=1e-9)

@@ -315,6 +315,13 @@ def test_a_copy_repeats_or_is_refused():
     assert twin.steps == 2
 
 
+def test_a_copy_of_an_engine_is_no_copy_of_the_data():
+    data = toy()
+    engine = engine_with()
+    next(engine.samples(data))
+    assert copy.deepcopy(engine)._streams._dataset is data
+
+
 @pytest.mark.parametrize("change", ["batch", "label", "weights", "learning rate"])
 def test_a_rewound_engine_repeats_or_is_refused(change):
     engine = engine_with(lr=0.1)

@@ -91,7 +91,7 @@ def test_the_engine_noises_the_effective_gradient_and_pulls_it_back(pi) -> None:
     with effective_leaves(model) as leaves:
         total = torch.autograd.grad(LOSS(model(x), y).sum(), list(leaves.values()))
     expected = pull_back(model, {name: g / 64 for name, g in zip(leaves, total, strict=True)})
-    lipdp.PrivacyEngine(model, LOSS, optimizer, plan, seed=0).step(x, y)
+    lipdp.PrivacyEngine(model, LOSS, optimizer, plan, seed=0, reproducible=True).step(x, y)
     for found, (name, reference) in zip(optimizer.seen[0], expected.items(), strict=True):
         assert torch.allclose(found, reference, atol=2e-4), name
 
@@ -102,7 +102,7 @@ def test_noise_lives_in_the_space_of_the_weight(pi) -> None:
     model = network(pi)
     plan = planned(model)
     released: list[dict[str, torch.Tensor]] = []
-    engine = lipdp.PrivacyEngine(model, LOSS, Recorder(model.parameters()), plan, seed=3)
+    engine = lipdp.PrivacyEngine(model, LOSS, Recorder(model.parameters()), plan, seed=3, reproducible=True)
     inner = engine._query.gradients
     engine._query.gradients = lambda noised: released.append(dict(noised)) or inner(noised)  # type: ignore[method-assign]
     x, y = data()
@@ -120,7 +120,7 @@ def test_a_reparametrised_network_trains_and_stays_in_its_set(pi) -> None:
     x, y = data(512)
     plan = planned(model, dataset_size=512, batch_size=128, noise_multiplier=0.5)
     before = lipdp.evaluate(model, LOSS, TensorDataset(x, y))["accuracy"]
-    lipdp.fit(model, LOSS, torch.optim.Adam(model.parameters(), lr=0.02), plan, TensorDataset(x, y), seed=0, evaluations=1)
+    lipdp.fit(model, LOSS, torch.optim.Adam(model.parameters(), lr=0.02), plan, TensorDataset(x, y), seed=0, reproducible=True, evaluations=1)
     assert lipdp.evaluate(model, LOSS, TensorDataset(x, y))["accuracy"] > before + 0.1
     for layer in (model[1], model[4]):
         weight = layer.effective("weight").detach().double()

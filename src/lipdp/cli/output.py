@@ -117,6 +117,7 @@ def print_fields(where: Console, fields: Iterable[tuple[str, str]]) -> None:
 
 def print_plan(where: Console, plan: PrivacyPlan) -> None:
     """A plan: what it guarantees, what it does, and a row for each parameter."""
+    from lipdp.training.plan_table import grid_line
     from lipdp.training.plan_table import table as groups
 
     where.print("[bold]Privacy plan[/bold]")
@@ -129,7 +130,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
                 f"{plan.steps:,} steps, Poisson batches of {plan.batch_size:,} expected out of {plan.dataset_size:,} "
                 f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs)",
             ),
-            ("noise", f"multiplier {plan.noise_multiplier:.4f}, {plan.allocation} allocation"),
+            ("noise", f"multiplier {plan.noise_multiplier:.4f}, {plan.allocation} allocation; {grid_line(plan)}"),
             ("method", f"{plan.method}; {plan.precision}, rounding slack {plan.slack - 1:.1e}"),
             ("loss", f"{plan.loss}, Lipschitz constant {number(plan.loss_lipschitz)}"),
         ),

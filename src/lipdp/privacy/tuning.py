@@ -31,6 +31,7 @@ import torch
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._checks import is_number, positive, probability
 from lipdp.privacy.accounting import event
+from lipdp.privacy.randomness import Stream
 from lipdp.privacy.runs import PrivateRun
 
 __all__ = ["DISTRIBUTIONS", "Repetitions", "affordable_run", "record_coins", "score_multiplier", "tuning_epsilon"]
@@ -94,9 +95,9 @@ class Repetitions:
         ways = math.lgamma(k + eta) - math.lgamma(eta) - math.lgamma(k + 1)
         return math.exp(k * math.log1p(-gamma) + ways) / math.expm1(-eta * math.log(gamma))
 
-    def draw(self, generator: torch.Generator) -> int:
-        """K, by inversion of the distribution function. It is a secret, as the generator is."""
-        uniform = float(torch.rand((), generator=generator, dtype=torch.float64, device=generator.device))
+    def draw(self, generator: Stream) -> int:
+        """K, by inversion of the distribution function. It is a secret, as the stream's key is."""
+        uniform = float(generator.uniforms(1))
         k, below = 0, self.probability(0)
         chance = self.probability(1)
         while uniform >= below + chance and k + 1 < _MOST:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp import data
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
-from lipdp.privacy import Approximate, derive_seed, fresh_seed, generator
+from lipdp.privacy import Approximate, add_noise, derive_seed, fresh_seed, generator
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
 from lipdp.recipes.recipe import Prepared, Recipe, prepare
@@ -118,7 +118,10 @@ def tune_privately(
         if made.plan.run != reference:
             raise BudgetError(f"the settings {settings} change what a run releases: its curve is not the one accounted for")
         figure = _accuracy(made, learn, held_out, sweep.device, derive_seed(key, number, "run"))
-        score = figure + noise * float(torch.randn((), generator=generator(key, number, "score"), dtype=torch.float64))
+        # The count of correct records is a whole number, so it lies on the noise's grid.
+        correct = {"score": torch.tensor(float(round(figure * len(held_out))), dtype=torch.float64)}
+        noised = add_noise(correct, {"score": noise * len(held_out)}, generator(key, number, "score"))
+        score = float(noised["score"]) / len(held_out)
         if best is None or score > best.score:
             best = PrivateFinding(made.recipe, settings, score, total, recipe.delta, one, repetitions, noise, made.model)
         if progress is not None:

@@ -13,6 +13,7 @@ from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
 from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, allocate, noise_energy
+from lipdp.privacy.noise import DISTANCE, grid, grid_factor
 from lipdp.training.phases import Phase, segments
 from lipdp.training.settings import Method, Precision, Source, check_counts, check_method
 
@@ -48,6 +49,11 @@ class ParameterGroup:
     noise_std: Annotated[float, Range(least=0, most=1e30)]
     input_norm: Bound
     cotangent_norm: Bound
+
+    @property
+    def grid(self) -> float:
+        """The spacing of the public grid that the noised sum lies on: a power of two, at most 2⁻⁴¹ of the noise; 0 without noise."""
+        return grid(self.noise_std) if self.noise_std > 0 else 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, f"group {self.name!r}")
@@ -179,6 +185,17 @@ class PrivacyPlan:
     def noise_energy(self) -> float:
         """Σ_d p_d·s_d²: expected squared norm of the noise of one step."""
         return sum(group.size * group.noise_std**2 for group in self.groups)
+
+    @property
+    def grid_cost(self) -> float:
+        """By how much, relative to itself, the noise is larger because sums are rounded to its grid; it is in ``noise_stds``."""
+        return grid_factor(self.noise_multiplier, sum(group.size for group in self.groups if group.sensitivity > 0)) - 1
+
+    @property
+    def noise_distance(self) -> float:
+        """What the noise's distance from exact noise adds to δ: (1 + e^ε) times that of one value, over all values of all steps."""
+        size = sum(group.size for group in self.groups)
+        return (1 + math.exp(min(self.epsilon, 700.0))) * DISTANCE * size * self.steps
 
     @property
     def noise_energies(self) -> dict[Allocation, float]:

@@ -14,15 +14,28 @@ from rich.table import Table
 if TYPE_CHECKING:
     from lipdp.training.plan import PrivacyPlan
 
-__all__ = ["render", "table"]
+__all__ = ["grid_line", "render", "table"]
 
 
 def _number(value: float) -> str:
     return "–" if math.isinf(value) else f"{value:.4g}"
 
 
+def _power(value: float) -> str:
+    """A power of two."""
+    return f"2^{math.frexp(value)[1] - 1}" if value > 0 else "–"
+
+
+def grid_line(plan: PrivacyPlan) -> str:
+    """What the noise is and what its grid costs."""
+    return (
+        f"exact Gaussian noise on public grids, at most 2^-41 of its std apart: rounding sums to them is {plan.grid_cost:.1e} of the noise; "
+        f"the noise's distance from exact adds {plan.noise_distance:.1e} to delta"
+    )
+
+
 def table(plan: PrivacyPlan) -> Table:
-    """Layer, X, G, Δ, where Δ comes from, noise, size: a row for each parameter group."""
+    """Layer, X, G, Δ, where Δ comes from, noise, its grid, size: a row for each parameter group."""
     rows = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
     total = sum(group.size for group in plan.groups)
     rows.add_column("parameter", footer="whole step", no_wrap=True)
@@ -30,10 +43,11 @@ def table(plan: PrivacyPlan) -> Table:
         rows.add_column(header, footer=footer, justify="right", no_wrap=True)
     rows.add_column("source", no_wrap=True)
     rows.add_column("noise std", footer=_number(math.sqrt(plan.noise_energy / total)), justify="right", no_wrap=True)
+    rows.add_column("grid", justify="right", no_wrap=True)
     rows.add_column("parameters", footer=f"{total:,}", justify="right", no_wrap=True)
     for group in plan.groups:
         numbers = [_number(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity)]
-        rows.add_row(group.name, *numbers, group.source, _number(group.noise_std), f"{group.size:,}")
+        rows.add_row(group.name, *numbers, group.source, _number(group.noise_std), _power(group.grid), f"{group.size:,}")
     return rows
 
 
@@ -77,6 +91,7 @@ def render(plan: PrivacyPlan) -> str:
         else f"Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}"
     )
     console.print(f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}")
+    console.print(f"  {grid_line(plan)}", markup=False, soft_wrap=True)
     for line in _extras(plan):
         console.print(f"  {line}", markup=False, soft_wrap=True)
     console.print(table(plan))

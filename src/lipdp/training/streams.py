@@ -8,6 +8,7 @@ repeats it bit by bit, and is no new release.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import types
 from collections.abc import Iterator, Mapping
@@ -134,6 +135,10 @@ class Streams:
         self._versions: list[tuple[int, int, int]] = []
         self._dataset: Any = None
         know_run(self.run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
+        """A copy that knows the same dataset: not one of its records."""
+        return copy.copy(self)
 
     # ------------------------------------------------------------------ the data
 
