@@ -91,20 +91,6 @@ class ModelWatch:
         """No values are proved until :meth:`remember`."""
         self.values = []
 
-    @property
-    def proved(self) -> str:
-        """A sign of the weights that were projected last, for a checkpoint; empty where none were."""
-        return content_digest(*self._parameters).hex() if self.values else ""
-
-    def recall(self, proved: str) -> None:
-        """After weights were loaded: if they are those of :attr:`proved`, they need not be projected again, which would move
-        them."""
-        if not isinstance(proved, str):
-            raise TypeError("the sign of the weights that were proved is a text")
-        self.forget()
-        if proved == content_digest(*self._parameters).hex():
-            self.remember()
-
     def _present_structure(self) -> list[dict[str, Any]]:
         """Children and trained parameters of every module. The objects themselves: a number may be given to another one later."""
         trained = [{name: p for name, p in m._parameters.items() if p is not None and p.requires_grad} for m in self._modules]
