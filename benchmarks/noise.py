@@ -66,7 +66,10 @@ def main() -> None:
     rows = []
     for size in arguments.sizes:
         rows.append(measure(int(size), torch.device(arguments.device), arguments.seconds))
-        print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in rows[-1].items()), flush=True)
+        print(
+            "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in rows[-1].items()),
+            flush=True,
+        )
     if arguments.output:
         path = Path(arguments.output)
         before = json.loads(path.read_text()) if path.exists() else []

@@ -61,7 +61,9 @@ def trained(kind, data, dtype=torch.float32, **options):
     plan = lipdp.plan(
         model, loss, dataset_size=SIZE, batch_size=batch, delta=1e-3, noise_multiplier=1.0, steps=2, accountant="rdp", **settings
     )
-    lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, data, validation=data, seed=1, reproducible=True, **options)
+    lipdp.fit(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, data, validation=data, seed=1, reproducible=True, **options
+    )
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -1,7 +1,8 @@
 """Digests of values: equal only for equal content, whatever it is made of, with order, shapes and types counted.
 
-On a processor it is SHA-256 over the bytes, or Poly1305 where a secret key is at hand. A tensor on another device is mixed there under a secret key, so that no step waits
-for a copy of it: a keyed 64-bit sum over its words, each multiplied and folded together with its position.
+On a processor it is SHA-256 over the bytes, or Poly1305 where a secret key is at hand. A tensor on another device is mixed there
+under a secret key, so that no step waits for a copy of it: a keyed 64-bit sum over its words, each multiplied and folded together
+with its position.
 """
 
 from __future__ import annotations
@@ -147,4 +148,4 @@ class Tag:
 
     def finish(self) -> bytes:
         """The tag, 16 bytes."""
-        return self._hasher.finalize()
+        return bytes(self._hasher.finalize())

@@ -37,7 +37,15 @@ def test_train_from_the_shell_in_json(tmp_path):
     result = json.loads(done.stdout)  # nothing else
     assert 0.15 < result["accuracy"] <= 1
     assert 0 < result["epsilon"] < 10
-    expected = {"delta": 1e-4, "steps": 12, "method": "clipless", "recipe": "digits-mlp", "seed": 3, "noise_multiplier": 5.0, "private": True}
+    expected = {
+        "delta": 1e-4,
+        "steps": 12,
+        "method": "clipless",
+        "recipe": "digits-mlp",
+        "seed": 3,
+        "noise_multiplier": 5.0,
+        "private": True,
+    }
     assert result.items() >= expected.items()
     assert result["seconds"] > 0
     assert (result["dataset"], result["evaluated_on"]) == ("digits", "test")

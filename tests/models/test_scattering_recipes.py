@@ -43,7 +43,9 @@ def test_a_run(changes: dict[str, Any]) -> None:
 
 
 def test_runs_repeat_and_the_cache_changes_nothing(tmp_path: Path) -> None:
-    first, again = (train_on_features(TINY, epsilon=3.0, seed=5, reproducible=True, accountant="rdp", cache=tmp_path) for _ in range(2))
+    first, again = (
+        train_on_features(TINY, epsilon=3.0, seed=5, reproducible=True, accountant="rdp", cache=tmp_path) for _ in range(2)
+    )
     other = train_on_features(TINY, epsilon=3.0, seed=6, reproducible=True, accountant="rdp")
     weights = [[p.detach() for p in r.model.parameters()][-1] for r in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
@@ -64,7 +66,9 @@ def test_features_in_a_store_serve_many_runs() -> None:
 
 
 def test_a_part_of_the_training_set_is_held_out() -> None:
-    result = train_on_features(TINY.but(steps=2), epsilon=3.0, seed=0, reproducible=True, accountant="rdp", validation_fraction=0.25)
+    result = train_on_features(
+        TINY.but(steps=2), epsilon=3.0, seed=0, reproducible=True, accountant="rdp", validation_fraction=0.25
+    )
     assert result.plan.dataset_size == 1078
 
 

@@ -6,6 +6,7 @@ Keys are fixed; false-alarm rates are those for a fresh key.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 
@@ -86,7 +87,7 @@ def test_tails_beyond_six_standard_deviations(std):
     width = 2.0**36 * grid(std) / std
     first = math.ceil(4.5 / width)
     starts = [0, *bins.ends, 2**128]
-    areas = np.array([float(b - a) for a, b in zip(starts, starts[1:], strict=False)])
+    areas = np.array([float(b - a) for a, b in itertools.pairwise(starts)])
     numbers = np.arange(2 * bins.bins)
     areas[numbers % bins.bins < first] = 0
     draw = np.random.default_rng(5)
@@ -125,7 +126,7 @@ def test_areas_are_those_of_the_curve(std):
         assert bins.bins * ratio >= 13
         curve = [mp.exp(-((k * ratio) ** 2) / 2) for k in range(bins.bins + 1)]
         total = mp.fsum(curve[:-1])
-        areas = [*curve[1:], *(a - b for a, b in zip(curve[:-2], curve[1:-1], strict=True))]
+        areas = [*curve[1:], *(a - b for a, b in itertools.pairwise(curve[:-1]))]
         end = mp.mpf(0)
         for found, area in zip(bins.ends, areas, strict=True):
             end += area / total
@@ -306,8 +307,8 @@ def finest(values):
 def membership(release, count=12):
     """Right answers of someone who knows that the sum is 0, or 0.3 with the record, in 40,000 coordinates of one step at ε = 1.
 
-    He looks at what came out close to 0. Of noise in floating point around 0 such values have all bits; those that came from −0.3 + 0.3
-    have lost theirs.
+    He looks at what came out close to 0. Of noise in floating point around 0 such values have all bits; those that came from −0.3
+    + 0.3 have lost theirs.
     """
     right = 0
     for number in range(count):

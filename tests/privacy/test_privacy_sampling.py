@@ -59,10 +59,14 @@ def test_a_record_is_in_where_its_word_is_below_q(q):
 
 @pytest.mark.parametrize("q", [2 / 3, 0.1, 1e-12, 3 * 2.0**-60, 2.0**-40 + 2.0**-90])
 def test_ties_are_decided_by_further_bits(q, monkeypatch):
-    """Where all first words are those of q, records enter with the probability that is left: 512 more bits against the rest of q."""
+    """Where all first words are those of q, records enter with the probability that is left: 512 more bits against the rest of
+    q.
+    """
     below = math.floor(q * 2**32)
     rest = q * 2**32 - below
-    monkeypatch.setattr(sampling, "fill_with_chacha", lambda place, *_: place.cast("I").__setitem__(slice(None), _words(below, len(place))))
+    monkeypatch.setattr(
+        sampling, "fill_with_chacha", lambda place, *_: place.cast("I").__setitem__(slice(None), _words(below, len(place)))
+    )
     found = privacy.poisson_indices(4000, q, privacy.generator(SEED, 0, "t"))
     assert stats.binomtest(len(found), 4000, rest).pvalue > 1e-6
     assert rest == 0 or 0 < rest < 1

@@ -139,7 +139,9 @@ def test_awkward_values() -> None:
 def test_whole_weights_of_neighbours_stay_below_epsilon_exactly(
     values: list[float], other: float, quantile: float, epsilon: float
 ) -> None:
-    """The whole numbers that a place is drawn from, of both neighbours, at every place where they change: |log ratio| ≤ ε, no slack."""
+    """The whole numbers that a place is drawn from, of both neighbours, at every place where they change: |log ratio| ≤ ε, no
+    slack.
+    """
 
     def probabilities(data: list[float], at: list[int]) -> list[tuple[int, int]]:
         places = np.sort(np.floor(np.array(data) * 2**30).astype(np.int64) + 1) if data else np.empty(0, dtype=np.int64)
@@ -151,15 +153,12 @@ def test_whole_weights_of_neighbours_stay_below_epsilon_exactly(
                 return 0
 
         spy = Spy()
-        found = []
         slope = Fraction(epsilon) * quantiles._LESS / (2 * max(Fraction(quantile), 1 - Fraction(quantile)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantiles, "_pick", lambda given, stream: blocks.extend(given) or 0)
             quantiles._choose_place(places, Fraction(quantile), slope, spy)  # type: ignore[arg-type]
         total = sum((stop - start) * weight for start, stop, weight in blocks)
-        for place in at:
-            found.append((next(weight for start, stop, weight in blocks if start <= place < stop), total))
-        return found
+        return [(next(weight for start, stop, weight in blocks if start <= place < stop), total) for place in at]
 
     more = [*values, other]
     at = sorted({0, 2**30, *(min(math.floor(v * 2**30) + d, 2**30) for v in more for d in (0, 1))})

@@ -146,8 +146,8 @@ def predicted(bits, known):
 def test_noise_is_not_linear_in_any_state():
     """The attack of issue 15 in small: bits of the noise where the sum is known, linear algebra over GF(2), the bits to come.
 
-    torch's generator falls to it: its bits follow a recurrence of length 19,937. Ours do not: of 1,000 bits half are guessed (7 standard
-    deviations allowed, a false alarm of 3e-12), and the shortest recurrence is as long as it is for coins.
+    torch's generator falls to it: its bits follow a recurrence of length 19,937. Ours do not: of 1,000 bits half are guessed (7
+    standard deviations allowed, a false alarm of 3e-12), and the shortest recurrence is as long as it is for coins.
     """
     known, asked = 40_500, 1000
     mersenne = torch.empty(known + asked, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(3)) & 1

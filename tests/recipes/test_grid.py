@@ -85,9 +85,15 @@ def test_a_clipped_head_trains_as_the_proved_one(monkeypatch: pytest.MonkeyPatch
         "toy", "toy", "scattering-linear", options, batch_size=60, steps=12, learning_rate=5.0, allocation="global"
     )
     clipped = proved.but(options={**options, "clip": None}, max_grad_norm=0.4)
-    runs = [recipes.train(recipe, epsilon=None, noise_multiplier=0.05, accountant="rdp", seed=1, reproducible=True) for recipe in (proved, clipped)]
+    runs = [
+        recipes.train(recipe, epsilon=None, noise_multiplier=0.05, accountant="rdp", seed=1, reproducible=True)
+        for recipe in (proved, clipped)
+    ]
     assert [run.method for run in runs] == ["clipless", "bookkeeping"]
     assert runs[0].plan.sensitivity == pytest.approx(runs[1].plan.sensitivity, rel=1e-4)
     assert all(run.accuracy > 0.9 for run in runs)
     hidden = clipped.but(model="scattering-mlp", options={**clipped.options, "hidden_clip": None, "hidden": (8,)})
-    assert recipes.train(hidden, epsilon=None, noise_multiplier=0.05, accountant="rdp", seed=1, reproducible=True).method == "bookkeeping"
+    assert (
+        recipes.train(hidden, epsilon=None, noise_multiplier=0.05, accountant="rdp", seed=1, reproducible=True).method
+        == "bookkeeping"
+    )

@@ -258,7 +258,8 @@ def test_features_are_computed_once_where_that_pays(tiny: DatasetInfo) -> None:
     assert not worth_settling(TINY.but(epochs=1), model, 1200)
     assert not worth_settling(TINY, model, 2**28)
     once, anew = (
-        train_table(TINY.but(epochs=epochs), epsilon=4.0, seed=2, reproducible=True, accountant="rdp", evaluations=1) for epochs in (1.6, 1.4)
+        train_table(TINY.but(epochs=epochs), epsilon=4.0, seed=2, reproducible=True, accountant="rdp", evaluations=1)
+        for epochs in (1.6, 1.4)
     )
     assert once.steps > anew.steps
     # The same steps on the same batches, whether or not the features are stored.

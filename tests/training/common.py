@@ -46,7 +46,9 @@ def planned(model, loss=None, **changes):
 
 
 def quiet(model, loss=None, **changes):
-    """A plan with hardly any noise: what comes out is the sum. Noise follows the batch, so that no other run's can be subtracted."""
+    """A plan with hardly any noise: what comes out is the sum. Noise follows the batch, so that no other run's can be
+    subtracted.
+    """
     return planned(model, loss, **{"noise_multiplier": 1e-6, **changes})
 
 

@@ -218,7 +218,9 @@ def test_the_history_shows_the_clipping_norm_and_the_released_share_only_when_pa
     for adaptive in (None, CLIP):
         model = plain_model()
         plan = clipped_plan(model, adaptive=adaptive)
-        history = lipdp.fit(model, CROSS_ENTROPY, torch.optim.SGD(model.parameters(), lr=0.1), plan, data, seed=0, reproducible=True)
+        history = lipdp.fit(
+            model, CROSS_ENTROPY, torch.optim.SGD(model.parameters(), lr=0.1), plan, data, seed=0, reproducible=True
+        )
         assert ("clipped" in history.metrics) == (adaptive is not None)
         assert ("clip" in history.metrics) == (adaptive is not None)
     model = plain_model()

@@ -1,8 +1,8 @@
 """Keys bound to everything a release depends on: the attacks of issue 15 on resumed, re-seeded, copied and rewound runs, again.
 
-Each attack subtracts two releases that should have had the same noise. It wins if what is left is the difference of two gradients: far
-below the noise. Where it fails, what is left is noise of √2 times the planned deviation. :func:`left_over` measures it, so that 0 is a
-win and √2 a loss for the attacker; of some 100 to 200 numbers it is within 0.5 of √2 but with probability 1e-9.
+Each attack subtracts two releases that should have had the same noise. It wins if what is left is the difference of two gradients:
+far below the noise. Where it fails, what is left is noise of √2 times the planned deviation. :func:`left_over` measures it, so
+that 0 is a win and √2 a loss for the attacker; of some 100 to 200 numbers it is within 0.5 of √2 but with probability 1e-9.
 """
 
 from __future__ import annotations

@@ -120,7 +120,16 @@ def test_a_reparametrised_network_trains_and_stays_in_its_set(pi) -> None:
     x, y = data(512)
     plan = planned(model, dataset_size=512, batch_size=128, noise_multiplier=0.5)
     before = lipdp.evaluate(model, LOSS, TensorDataset(x, y))["accuracy"]
-    lipdp.fit(model, LOSS, torch.optim.Adam(model.parameters(), lr=0.02), plan, TensorDataset(x, y), seed=0, reproducible=True, evaluations=1)
+    lipdp.fit(
+        model,
+        LOSS,
+        torch.optim.Adam(model.parameters(), lr=0.02),
+        plan,
+        TensorDataset(x, y),
+        seed=0,
+        reproducible=True,
+        evaluations=1,
+    )
     assert lipdp.evaluate(model, LOSS, TensorDataset(x, y))["accuracy"] > before + 0.1
     for layer in (model[1], model[4]):
         weight = layer.effective("weight").detach().double()

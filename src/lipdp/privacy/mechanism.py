@@ -107,9 +107,9 @@ def noise_energy(stds: Mapping[str, float], sizes: Mapping[str, int]) -> float:
 def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: Stream) -> dict[str, Tensor]:
     """The release of one step: sum_d plus Gaussian noise of std s_d for each group, on a public grid, as new tensors.
 
-    What is added, and why it is the Gaussian mechanism to the last bit, is said in :mod:`lipdp.privacy.noise`. Sums are rounded to a
-    grid of at most s_d·2⁻⁴¹; what that adds to the sensitivity is :func:`lipdp.privacy.noise.grid_factor`. Sums of float64 come back
-    in float64, all others in float32. What is not finite counts as 0, or as the largest number of the grid.
+    What is added, and why it is the Gaussian mechanism to the last bit, is said in :mod:`lipdp.privacy.noise`. Sums are rounded to
+    a grid of at most s_d·2⁻⁴¹; what that adds to the sensitivity is :func:`lipdp.privacy.noise.grid_factor`. Sums of float64 come
+    back in float64, all others in float32. What is not finite counts as 0, or as the largest number of the grid.
 
     The noise is a function of the stream's key and of the draw's number; of the groups' names, shapes and standard deviations; and,
     for a stream that is bound (the default), of the sums themselves: if the same draw is made again with other sums, the noise is
@@ -165,7 +165,7 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
         segments.setdefault((stds[name], _check_sum(name, total)), []).append(name)
     flat = {at: torch.cat([sums[name].reshape(-1).to(at[1]) for name in names]) for at, names in segments.items()}
     # Places in a piece are numbered with 32 bits.
-    pieces = [(piece, std, dtype) for (std, dtype), whole in flat.items() for piece in whole.split(_LONGEST)]
+    pieces = [(piece, std, dtype) for (std, dtype), whole in flat.items() for piece in torch.split(whole, _LONGEST)]
     device = next(iter(sums.values())).device
     if noise_cuda.available(device):
         noised = noise_cuda.noised_on_device(pieces, key, seen, bound=stream.bound)
@@ -175,7 +175,7 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
         if stream.bound:
             hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
             for part in ready:
-                hasher.update(memoryview(part).cast("B"))
+                hasher.update(part.data.cast("B"))
             key = derive_key(key, "bound", hasher.finalize())
         drawn = [
             noised_on_processor(part, std, key, number)
@@ -185,8 +185,8 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
     released: dict[str, Tensor] = {}
     joined = iter(noised)
     for at, names in segments.items():
-        whole = torch.cat([next(joined) for _ in flat[at].split(_LONGEST)])
-        parts = whole.split([sums[name].numel() for name in names])
+        whole = torch.cat([next(joined) for _ in torch.split(flat[at], _LONGEST)])
+        parts = torch.split(whole, [sums[name].numel() for name in names])
         released |= {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
     return released
 

@@ -6,19 +6,19 @@ Gaussian of standard deviation r = s/g. As K is whole, K + ⌊X⌋ = ⌊K + X⌋
 of std s. It is the Gaussian mechanism and post-processing, so whatever is proved of that one (for vectors, with sampling, composed)
 holds as it is. The ½ makes its mean S. Of the exact sum K + N + ½ the nearest float64 is released; more post-processing.
 
-**How.** |X| is in bin k, [kW, (k+1)W) with W = 2³⁶ grid steps, 1/64 to 1/32 of r. Under the curve φ(x) = exp(−x²/2r²) lie a rectangle
-of height φ((k+1)W) and, above it, a part of the box up to φ(kW). Of a 64-bit word, the upper bit is the sign, 27 bits choose among
-all rectangles and boxes by their areas, and 36 are the place inside the bin. In a rectangle (98 times of 100) that is all. Where 27
-bits do not decide, or say "box", another word is read: 24 bits for the choice, 40 for the height V in the box; and where these do not
-decide, which hardly ever happens, a block of further bits that makes it 128 of each. A point above the curve is thrown away, and
-all begins anew with other words. The point is under the curve if
-1 − exp(−t) < V·(1 − exp(−T)), where t = h·v(2k + v), v ∈ [0, 1) is the place from the side of 0, T = h·(2k + 1), h = W²/2r².
-Negative X is in bin −1−k = ~k, whose places run the other way: N = ~k·W + y.
+**How.** |X| is in bin k, [kW, (k+1)W) with W = 2³⁶ grid steps, 1/64 to 1/32 of r. Under the curve φ(x) = exp(−x²/2r²) lie a
+rectangle of height φ((k+1)W) and, above it, a part of the box up to φ(kW). Of a 64-bit word, the upper bit is the sign, 27 bits
+choose among all rectangles and boxes by their areas, and 36 are the place inside the bin. In a rectangle (98 times of 100) that is
+all. Where 27 bits do not decide, or say "box", another word is read: 24 bits for the choice, 40 for the height V in the box; and
+where these do not decide, which hardly ever happens, a block of further bits that makes it 128 of each. A point above the curve is
+thrown away, and all begins anew with other words. The point is under the curve if 1 − exp(−t) < V·(1 − exp(−T)), where t = h·v(2k
++ v), v ∈ [0, 1) is the place from the side of 0, T = h·(2k + 1), h = W²/2r². Negative X is in bin −1−k = ~k, whose places run the
+other way: N = ~k·W + y.
 
-**How exact.** Given uniform bits, the law of N is within 2⁻¹¹⁰ (total variation) of the one above: bins end at 13 standard deviations
-(2⁻¹²⁶ beyond), areas are rounded to 2⁻¹²⁸ (1,664 of them at most), and heights are compared with an error below 2⁻¹¹⁵. Floating point
-decides only where its error can't matter; what is closer is decided in whole numbers of 128 bits, and on CUDA everything is. So the
-two give the same numbers for the same key.
+**How exact.** Given uniform bits, the law of N is within 2⁻¹¹⁰ (total variation) of the one above: bins end at 13 standard
+deviations (2⁻¹²⁶ beyond), areas are rounded to 2⁻¹²⁸ (1,664 of them at most), and heights are compared with an error below 2⁻¹¹⁵.
+Floating point decides only where its error can't matter; what is closer is decided in whole numbers of 128 bits, and on CUDA
+everything is. So the two give the same numbers for the same key.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def whole_noise(bins: Table, key: bytes, start: int, count: int, segment: int = 
     words = np.empty(count, dtype="<u8")
     for first in range(0, count, _PIECE):
         piece = slice(first, first + _PIECE)
-        fill_with_chacha(memoryview(words[piece]).cast("B"), key, (start + first) // 8, (0, segment, 0))
+        fill_with_chacha(words[piece].data.cast("B"), key, (start + first) // 8, (0, segment, 0))
         _look_up(bins, words[piece], noise[piece], slow[piece])
     left = np.flatnonzero(slow)
     words, attempt = words[left], 0

@@ -3,7 +3,7 @@
 All arithmetic is in whole numbers but the rounding of sums and what is stored, which follow the processor's to the bit.
 """
 
-from __future__ import annotations
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -96,7 +96,7 @@ def absorb(k0, k1, k2, k3, k4, k5, k6, k7, words, pairs, out):
     k4, k5, k6, k7 = zero + k4.to(tl.uint32), zero + k5.to(tl.uint32), zero + k6.to(tl.uint32), zero + k7.to(tl.uint32)
     for pair in range(pairs):
         a, b = tl.load(words + 2 * pair).to(tl.uint64), tl.load(words + 2 * pair + 1).to(tl.uint64)
-        x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _rounds(
+        x0, x1, x2, x3, _x4, _x5, _x6, _x7, _x8, _x9, _x10, _x11, x12, x13, x14, x15 = _rounds(
             zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574, k0, k1, k2, k3, k4, k5, k6, k7,
             a.to(tl.uint32), (a >> 32).to(tl.uint32), b.to(tl.uint32), (b >> 32).to(tl.uint32),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Quantiles and first crossings of bounded numbers, with pure ε-DP: to choose an input bound or a clipping norm, paid for.
 
-Nothing is drawn in floating point. Numbers are rounded to a public grid, each by itself; noise on the grid, and choices from it, are
-exact (:mod:`lipdp.privacy.exact`), with what rounding adds to a sensitivity counted in.
+Nothing is drawn in floating point. Numbers are rounded to a public grid, each by itself; noise on the grid, and choices from it,
+are exact (:mod:`lipdp.privacy.exact`), with what rounding adds to a sensitivity counted in.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Floats = npt.NDArray[np.float64]
 
 # A released quantile is one of so many places of the range and its end, finer than any use of it.
 _PLACES = 2**30
-# Utilities end so far below the best one (in the exponent): what lies beyond has probability 2^-250 in all, and the weights that are
-# left can be computed to 2^-200 of themselves.
+# Utilities end so far below the best one (in the exponent): what lies beyond has probability 2^-250 in all, and the weights that
+# are left can be computed to 2^-200 of themselves.
 _DEEPEST, _BITS = 200, 512
 _LESS = 1 - Fraction(1, 2**60)  # of ε is spent: the rounding of weights stays inside the rest
 # Steps of the grid that queries are rounded to, in their sensitivity.
@@ -137,8 +137,9 @@ def private_quantile(
         generator: for a repeatable release; as secret as the data. By default a fresh key from the operating system.
         budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file; charged before anything is drawn.
 
-    Proof: u moves by at most Δ, and so does max(u, −L), so exp(ε·u/2Δ) by a factor of at most exp(ε/2), and so does its sum over the
-    grid. Weights are whole numbers, of at least 2²⁰⁰: rounding them moves the ratio by less than the 2⁻⁶⁰ of ε that are left over.
+    Proof: u moves by at most Δ, and so does max(u, −L), so exp(ε·u/2Δ) by a factor of at most exp(ε/2), and so does its sum over
+    the grid. Weights are whole numbers, of at least 2²⁰⁰: rounding them moves the ratio by less than the 2⁻⁶⁰ of ε that are left
+    over.
     """
     low, high = _range(bounds)
     gamma, spent = Fraction(_share(quantile)), positive("epsilon", epsilon)

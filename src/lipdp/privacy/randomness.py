@@ -1,8 +1,8 @@
 """Where every random number of a release comes from: ChaCha20 under a 256-bit key, each draw at a place of its own.
 
-A :class:`Stream` is a key and a count of the draws made from it. What a draw gives is a function of (key, number of the draw, place in
-it), of nothing else: a run that is killed and done again makes the same draws, needs no generator state, and noise can be computed
-at any place, on any device. Keys come from the operating system (:func:`fresh_key`), and from one another only one way
+A :class:`Stream` is a key and a count of the draws made from it. What a draw gives is a function of (key, number of the draw,
+place in it), of nothing else: a run that is killed and done again makes the same draws, needs no generator state, and noise can be
+computed at any place, on any device. Keys come from the operating system (:func:`fresh_key`), and from one another only one way
 (:func:`derive_key`): who learns one draw, or the key of one step, learns nothing about another.
 
 A key is as secret as the data. Whoever knows it can subtract the noise. It does not belong in logs, reports or shared checkpoints.
@@ -93,8 +93,8 @@ class Stream:
     Args:
         key: 32 secret bytes.
         bound: whether noise depends on what it is added to as well, so that other sums never get the same noise, even if a draw is
-            made again; see :func:`lipdp.privacy.add_noise`. Without it, whoever sees two releases of one draw sees the difference of
-            what was released.
+            made again; see :func:`lipdp.privacy.add_noise`. Without it, whoever sees two releases of one draw sees the difference
+            of what was released.
 
     Attributes:
         key: the secret.
@@ -131,7 +131,7 @@ class Stream:
     def words(self, count: int) -> Words:
         """Independent uniform words of 32 bits."""
         taken = np.empty(count, dtype="<u4")
-        fill_with_chacha(memoryview(taken).cast("B"), self.next_key("words"), 0, (0, 0, 0))
+        fill_with_chacha(taken.data.cast("B"), self.next_key("words"), 0, (0, 0, 0))
         return taken.astype(np.uint32, copy=False)
 
     def uniforms(self, count: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def chacha_words(key: bytes, places: npt.NDArray[np.int64], nonce: tuple[int, in
     if int(places[-1] - places[0]) > _SPARSE * len(places):
         block = np.empty(8, dtype="<u8")
         for row, place in enumerate(places.tolist()):
-            fill_with_chacha(memoryview(block).cast("B"), key, place // 8, nonce)
+            fill_with_chacha(block.data.cast("B"), key, place // 8, nonce)
             taken[row] = block[place % 8]
         return taken
     window = np.empty(_WINDOW, dtype="<u8")
@@ -196,6 +196,6 @@ def chacha_words(key: bytes, places: npt.NDArray[np.int64], nonce: tuple[int, in
     for first, start, stop in zip(firsts.tolist(), edges, edges[1:], strict=False):
         if start < stop:
             part = window[: int(places[stop - 1]) - first + 1]
-            fill_with_chacha(memoryview(part).cast("B"), key, first // 8, nonce)
+            fill_with_chacha(part.data.cast("B"), key, first // 8, nonce)
             part.take(places[start:stop] - first, out=taken[start:stop], mode="clip")
     return taken

@@ -35,8 +35,8 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
     count, q = whole("size", size, least=0), rate(sampling_rate)
     if not isinstance(generator, Stream):
         raise ConfigurationError(
-            f"samples are drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: who knows or guesses the sample "
-            "has no amplification to pay with. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
+            f"samples are drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: who can predict the sample has "
+            "no amplification to pay with. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
         )
     key = generator.next_key("poisson", count, q)
     if q == 1:
@@ -47,7 +47,7 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
     parts = [np.empty(0, dtype=np.int64)]
     for start in range(0, count, _PIECE):
         drawn = words[: min(_PIECE, count - start)]
-        fill_with_chacha(memoryview(drawn).cast("B"), key, start // 16, (0, 0, 0))
+        fill_with_chacha(drawn.data.cast("B"), key, start // 16, (0, 0, 0))
         inside = drawn < below
         if rest:
             _resolve(inside, drawn == below, rest, key, start)
@@ -71,7 +71,8 @@ class PoissonSampler:
     Args:
         size: number of records.
         sampling_rate: q.
-        seed: for repeatable samples, with ``reproducible=True``: whoever knows it knows the samples, so what is trained with them is
+        seed: for repeatable samples, with ``reproducible=True``: whoever knows it knows the samples, so what is trained with them
+        is
             not private. By default it is drawn from the operating system.
         reproducible: that this is meant.
     """
@@ -88,8 +89,8 @@ class PoissonSampler:
             object.__setattr__(self, "seed", fresh_seed())
         elif not self.reproducible:
             raise ConfigurationError(
-                "a sampler's seed is a secret that nobody can guess, so it is drawn from the operating system: leave seed out. For a "
-                "repeatable run that is not private, pass reproducible=True with it."
+                "a sampler's seed is a secret that nobody can guess, so it is drawn from the operating system: leave seed out. For "
+                "repeatable samples, which are not private, pass reproducible=True with it."
             )
         assert self.seed is not None
         whole("seed", self.seed, least=0)

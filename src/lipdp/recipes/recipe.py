@@ -112,7 +112,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave. ``accuracy`` is on the test set, which nothing else has touched; ``private`` is False for a reproducible run."""
+    """What a run gave. ``accuracy`` is on the test set, which nothing else has touched; a reproducible run is not ``private``."""
 
     recipe: str
     accuracy: float

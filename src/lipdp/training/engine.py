@@ -212,23 +212,23 @@ class PrivacyEngine:
     def bind(self, train: Any, progress: Progress | None = None) -> None:
         """Bind the run to these records: its samples and noise depend on a digest of them, under the run's key.
 
-        Every record is read once; ``progress(done, total)`` is told as it goes. :meth:`batches`, :meth:`samples`, :meth:`settle` and
-        :meth:`release_statistics` do it where it was not done. Other records, in a resumed run too, are refused.
+        Every record is read once; ``progress(done, total)`` is told as it goes. :meth:`batches`, :meth:`samples`, :meth:`settle`
+        and :meth:`release_statistics` do it where it was not done. Other records, in a resumed run too, are refused.
         """
         if self._settled is not None and train is self._settled.dataset:
             return
         digest = self._streams.digest(train, progress)
         if self._streams.data not in (None, digest):
             raise (CheckpointError if self._resumed else DataError)(
-                "these are not the records that this run has been trained on: one of them, their order or their types differ. Its key "
-                "is bound to those, and the same noise on others would give their differences away. Pass the same records to go on; or "
-                "train on these with a new PrivacyEngine (in fit: without resume, to another checkpoint file), which has a fresh key, "
-                "and whose epsilon is to be added to what this run has spent."
+                "these are not the records that this run has been trained on: one of them, their order or their types differ. Its "
+                "key is bound to those: the same noise on others would give their differences away. Pass the same records to go "
+                "on; or train on these with a new PrivacyEngine (in fit: without resume, to another checkpoint file), which has a "
+                "fresh key, and whose epsilon is to be added to what this run has spent."
             )
         if self._streams.kept not in ("", layout(train)):
             raise (CheckpointError if self._resumed else DataError)(
-                "these are the records that this run has been trained on, in another kind of dataset: batches of it are told apart in "
-                "another way, so that steps that are done again would not be repetitions. Pass the same kind (rows of a "
+                "these are the records that this run has been trained on, in another kind of dataset: its batches are told apart "
+                "in another way, so that steps that are done again would not be repetitions. Pass the same kind (rows of a "
                 "TensorDataset, a Subset of the same rows, or other records)."
             )
         self._streams.bind(train, digest)

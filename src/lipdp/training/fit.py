@@ -70,7 +70,8 @@ def fit(
         callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
         seed: what a reproducible run is repeated from. Alone it decides nothing: the run's key is the operating system's.
         device: where to compute.
-        reproducible: draw everything from ``seed``: the run can be repeated, and is *not private*. See :class:`~lipdp.PrivacyEngine`.
+        reproducible: draw everything from ``seed``: the run can be repeated, and is *not private*. See
+            :class:`~lipdp.PrivacyEngine`.
         microbatch_size: rows that go through the model at once.
         scheduler: a torch learning-rate scheduler, advanced after every step.
         ema_decay: average the weights; validation and the final model use the average.

@@ -14,7 +14,7 @@ from lipdp.privacy.ledger import Ledger
 
 __all__ = ["NOT_PRIVATE", "History"]
 
-NOT_PRIVATE = "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; the epsilon is that of a run with a secret key."
+NOT_PRIVATE = "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; its epsilon is that of a secret key."
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class History:
         delta: δ.
         seconds: of training, evaluation included.
         metrics: the rows, by column.
-        private: False for a reproducible run: its noise follows from a seed that somebody chose, and hides nothing from who knows it.
+        private: False for a reproducible run: its noise follows from a seed that somebody chose.
     """
 
     def __init__(

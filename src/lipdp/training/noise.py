@@ -49,8 +49,8 @@ class NoiseSettings:
         for_grid = grid_factor(sigma * factor, _noised(bounds, sizes))
         if math.isinf(for_grid):
             raise ConfigurationError(
-                f"a noise multiplier of {sigma * factor:.3g} on {_noised(bounds, sizes):,} numbers is more than the grid of the noise "
-                "is fine enough for. Use less noise, or longer training with it."
+                f"a noise multiplier of {sigma * factor:.3g} on {_noised(bounds, sizes):,} numbers is more than the noise's grid "
+                "is fine enough for. Use less noise."
             )
         return {name: std * self.slack * for_grid for name, std in found.items()}
 

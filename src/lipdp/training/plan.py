@@ -52,7 +52,7 @@ class ParameterGroup:
 
     @property
     def grid(self) -> float:
-        """The spacing of the public grid that the noised sum lies on: a power of two, at most 2⁻⁴¹ of the noise; 0 without noise."""
+        """The spacing of the public grid that the noised sum lies on: a power of two, at most 2⁻⁴¹ of the noise (0 without)."""
         return grid(self.noise_std) if self.noise_std > 0 else 0.0
 
     def __post_init__(self) -> None:

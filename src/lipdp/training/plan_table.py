@@ -29,8 +29,8 @@ def _power(value: float) -> str:
 def grid_line(plan: PrivacyPlan) -> str:
     """What the noise is and what its grid costs."""
     return (
-        f"exact Gaussian noise on public grids, at most 2^-41 of its std apart: rounding sums to them is {plan.grid_cost:.1e} of the noise; "
-        f"the noise's distance from exact adds {plan.noise_distance:.1e} to delta"
+        f"exact Gaussian noise on public grids: rounding sums to them takes {plan.grid_cost:.1e} of the noise, and its distance "
+        f"from exact noise adds {plan.noise_distance:.1e} to delta"
     )
 
 

@@ -99,6 +99,6 @@ def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Te
         raise BudgetError(
             f"{what} of this run was made before, from other inputs: by this engine before it was rewound, by a copy of it, or by "
             "another one from the same state. A second release there is one that nobody has paid for. Go on with the engine that "
-            "made the first one, or give it the same data, weights and settings; or make a new PrivacyEngine, which has a key of its "
-            "own and is charged from the start."
+            "made the first one, or give it the same data, weights and settings; or make a new PrivacyEngine, which has a key of "
+            "its own and is charged from the start."
         )

@@ -28,16 +28,16 @@ _LOOKED_AT = 4  # records that are read twice
 def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -> bytes:
     """32 bytes that stand for all records in their order, their types and shapes: each is read once.
 
-    Where records change from one reading to the next (a dataset that augments), they can't be told from others: that is said, and the
-    digest is that of their number alone.
+    Where records change from one reading to the next (a dataset that augments), they can't be told from others: that is said, and
+    the digest is that of their number alone.
     """
     size = check_dataset(dataset)
     first = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
     if not all(map(_same, first, gather(dataset, torch.arange(min(size, _LOOKED_AT))))):
         warnings.warn(
-            f"the records of this {type(dataset).__name__} change from one reading to the next, so the run can't be bound to them, and "
-            "steps that are done again after an interruption will be other releases. Let the dataset give records as they are, and pass "
-            "augmentation= to lipdp.",
+            f"the records of this {type(dataset).__name__} change from one reading to the next, so the run can't be bound to them, "
+            "and steps that are done again after an interruption will be other releases. Let the dataset give records as they are, "
+            "and pass augmentation= to lipdp.",
             LipdpWarning,
             stacklevel=4,
         )

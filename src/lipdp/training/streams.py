@@ -1,9 +1,9 @@
 """All that is random in a run: a secret key, and what follows from it and from everything a release depends on.
 
-The key of a step's noise is derived from the run's key, the step's number and a *trail*: the optimiser's settings in all steps so far,
-the digests of the data, of the batch and of the weights, and, unless the run is a reproducible one, of the very sums that get the
-noise. Whatever of it changes (one label, an augmentation, a layer, the order of a sum) changes all of the noise; an exact repetition
-repeats it bit by bit, and is no new release.
+The key of a step's noise is derived from the run's key, the step's number and a *trail*: the optimiser's settings in all steps so
+far, the digests of the data, of the batch and of the weights, and, unless the run is a reproducible one, of the very sums that get
+the noise. Whatever of it changes (one label, an augmentation, a layer, the order of a sum) changes all of the noise; an exact
+repetition repeats it bit by bit, and is no new release.
 """
 
 from __future__ import annotations
