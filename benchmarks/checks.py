@@ -7,10 +7,10 @@ import argparse
 import time
 
 import torch
-from step import SIZES, lipschitz_twin
 
 import lipdp
 from lipdp import losses
+from step import SIZES, lipschitz_twin
 
 
 def main() -> None:
@@ -29,9 +29,8 @@ def main() -> None:
     for name in SIZES:
         torch.manual_seed(0)
         model, loss = lipschitz_twin(*SIZES[name]).to(device), losses.CrossEntropy(tau=10.0)
-        plan = lipdp.plan(
-            model, loss, dataset_size=50_000, batch_size=options.batch, delta=1e-5, noise_multiplier=1.0, steps=10_000, accountant="rdp"
-        )
+        sizes = {"dataset_size": 50_000, "batch_size": options.batch, "steps": 10_000}
+        plan = lipdp.plan(model, loss, delta=1e-5, noise_multiplier=1.0, accountant="rdp", **sizes)
         engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=options.batch)
         spent = {"checks": 0.0}
 
