@@ -314,11 +314,11 @@ def test_the_cost_of_a_charge_does_not_grow(tmp_path: Path, monkeypatch: Any) ->
 def test_statistics_are_charged_before_they_are_drawn(tmp_path: Path, monkeypatch: Any) -> None:
     import torch
 
-    from lipdp.privacy import above_threshold, clip_search, moments, private_moments, private_quantile, quantile
+    from lipdp.privacy import Stream, above_threshold, clip_search, moments, private_moments, private_quantile, quantile
 
     budget = begun(tmp_path / "a", epsilon=3.0)
     rows = torch.linspace(0, 1, 50)
-    source = torch.Generator().manual_seed(0)
+    source = Stream()
     common: dict[str, Any] = {"radius": 1.0, "dataset_size": 50, "generator": source, "budget": budget}
     private_moments([rows[:, None]], multiplier=20.0, **common)
     private_quantile(rows, 0.5, (0, 1), epsilon=0.1, budget=str(tmp_path / "a"), adjacency="replace_one")
@@ -332,7 +332,7 @@ def test_statistics_are_charged_before_they_are_drawn(tmp_path: Path, monkeypatc
         raise AssertionError("noise was drawn for a release that was refused")
 
     monkeypatch.setattr(moments, "add_noise", never)
-    monkeypatch.setattr(quantile, "_uniforms", never)
+    monkeypatch.setattr(quantile, "_stream", never)
     with pytest.raises(BudgetError):
         private_moments([rows[:, None]], multiplier=0.3, **common)
     with pytest.raises(BudgetError):

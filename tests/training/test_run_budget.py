@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from dp_accounting import dp_event, pld
 from dp_accounting.pld import common, privacy_loss_distribution
+from torch.utils.data import Dataset
 
 import lipdp
 from lipdp import losses, nn
@@ -34,7 +36,7 @@ def fit(budget, model=None, callbacks=(), seed=3, steps=STEPS, **options):
     model = small() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     plan = planned(model, steps=steps)
-    options = {"evaluations": 2, **options}
+    options = {"evaluations": 2, "reproducible": True, **options}
     return lipdp.fit(model, LOSS, optimizer, plan, toy(), seed=seed, callbacks=callbacks, budget=budget, **options)
 
 
@@ -165,6 +167,40 @@ def test_a_run_that_began_without_a_budget_is_paid_for_whole(tmp_path):
         fit(None, callbacks=[Stop(8, CrashError())], checkpoint=file, checkpoint_every=1e-9)
     fit(budget, callbacks=[Stop(9)], checkpoint=file, resume=True)
     assert steps_paid(budget) == 9
+
+
+class Restless(Dataset):
+    """Records that are never the same twice."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return torch.tensor(list(os.urandom(6))).float() / 256, index % 3
+
+
+@pytest.mark.filterwarnings("ignore:the records of this Restless change")
+def test_a_resumed_run_over_records_that_change_is_another_run(tmp_path):
+    """What it does again are other releases: nobody has paid for those."""
+    budget, file, data = begun(tmp_path / "a"), tmp_path / "run", Restless()
+
+    def train(stop):
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        options = {"checkpoint": file, "resume": True, "callbacks": [stop], "evaluations": 4}
+        return lipdp.fit(model, LOSS, optimizer, planned(model, steps=STEPS), data, budget=budget, **options)
+
+    class Signal(Callback):
+        def on_step(self, run):
+            if run.engine.steps == 5:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Signal())
+    assert steps_paid(budget) == STEPS
+    train(Stop(7))
+    assert steps_paid(budget) == STEPS + 7
+    assert len(budget.runs()) == 2
 
 
 def test_a_run_with_a_budget_does_not_go_on_without(tmp_path):

@@ -27,7 +27,7 @@ class RunAccount:
         self.budget = budget
         self.nonce = secrets.token_hex(16)
         self._reserved: Reservation | None = None
-        self._process = 0
+        self._process, self._adopted = 0, False
         self._steps = 0
         self._one_off: set[str] = set()
 
@@ -64,7 +64,13 @@ class RunAccount:
         """Be the run that a state was saved of."""
         if nonce != self.nonce:
             self.close()
-            self.nonce = nonce
+            self.nonce, self._adopted = nonce, True
+
+    def begin_anew(self) -> None:
+        """Be another run than the one that was adopted: what it does again are other releases, and those made stay paid for."""
+        if self._adopted:
+            self.close(keep=True)
+            self.nonce, self._adopted = secrets.token_hex(16), False
 
     def close(self, *, keep: bool = False) -> None:
         """Give back what was never released; or keep it reserved, for the run is to go on."""

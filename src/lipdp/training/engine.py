@@ -177,8 +177,10 @@ class PrivacyEngine:
     def reserve(self) -> None:
         """Pay the budget for all that is planned, once. It is done before the first release, if not earlier by hand.
 
-        A resumed run has paid already. BudgetError where it is too much; then nothing was charged or released.
+        A resumed run has paid already, unless its records change from one reading to the next. BudgetError where it is too much; then nothing was charged or released.
         """
+        if not self._streams.steady:
+            self._account.begin_anew()
         if self._data:
             secret = hashlib.sha256(f"{self._streams.key!r}".encode()).hexdigest()
             record_run(self._data, RunRecord(secret, self.ledger, self._account.name))
@@ -288,6 +290,7 @@ class PrivacyEngine:
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
+        self.reserve()  # a run that is refused takes no position
         noise = self._streams.step_noise(number, self.optimizer, self._values(), inputs, targets)
         noised = self._release(answer, settings, noise)
         spend_batch((inputs, targets))
@@ -313,7 +316,6 @@ class PrivacyEngine:
 
     def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
-        self.reserve()
         self.ledger.charge()
         self._account.note(self.ledger)
         return self._mechanism.release(answer, settings, noise)

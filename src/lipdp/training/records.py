@@ -16,7 +16,7 @@ from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import Rows, check_dataset, gather, slices
 
-__all__ = ["Progress", "batch_digest", "digest_records", "layout", "stored_tensors", "versions"]
+__all__ = ["Progress", "batch_digest", "digest_records", "layout", "stored_tensors", "unsteady_digest", "versions"]
 
 Progress = Callable[[int, int], None]
 """Called with the number of records read so far, and of all."""
@@ -41,7 +41,7 @@ def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -
             LipdpWarning,
             stacklevel=4,
         )
-        return derive_key(key, "records that change", size)
+        return unsteady_digest(dataset, key)
     tags = [Tag(derive_key(key, "tag", number)) for number in range(2)]
     done = 0
     for batch in slices(dataset, max(1, _ENTRIES // max(1, math.prod(first[0].shape[1:])))):
@@ -52,6 +52,11 @@ def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -
             progress(done, size)
     kinds = [(str(part.dtype), tuple(part.shape[1:])) for part in first]
     return derive_key(key, "records", size, kinds, [tag.finish() for tag in tags])
+
+
+def unsteady_digest(dataset: Any, key: bytes) -> bytes:
+    """What stands for records that change."""
+    return derive_key(key, "records that change", len(dataset))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

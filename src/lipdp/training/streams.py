@@ -28,7 +28,7 @@ from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, m
 from lipdp.training.batches import Rows
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.positions import know_run, take_position
-from lipdp.training.records import Progress, batch_digest, digest_records, layout, stored_tensors, versions
+from lipdp.training.records import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
 
 __all__ = ["Streams", "derive_run_key", "secret_of"]
 
@@ -103,6 +103,7 @@ class Streams:
         trail: a digest of what the noise of all steps so far depended on, as far as the host knows it.
         data: a digest of the records that the run is bound to; ``None`` before they are seen.
         kept: how their dataset keeps them; a text, empty before they are seen.
+        steady: whether they are the same at every reading, so that steps that are done again are the same releases.
         left: of a reproducible run: a digest of the weights as its last step left them; ``None`` before the first.
     """
 
@@ -134,6 +135,7 @@ class Streams:
         self._known: list[torch.Tensor] = []
         self._versions: list[tuple[int, int, int]] = []
         self._dataset: Any = None
+        self.steady = True
         know_run(self.run)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streams:
@@ -151,6 +153,7 @@ class Streams:
     def bind(self, dataset: Any, digest: bytes) -> None:
         """From here on samples and noise depend on these records."""
         self.data, self.kept = digest, layout(dataset)
+        self.steady = digest != unsteady_digest(dataset, derive_key(self.key, "data"))
         self.know(dataset)
 
     def know(self, dataset: Any) -> None:
