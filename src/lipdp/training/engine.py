@@ -288,6 +288,7 @@ class PrivacyEngine:
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
+        self.reserve()  # refused, it takes no position
         noise = self._streams.step_noise(number, self.optimizer, self._values(), inputs, targets)
         noised = self._release(answer, settings, noise)
         spend_batch((inputs, targets))
