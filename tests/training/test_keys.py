@@ -407,3 +407,48 @@ def test_a_state_has_all_that_a_resumed_run_needs_and_no_less():
         for bad in ({k: v for k, v in state.items() if k != name}, {**state, name: 3}):
             with pytest.raises(CheckpointError):
                 engine.load_state_dict(bad)
+
+
+# ---------------------------------------------------------------- on a GPU, where digests are not waited for
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("_same_secret")
+def test_on_a_gpu_other_batches_and_weights_get_other_noise():
+    x, y = (t.cuda() for t in toy(50).tensors)
+    relabelled_y = (y + (torch.arange(50, device="cuda") == 3)) % 3
+
+    def release(inputs, targets, nudge=0.0):
+        new_process()
+        model = free().cuda()
+        engine = engine_with(model=model)
+        with torch.no_grad():
+            model[1].bias[0] += nudge
+        engine.step(inputs, targets)
+        return engine.optimizer.seen[0], engine.plan
+
+    base, plan = release(x, y)
+    assert same(base, release(x, y)[0])
+    none = x[:0], y[:0]
+    for one, two in (((x, y), (x, relabelled_y)), ((x, y), (x[:49], y[:49])), (none, (x[:1], y[:1]))):
+        assert noise_apart(release(*one)[0], release(*two)[0], plan)
+    assert noise_apart(release(*none)[0], release(*none, nudge=1e-3)[0], plan)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_rewound_engine_repeats_or_is_refused():
+    x, y = (t.cuda() for t in toy(50).tensors)
+    engine = engine_with(model=free().cuda(), lr=0.1)
+    engine.step(x, y)
+    state = engine.state_dict()
+    engine.step(x, y)
+    after = weights(engine.model)
+    engine.load_state_dict(state)
+    engine.step(x, y)
+    assert same(after, weights(engine.model))
+    engine.load_state_dict(state)
+    with pytest.raises(BudgetError, match="step 1 of this run was made before"):
+        engine.step(x, (y + (torch.arange(50, device="cuda") == 3)) % 3)
+    twin = copy.deepcopy(engine)
+    with pytest.raises(BudgetError, match="step 1"):
+        twin.step(x[:49], y[:49])

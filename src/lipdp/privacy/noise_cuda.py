@@ -105,19 +105,23 @@ def noised_on_device(
     with torch.cuda.device(device):
         words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen]
         if bound:
-            words.append(_digest([part for part, _, _ in parts], key))
+            words.append(torch.zeros(1, 2, dtype=torch.int64, device=device))
+            _digest([part for part, _, _ in parts], derive_key(key, "digest"), words[-1])
         joined = words[0] if len(words) == 1 else torch.cat([*words, torch.empty(0, 2, dtype=torch.int64, device=device)])
         secret = torch.empty(8, dtype=torch.int32, device=device)
         _kernels().absorb[(1,)](*_words(key), joined.contiguous(), len(joined), secret, num_warps=1)
         return [_noised(flat, std, dtype, secret, segment) for segment, (flat, std, dtype) in enumerate(parts)]
 
 
-def words_of(tensor: Tensor, key: bytes) -> Tensor:
-    """A keyed digest of a tensor's values, two words of 64 bits, where it is: (1, 2)."""
-    if not available(tensor.device) or tensor.dtype not in _READ_AS:
-        return keyed_words(tensor, key)
-    with torch.cuda.device(tensor.device):
-        return _digest([tensor.detach().reshape(-1)], key)
+def words_of(tensors: Sequence[Tensor], key: bytes) -> Tensor:
+    """A keyed digest of each tensor's values, two words of 64 bits, where they are: (tensors, 2)."""
+    if not all(available(tensor.device) and tensor.dtype in _READ_AS for tensor in tensors):
+        return torch.cat([keyed_words(tensor, derive_key(key, number)) for number, tensor in enumerate(tensors)])
+    out = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
+    with torch.cuda.device(out.device):
+        for number, tensor in enumerate(tensors):
+            _digest([tensor.detach().reshape(-1)], derive_key(key, number), out[number])
+    return out
 
 
 def _words(key: bytes) -> tuple[int, ...]:
@@ -131,15 +135,14 @@ def _moved(array: Any, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def _digest(parts: Sequence[Tensor], key: bytes) -> Tensor:
-    secret = _words(derive_key(key, "digest"))
-    out, first = torch.zeros(1, 2, dtype=torch.int64, device=parts[0].device), 0
+def _digest(parts: Sequence[Tensor], key: bytes, out: Tensor) -> None:
+    """Add the digest of all parts, one after another, to two words of zeros."""
+    secret, first = _words(key), 0
     for part in parts:
         values = part.contiguous().view(_READ_AS[part.dtype])
         if len(values):
             _kernels().digest[(-(-len(values) // _ROWS),)](values, *secret, out, first, len(values), BLOCK=_ROWS)
         first += len(values)
-    return out
 
 
 def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: int) -> Tensor:

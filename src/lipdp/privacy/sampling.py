@@ -71,9 +71,8 @@ class PoissonSampler:
     Args:
         size: number of records.
         sampling_rate: q.
-        seed: for repeatable samples, with ``reproducible=True``: whoever knows it knows the samples, so what is trained with them
-        is
-            not private. By default it is drawn from the operating system.
+        seed: for repeatable samples, with ``reproducible=True``: whoever knows it knows the samples, so that what is trained with
+            them is not private. By default it is drawn from the operating system.
         reproducible: that this is meant.
     """
 

@@ -16,7 +16,7 @@ from lipdp.errors import BudgetError
 __all__ = ["know_run", "take_position"]
 
 _SIZE = 16  # bytes of a trail that are kept
-_COLUMNS = 6  # words of a position that are kept on a device
+_COLUMNS = 16  # words of a position that are kept on a device: of weights by type, of inputs and targets
 
 
 class _Run:

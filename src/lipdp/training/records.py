@@ -12,7 +12,6 @@ from torch.utils.data import Subset, TensorDataset
 
 from lipdp.digest import Tag, content_digest
 from lipdp.errors import LipdpWarning
-from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import Rows, check_dataset, gather, slices
 
@@ -88,12 +87,12 @@ def versions(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
 def batch_digest(
     inputs: torch.Tensor | Rows, targets: torch.Tensor, key: bytes, known: list[torch.Tensor]
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """What stands for a batch: parts known to the host, and words that are still being computed on a device.
+    """What stands for a batch: parts known to the host, and tensors on a device, whose digest nobody should wait for.
 
     Rows of a ``known`` tensor, whose content a digest stands for already, are told by their numbers.
     """
     host: list[Any] = []
-    words: list[torch.Tensor] = []
+    on_device: list[torch.Tensor] = []
     for number, part in enumerate((inputs, targets)):
         if isinstance(part, Rows) and any(part.stored is tensor for tensor in known):
             place = next(n for n, tensor in enumerate(known) if part.stored is tensor)
@@ -102,7 +101,7 @@ def batch_digest(
         whole = part[slice(0, len(part))] if isinstance(part, Rows) else part
         host.append((str(whole.dtype), tuple(whole.shape)))
         if whole.device.type == "cuda":
-            words.append(noise_cuda.words_of(whole, derive_key(key, number)))
+            on_device.append(whole)
         else:
             host.append(Tag(derive_key(key, number)).update(whole).finish())
-    return host, words
+    return host, on_device

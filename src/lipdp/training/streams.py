@@ -195,15 +195,15 @@ class Streams:
     ) -> Stream:
         """For the noise of a step on this batch. Its position is taken in the book, or refused there."""
         known = self._known if versions(self._known) == self._versions else []
-        host, words = batch_digest(inputs, targets, derive_key(self.key, "batch"), known)
+        host, on_device = batch_digest(inputs, targets, derive_key(self.key, "batch"), known)
         if self.private:
-            weights, on_device = self._weights(parameters)
-            words = [*on_device, *words]
+            weights, more = self._weights(parameters)
+            on_device = [*more, *on_device]
         else:  # only those that somebody changed: the rounding of one machine is not that of another
             present = self._weights_at_rest(parameters)
             weights = b"" if self.left in (None, present) else present
         trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, weights)
-        stream = self._noise("noise", number, trail, words)
+        stream = self._noise("noise", number, trail, on_device)
         self.trail = trail
         return stream
 
@@ -213,33 +213,33 @@ class Streams:
             self.left = self._weights_at_rest(parameters)
 
     def _weights_at_rest(self, parameters: Mapping[str, torch.Tensor]) -> bytes:
-        tag, words = self._weights(parameters)
-        return mix_key(tag.ljust(KEY_BYTES, b"0"), words)
+        tag, on_device = self._weights(parameters)
+        key = tag.ljust(KEY_BYTES, b"0")
+        return mix_key(key, [noise_cuda.words_of(on_device, derive_key(self.key, "words"))] if on_device else [])
 
     def release_noise(self, name: str, *about: Any) -> Stream:
         """For the noise of a release beside the steps."""
         return self._noise(name, name, derive_key(self.key, "release", name, self.data, *about), [])
 
-    def _noise(self, purpose: str, position: int | str, trail: bytes, words: list[torch.Tensor]) -> Stream:
-        seen = torch.cat([part.to(self.device).reshape(-1, 2) for part in words]) if words else torch.zeros(0, 2, dtype=torch.int64)
+    def _noise(self, purpose: str, position: int | str, trail: bytes, on_device: list[torch.Tensor]) -> Stream:
+        seen = noise_cuda.words_of(on_device, derive_key(self.key, "words")) if on_device else torch.zeros(0, 2, dtype=torch.int64)
         if self.private:
             take_position(self.run, position, trail, seen)
         stream = Stream(derive_key(self.key, purpose, position, trail), bound=self.private)
-        if words:
+        if on_device:
             stream.absorb(seen)
         return stream
 
     def _weights(self, parameters: Mapping[str, torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
-        """A digest of the weights: of those on the processor, and words of those on a device."""
-        key = derive_key(self.key, "weights")
-        tag = Tag(key)
+        """A digest of the weights on the processor, and those on a device, joined."""
+        tag = Tag(derive_key(self.key, "weights"))
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters.values():
             if parameter.device.type == "cuda":
                 by_type.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
             else:
                 tag.update(parameter)
-        return tag.finish(), [noise_cuda.words_of(torch.cat(parts), key) for parts in by_type.values()]
+        return tag.finish(), [torch.cat(parts) for parts in by_type.values()]
 
 
 def _seed(generator: torch.Generator, key: bytes) -> None:
