@@ -15,13 +15,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from networks import NETWORKS
-from step import SIZES, lipschitz_twin
 
 import lipdp
 from lipdp import losses, privacy
 from lipdp.training import step_mechanism
 from lipdp.training.streams import Streams
+from networks import NETWORKS
+from step import SIZES, lipschitz_twin
 
 
 def once(work: Callable[[], object], device: torch.device) -> float:
@@ -78,8 +78,8 @@ def by_torch() -> Iterator[None]:
 
     with (
         mock.patch.object(step_mechanism, "add_noise", noised),
-        mock.patch.object(Streams, "step_noise", lambda *_: None),
-        mock.patch.object(Streams, "step_done", lambda *_: None),
+        mock.patch.object(Streams, "step_noise", return_value=None),
+        mock.patch.object(Streams, "step_done", return_value=None),
     ):
         yield
 

@@ -177,7 +177,8 @@ class PrivacyEngine:
     def reserve(self) -> None:
         """Pay the budget for all that is planned, once. It is done before the first release, if not earlier by hand.
 
-        A resumed run has paid already, unless its records change from one reading to the next. BudgetError where it is too much; then nothing was charged or released.
+        A resumed run has paid already, unless its records change from one reading to the next. BudgetError where it is
+        too much; then nothing was charged or released.
         """
         if not self._streams.steady:
             self._account.begin_anew()
