@@ -12,7 +12,7 @@ import pytest
 import lipdp
 
 # Modules that are only imported where another package is installed.
-NEEDS = {"lipdp.clipping.triton_kernels": "triton"}
+NEEDS = {"lipdp.clipping.triton_kernels": "triton", "lipdp.privacy.noise_kernels": "triton"}
 LEFT_OUT = {name for name, package in NEEDS.items() if importlib.util.find_spec(package) is None}
 FOUND = {info.name for info in pkgutil.walk_packages(lipdp.__path__, "lipdp.") if not info.name.endswith("__main__")}
 MODULES = sorted(FOUND - LEFT_OUT)

@@ -34,7 +34,7 @@ TINY = FeatureRecipe("tiny", "digits", "scattering-linear", SMALL, batch_size=25
 )
 def test_a_run(changes: dict[str, Any]) -> None:
     result = train_on_features(TINY.but(**changes), epsilon=8.0, seed=0, reproducible=True, accountant="rdp")
-    assert result.accuracy > 0.8
+    assert result.accuracy > 0.7
     assert result.epsilon <= 8
     assert result.steps == 40
     assert result.method == "clipless"

@@ -93,8 +93,9 @@ def harmless(name, engine):
     for _ in range(2):
         try:
             engine.step(*toy(20, seed=3).tensors)
-        except BudgetError:
-            assert engine.steps == engine.plan.steps
+        except BudgetError as error:  # another step at a position that was taken is refused, too
+            taken = "made before" in str(error)
+            assert taken or engine.steps == engine.plan.steps
 
 
 def run_case(name, share, seal):
@@ -150,6 +151,7 @@ def fitted(file, resume=False, make=torch.optim.lr_scheduler.CosineAnnealingLR, 
         validation=toy(30, seed=4),
         callbacks=callbacks,
         seed=0,
+        reproducible=True,
         scheduler=scheduler,
         evaluations=4,
         checkpoint=file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -91,7 +92,9 @@ class _ValidationAuroc(Callback):
         inputs, labels = self._rows.tensors
         with run.engine.averaged() as model:
             row[AUROC] = auroc(table_scores(model, inputs), labels.cpu() == 1)
-        run.history.metrics.setdefault(AUROC, []).append(row[AUROC])
+        rows = len(run.history.metrics["step"])
+        column = run.history.metrics.setdefault(AUROC, [math.nan] * rows)
+        column[rows - 1 :] = [row[AUROC]]
 
 
 def prepare_table(
