@@ -31,6 +31,7 @@ COUNT = 400_000 if ON_CUDA else 3000
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
+    noise_cuda._release_of.cache_clear()
     if not ON_CUDA:
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(noise_cuda, "available", lambda device: True)
@@ -73,7 +74,12 @@ def test_every_place_can_be_settled_from_all_bits(monkeypatch):
     sums = torch.zeros(600, dtype=torch.float64)
     found = noise_cuda.noised_on_device([(sums.to(DEVICE), 1.3, torch.float64)], KEY, [], bound=False)[0]
     noise_cuda._tables.cache_clear()
+    noise_cuda._release_of.cache_clear()
     assert np.array_equal(found.cpu().numpy(), noised_on_processor(sums.numpy(), 1.3, KEY))
+
+
+def on_device(key):
+    return torch.from_numpy(np.frombuffer(key, dtype="<i4").copy()).to(DEVICE)
 
 
 def release(sums, seen=(), bound=True):
@@ -117,7 +123,7 @@ def test_keys_on_the_device_are_hchacha20():
     key, nonce = bytes(range(32)), bytes.fromhex("000000090000004a0000000031415927")
     out = torch.empty(8, dtype=torch.int32, device=DEVICE)
     words = torch.from_numpy(np.frombuffer(nonce, dtype="<i8").copy()).to(DEVICE)
-    noise_cuda._kernels().absorb[(1,)](*noise_cuda._words(key), words, 1, out)
+    noise_cuda._kernels().absorb[(1,)](on_device(key), words, 1, out)
     expected = "82413b4227b27bfed30e42508a877d73a0f9e4d58a74a853c12ec41326d3ecdc"
     assert out.cpu().numpy().astype("<i4").tobytes().hex() == expected
 
@@ -125,7 +131,8 @@ def test_keys_on_the_device_are_hchacha20():
 @pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 def test_a_release_does_not_wait_for_the_device():
     sums, stream = torch.zeros(10_000, device=DEVICE), privacy.Stream(KEY)
-    privacy.add_noise({"a": sums}, {"a": 1.0}, stream)  # compiles
+    for _ in range(3):  # compiles, then records
+        privacy.add_noise({"a": sums}, {"a": 1.0}, stream)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -135,17 +142,32 @@ def test_a_release_does_not_wait_for_the_device():
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("bound", [True, False])
+def test_releases_that_are_replayed_are_those_that_are_called(bound):
+    """Ten releases under one stream, replayed from the third on; each is a tensor of its own."""
+    draw = torch.Generator().manual_seed(0)
+    sums = [torch.randn(5000, generator=draw).to(DEVICE) for _ in range(10)]
+    stream, again = privacy.Stream(KEY, bound=bound), privacy.Stream(KEY, bound=bound)
+    replayed = [privacy.add_noise({"a": part, "b": part[:7]}, {"a": 1.0, "b": 3.0}, stream) for part in sums]
+    assert noise_cuda._release_of(((1.0, torch.float32), (3.0, torch.float32)), sums[0].device, bound).recordings == 1
+    for part, found in zip(sums, replayed, strict=True):
+        noise_cuda._release_of.cache_clear()
+        expected = privacy.add_noise({"a": part, "b": part[:7]}, {"a": 1.0, "b": 3.0}, again)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 def test_a_release_can_be_recorded():
     """As a CUDA graph, with the key in a buffer: other keys, other noise, without recording again."""
     sums = torch.zeros(10_000, dtype=torch.float64, device=DEVICE)
-    key = torch.from_numpy(np.frombuffer(KEY, dtype="<i4").copy()).to(DEVICE)
-    noise_cuda._noised(sums, 1.3, torch.float64, key, 0)
+    key, tables = on_device(KEY), noise_cuda._tables(mantissa_of(1.3), DEVICE)
+    noise_cuda._noised(sums, 1.3, torch.float64, key, 0, tables)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = noise_cuda._noised(sums, 1.3, torch.float64, key, 0)
+        out = noise_cuda._noised(sums, 1.3, torch.float64, key, 0, tables)
     for other in (KEY, bytes(32)):
-        key.copy_(torch.from_numpy(np.frombuffer(other, dtype="<i4").copy()))
+        key.copy_(on_device(other))
         graph.replay()
         assert np.array_equal(out.cpu().numpy(), noised_on_processor(np.zeros(10_000), 1.3, other))
 

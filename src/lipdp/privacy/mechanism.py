@@ -162,7 +162,7 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
     key, seen = stream.begin("noise", [(name, stds[name], tuple(total.shape)) for name, total in sums.items()])
     segments: dict[tuple[float, torch.dtype], list[str]] = {}
     for name, total in sums.items():
-        segments.setdefault((stds[name], _check_sum(name, total)), []).append(name)
+        segments.setdefault((stds[name], torch.float64 if total.dtype == torch.float64 else torch.float32), []).append(name)
     flat = {at: torch.cat([sums[name].reshape(-1).to(at[1]) for name in names]) for at, names in segments.items()}
     # Places in a piece are numbered with 32 bits.
     pieces = [(piece, std, dtype) for (std, dtype), whole in flat.items() for piece in torch.split(whole, _LONGEST)]

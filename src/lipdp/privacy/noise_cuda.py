@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipdp.digest import keyed_words
 from lipdp.errors import LipdpNotice
+from lipdp.graphs import GraphedFunction
 from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, noised_on_processor, table
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
@@ -26,6 +27,7 @@ _BLOCK = 128  # blocks of ChaCha20 a program computes
 _LISTED = 128  # listed places a program works on
 _PROGRAMS = 1024  # that share a list
 _ROWS = 2048  # words that a program of the digest adds up
+_AT_ONCE = 3  # tensors whose digests are one launch: weights, inputs, targets
 _READ_AS = {
     torch.float64: torch.int64,
     torch.int64: torch.int64,
@@ -48,6 +50,7 @@ def _kernels() -> Any:
     return noise_kernels
 
 
+_Tables = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]
 _tried: dict[torch.device, bool] = {}
 
 
@@ -102,31 +105,55 @@ def noised_on_device(
     The key depends on the words that were ``seen``, and with ``bound`` on the sums themselves, without the host knowing them.
     """
     device = parts[0][0].device
+    kinds = tuple((std, dtype) for _, std, dtype in parts)
+    words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen] or [torch.empty(0, 2, dtype=torch.int64, device=device)]
     with torch.cuda.device(device):
-        words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen]
+        secret = _moved(np.frombuffer(key + derive_key(key, "digest"), dtype="<i4").copy(), device)
+        release = _release_of(kinds, device, bound)
+        return release(secret, words[0] if len(words) == 1 else torch.cat(words), *(flat for flat, _, _ in parts))
+
+
+@lru_cache(maxsize=32)
+def _release_of(kinds: tuple[tuple[float, torch.dtype], ...], device: torch.device, bound: bool) -> GraphedFunction[list[Tensor]]:
+    """The work of a release, on the device from the key to the end: recorded once and replayed. It keeps its tables alive."""
+    tables = [_tables(mantissa_of(std), device) for std, _ in kinds]
+
+    def work(secret: Tensor, words: Tensor, *flats: Tensor) -> list[Tensor]:
         if bound:
-            words.append(torch.zeros(1, 2, dtype=torch.int64, device=device))
-            _digest([part for part, _, _ in parts], derive_key(key, "digest"), words[-1])
-        joined = words[0] if len(words) == 1 else torch.cat([*words, torch.empty(0, 2, dtype=torch.int64, device=device)])
-        secret = torch.empty(8, dtype=torch.int32, device=device)
-        _kernels().absorb[(1,)](*_words(key), joined.contiguous(), len(joined), secret, num_warps=1)
-        return [_noised(flat, std, dtype, secret, segment) for segment, (flat, std, dtype) in enumerate(parts)]
+            words = torch.cat([words, _digests(flats, secret[8:])])
+        key = torch.empty(8, dtype=torch.int32, device=device)
+        _kernels().absorb[(1,)](secret, words, len(words), key, num_warps=1)
+        each = enumerate(zip(flats, kinds, tables, strict=True))
+        return [_noised(flat, std, dtype, key, segment, with_bins) for segment, (flat, (std, dtype), with_bins) in each]
+
+    return GraphedFunction(work, state=lambda: None, limit=2)
 
 
 def words_of(tensors: Sequence[Tensor], key: bytes) -> Tensor:
     """A keyed digest of each tensor's values, two words of 64 bits, where they are: (tensors, 2)."""
     if not all(available(tensor.device) and tensor.dtype in _READ_AS for tensor in tensors):
-        return torch.cat([keyed_words(tensor, derive_key(key, number)) for number, tensor in enumerate(tensors)])
-    out = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
-    with torch.cuda.device(out.device):
-        for number, tensor in enumerate(tensors):
-            _digest([tensor.detach().reshape(-1)], derive_key(key, number), out[number])
+        return torch.cat([keyed_words(tensor, key) for tensor in tensors])
+    with torch.cuda.device(tensors[0].device):
+        return _digests([tensor.detach().reshape(-1) for tensor in tensors], _kept_there(key, tensors[0].device))
+
+
+@lru_cache(maxsize=8)
+def _kept_there(key: bytes, device: torch.device) -> Tensor:
+    """A key that is used in every step."""
+    return _moved(np.frombuffer(key, dtype="<i4").copy(), device)
+
+
+def _digests(parts: Sequence[Tensor], secret: Tensor) -> Tensor:
+    """Two words of each part; of a few parts in one launch."""
+    out = torch.zeros(len(parts), 2, dtype=torch.int64, device=secret.device)
+    for first in range(0, len(parts), _AT_ONCE):
+        values = [part.contiguous().view(_READ_AS[part.dtype]) for part in parts[first : first + _AT_ONCE]]
+        none = _AT_ONCE - len(values)
+        counts = [*map(len, values), *[0] * none]
+        programs = sum(-(-count // _ROWS) for count in counts)
+        if programs:
+            _kernels().digest[(programs,)](*values, *[out] * none, *counts, secret, out[first:], BLOCK=_ROWS)
     return out
-
-
-def _words(key: bytes) -> tuple[int, ...]:
-    """As arguments of a kernel: numbers of one type, whatever they are."""
-    return struct.unpack("<8i", key)
 
 
 def _moved(array: Any, device: torch.device) -> Tensor:
@@ -135,22 +162,12 @@ def _moved(array: Any, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def _digest(parts: Sequence[Tensor], key: bytes, out: Tensor) -> None:
-    """Add the digest of all parts, one after another, to two words of zeros."""
-    secret, first = _words(key), 0
-    for part in parts:
-        values = part.contiguous().view(_READ_AS[part.dtype])
-        if len(values):
-            _kernels().digest[(-(-len(values) // _ROWS),)](values, *secret, out, first, len(values), BLOCK=_ROWS)
-        first += len(values)
-
-
-def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: int) -> Tensor:
+def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: int, tables: _Tables) -> Tensor:
     device, count = flat.device, flat.numel()
     released = torch.empty(count, dtype=dtype, device=device)
     if count == 0:
         return released
-    bins, cells, ends, heights, half_square, series = _tables(mantissa_of(std), device)
+    bins, cells, ends, heights, half_square, series = tables
     exponent = math.frexp(grid(std))[1] - 1  # it is a power of two
     # One value in 20 is listed at most; that one in 8 were has a probability below 2^-1000 where it is not certain to fit.
     capacity = count // 8 + 4096
@@ -170,7 +187,7 @@ def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: 
 
 
 @lru_cache(maxsize=64)
-def _tables(mantissa: int, device: torch.device) -> tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _tables(mantissa: int, device: torch.device) -> _Tables:
     bins: Table = table(mantissa)
     cells = _moved(cells_of(bins.ends[: bins.bins], _CELLS + 1)[: 1 << _CELLS].copy(), device)
     numbers = (bins.ends, bins.heights, (bins.half_square,), SERIES)

@@ -88,12 +88,11 @@ def blocks(out, key, first, n0, n1, n2, count, BLOCK: tl.constexpr):
         tl.store(out + row * 16 + place, words[place].to(tl.int32, bitcast=True), mask=row < count)
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "pairs"])
-def absorb(k0, k1, k2, k3, k4, k5, k6, k7, words, pairs, out):
+@triton.jit(do_not_specialize=["pairs"])
+def absorb(key, words, pairs, out):
     """A key, mixed with pairs of words by HChaCha20, once for each pair."""
-    zero = (pairs * 0).to(tl.uint32)
-    k0, k1, k2, k3 = zero + k0.to(tl.uint32), zero + k1.to(tl.uint32), zero + k2.to(tl.uint32), zero + k3.to(tl.uint32)
-    k4, k5, k6, k7 = zero + k4.to(tl.uint32), zero + k5.to(tl.uint32), zero + k6.to(tl.uint32), zero + k7.to(tl.uint32)
+    k0, k1, k2, k3, k4, k5, k6, k7 = _load_key(key)
+    zero = k0 * 0
     for pair in range(pairs):
         a, b = tl.load(words + 2 * pair).to(tl.uint64), tl.load(words + 2 * pair + 1).to(tl.uint64)
         x0, x1, x2, x3, _x4, _x5, _x6, _x7, _x8, _x9, _x10, _x11, x12, x13, x14, x15 = _rounds(
@@ -118,19 +117,31 @@ def _mixed(z):
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize=["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "first", "count"])
-def digest(values, s0, s1, s2, s3, s4, s5, s6, s7, out, first, count, BLOCK: tl.constexpr):
-    """Two keyed sums over words and their positions, as in lipdp.digest, added to ``out``."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def _add_digest(values, block, count, a, b, c, d, out, BLOCK: tl.constexpr):
+    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     word = tl.load(values + place, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
-    position = (place + first).to(tl.uint64)
-    a, b = _wide(s0.to(tl.uint32), s1.to(tl.uint32)) | 1, _wide(s2.to(tl.uint32), s3.to(tl.uint32))
-    c, d = _wide(s4.to(tl.uint32), s5.to(tl.uint32)) | 1, _wide(s6.to(tl.uint32), s7.to(tl.uint32))
+    position = place.to(tl.uint64)
     one = tl.sum(tl.where(inside, _mixed(word + position * a + b), 0).to(tl.int64, bitcast=True))
     two = tl.sum(tl.where(inside, _mixed(word + position * c + d), 0).to(tl.int64, bitcast=True))
     tl.atomic_add(out, one)
     tl.atomic_add(out + 1, two)
+
+
+@triton.jit(do_not_specialize=["n0", "n1", "n2"])
+def digest(p0, p1, p2, n0, n1, n2, secret, out, BLOCK: tl.constexpr):
+    """Of up to three tensors two keyed sums each over words and their positions, as in lipdp.digest, added to rows of ``out``."""
+    s0, s1, s2, s3, s4, s5, s6, s7 = _load_key(secret)
+    a, b, c, d = _wide(s0, s1) | 1, _wide(s2, s3), _wide(s4, s5) | 1, _wide(s6, s7)
+    block = tl.program_id(0)
+    first, second = (n0 + BLOCK - 1) // BLOCK, (n1 + BLOCK - 1) // BLOCK
+    if block < first:
+        _add_digest(p0, block, n0, a, b, c, d, out, BLOCK)
+    elif block < first + second:
+        _add_digest(p1, block - first, n1, a, b, c, d, out + 2, BLOCK)
+    else:
+        _add_digest(p2, block - first - second, n2, a, b, c, d, out + 4, BLOCK)
 
 
 @triton.jit

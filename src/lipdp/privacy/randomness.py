@@ -11,6 +11,7 @@ A key is as secret as the data. Whoever knows it can subtract the noise. It does
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 import struct
 from typing import Any
@@ -20,7 +21,6 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError
 from lipdp.privacy._checks import whole
 
@@ -60,8 +60,11 @@ def fresh_seed() -> int:
 
 
 def derive_key(key: bytes, *parts: Any) -> bytes:
-    """The key for one use: HMAC-SHA-256 of what it is for (texts, numbers, bytes, tensors, sequences of them)."""
-    return content_digest(*parts, key=key)
+    """The key for one use: HMAC-SHA-256 of what it is for: texts, numbers, bytes, ``None``, tuples and lists of them.
+
+    What Python writes for such values stands for no others, so no two uses share a message.
+    """
+    return hmac.digest(key, repr(parts).encode("utf-8", "surrogatepass"), "sha256")
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
@@ -159,7 +162,7 @@ class Stream:
 
 def mix_key(key: bytes, words: list[torch.Tensor]) -> bytes:
     """The key with words that were computed on some device mixed in; waits for them."""
-    return derive_key(key, "seen", [part.to("cpu", torch.int64) for part in words]) if words else key
+    return derive_key(key, "seen", [part.tolist() for part in words]) if words else key
 
 
 def chacha_bytes(key: bytes, count: int, *, counter: int = 0, nonce: tuple[int, int, int] = (0, 0, 0)) -> bytes:

@@ -153,6 +153,7 @@ class PrivacyEngine:
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
         self._resumed = False
+        self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
@@ -282,6 +283,7 @@ class PrivacyEngine:
             self._check_plan()
             project_(self.model)
             self._watch.remember()
+            self._values = [*self.model.parameters(), *self.model.buffers()]
         number = self.steps
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
@@ -292,7 +294,7 @@ class PrivacyEngine:
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
-        noise = self._streams.step_noise(number, self.optimizer, self._values(), inputs, targets)
+        noise = self._streams.step_noise(number, self.optimizer, self._values, inputs, targets)
         noised = self._release(answer, settings, noise)
         spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
@@ -311,7 +313,7 @@ class PrivacyEngine:
             self._watch.remember()
         else:
             self._watch.remember_values()
-        self._streams.step_done(self._values())
+        self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
 
@@ -320,10 +322,6 @@ class PrivacyEngine:
         self.ledger.charge()
         self._account.note(self.ledger)
         return self._mechanism.release(answer, settings, noise)
-
-    def _values(self) -> dict[str, torch.Tensor]:
-        """All that the model computes with."""
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _copies(self, number: int) -> Copies:
         if self._augmentation is None:

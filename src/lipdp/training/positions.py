@@ -42,27 +42,23 @@ class _Run:
         self.steps.extend(bytes(max(0, _SIZE * (position + 1) - len(self.steps))))
         self.steps[_SIZE * position : _SIZE * (position + 1)] = trail
         if words.numel():
-            self._room(position, words)[position] = _row(words)
+            self._room(position, words)[position, : words.numel()] = words.reshape(-1)
 
     def same_words(self, position: int | str, words: torch.Tensor) -> bool:
         """Whether what was seen on the device is what was seen there before; waits for it."""
         if isinstance(position, str) or not words.numel():
             return True
-        return bool((self._room(position, words)[position] == _row(words)).all())
+        return bool((self._room(position, words)[position, : words.numel()] == words.reshape(-1)).all())
 
     def _room(self, position: int, words: torch.Tensor) -> torch.Tensor:
         have = 0 if self.words is None else len(self.words)
-        if self.words is None or self.words.device != words.device or position >= have:
-            more = torch.zeros(max(2 * have, position + 1, 64), _COLUMNS, dtype=torch.int64, device=words.device)
+        wide = _COLUMNS if self.words is None else self.words.shape[1]
+        if self.words is None or self.words.device != words.device or position >= have or words.numel() > wide:
+            more = torch.zeros(max(2 * have, position + 1, 64), max(wide, words.numel()), dtype=torch.int64, device=words.device)
             if self.words is not None:
-                more[:have] = self.words.to(words.device)
+                more[:have, :wide] = self.words.to(words.device)
             self.words = more
         return self.words
-
-
-def _row(words: torch.Tensor) -> torch.Tensor:
-    flat = words.reshape(-1)
-    return torch.nn.functional.pad(flat[:_COLUMNS], (0, max(0, _COLUMNS - len(flat))))
 
 
 _runs: dict[bytes, _Run] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -189,7 +189,7 @@ class Streams:
         self,
         number: int,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         inputs: torch.Tensor | Rows,
         targets: torch.Tensor,
     ) -> Stream:
@@ -207,12 +207,12 @@ class Streams:
         self.trail = trail
         return stream
 
-    def step_done(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
         """The weights are as the step leaves them."""
         if not self.private:
             self.left = self._weights_at_rest(parameters)
 
-    def _weights_at_rest(self, parameters: Mapping[str, torch.Tensor]) -> bytes:
+    def _weights_at_rest(self, parameters: Sequence[torch.Tensor]) -> bytes:
         tag, on_device = self._weights(parameters)
         key = tag.ljust(KEY_BYTES, b"0")
         return mix_key(key, [noise_cuda.words_of(on_device, derive_key(self.key, "words"))] if on_device else [])
@@ -230,16 +230,16 @@ class Streams:
             stream.absorb(seen)
         return stream
 
-    def _weights(self, parameters: Mapping[str, torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+    def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
         """A digest of the weights on the processor, and those on a device, joined."""
-        tag = Tag(derive_key(self.key, "weights"))
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in parameters.values():
+        tag = None
+        for parameter in parameters:
             if parameter.device.type == "cuda":
                 by_type.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
             else:
-                tag.update(parameter)
-        return tag.finish(), [torch.cat(parts) for parts in by_type.values()]
+                tag = (tag or Tag(derive_key(self.key, "weights"))).update(parameter)
+        return b"" if tag is None else tag.finish(), [torch.cat(parts) for parts in by_type.values()]
 
 
 def _seed(generator: torch.Generator, key: bytes) -> None:
