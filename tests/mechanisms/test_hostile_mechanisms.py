@@ -128,6 +128,8 @@ def harmless(monkeypatch, folder, mechanism):
             known = [getattr(part, "statistic", getattr(part, "utility", None)) for part in parts]
             assert sensitivity in [own.sensitivity for own in known if own is not None]
             spent.append(epsilon)
+            if kind == "staircase" and epsilon > 20:
+                return values  # exact draws take a second and more at such an epsilon
             return function(kind, values, sensitivity, epsilon, sampler)
 
         return call
@@ -190,12 +192,12 @@ def run_case(name, share, seal, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_edited_mechanisms_are_refused(name, tmp_path, monkeypatch):
-    assert run_case(name, 0.01, False, tmp_path, monkeypatch)["harmless"] == 0
+    assert run_case(name, 0.005, False, tmp_path, monkeypatch)["harmless"] == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mechanisms_with_a_forged_digest_are_refused_or_harmless(name, tmp_path, monkeypatch):
-    assert run_case(name, 0.04, True, tmp_path, monkeypatch)["refused"] > 0
+    assert run_case(name, 0.015, True, tmp_path, monkeypatch)["refused"] > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -37,7 +37,7 @@ class Phase:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "a phase")
+        check_fields(self, f"the phase from step {self.start!r} on")
 
 
 def linear_schedule(last: float, levels: int = 8) -> tuple[tuple[float, float], ...]:
