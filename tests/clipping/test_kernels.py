@@ -15,7 +15,6 @@ import lipdp.clipping as clipping
 from lipdp.clipping import kernels
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.rules_conv import ConvSum
-from lipdp.clipping.styles import clip_factors
 from lipdp.errors import LipdpNotice
 from tests.clipping.helpers import quadratic
 
@@ -67,20 +66,6 @@ def test_gram(batch, positions, p, d):
 
 
 @few
-@given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 20), st.integers(1, 20))
-def test_gram_norms_with_margins(batch, positions, p, d):
-    torch.manual_seed(0)
-    delta, x = torch.randn(batch, positions, p, device=DEVICE), torch.randn(batch, positions, d, device=DEVICE)
-    found = kernels.gram_norms(delta, x, "tf32x3", margin=0.1, of_sums=0.01, of_factors=0.02)
-    sums = kernels.gram_sums(delta, x, "tf32x3")
-    norm = (sums.products.clamp_min(0) + 0.1 * sums.scale.square()).sqrt()
-    norm = norm + (0.01 * sums.of_delta.sqrt() + 0.02 * sums.largest.sqrt()) * sums.of_x.sqrt()
-    assert torch.allclose(found, norm.square(), rtol=1e-5)
-    x[0, 0, 0] = float("nan")
-    assert bool(kernels.gram_norms(delta, x, "tf32x3", margin=0.1, of_sums=0.0, of_factors=0.0)[0].isnan())
-
-
-@few
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_sums_of_cotangents(batch, outputs, positions, dtype):
     torch.manual_seed(0)
@@ -97,42 +82,14 @@ def test_sums_of_cotangents(batch, outputs, positions, dtype):
 def test_squares_of_rows(rows, size):
     torch.manual_seed(0)
     x = torch.randn(min(rows, 20), size)
-    assert torch.allclose(kernels.row_squares(x.to(DEVICE)).cpu().double(), x.double().square().sum(1), rtol=1e-5)
+    assert torch.allclose(kernels.row_squares(x.to(DEVICE))[0].cpu().double(), x.double().square().sum(1), rtol=1e-5)
 
 
 def test_squares_that_underflow_are_counted():
     x = torch.full((2, 50), 1e-25, device=DEVICE)
-    assert bool((kernels.row_squares(x) >= 50 * 1e-50).all())
-    assert bool((kernels.row_squares(x) > 0).all())
+    assert bool((kernels.row_squares(x)[0] >= 50 * 1e-50).all())
+    assert bool((kernels.row_squares(x)[0] > 0).all())
     assert bool((kernels.cotangent_sums(x[:, None]).total > 0).all())
-
-
-@few
-@given(st.integers(1, 80), st.integers(1, 40))
-def test_norms_with_rounding(batch, count):
-    torch.manual_seed(0)
-    partial, *others = (torch.rand(batch, count), *(torch.rand(batch) for _ in range(3)))
-    of_delta, largest, of_x = others
-    found = kernels.with_rounding(*(part.to(DEVICE) for part in (partial, *others)), scale=0.5, of_sums=0.25, of_factors=0.125)
-    norm = partial.sum(1).sqrt() * 0.5 + (0.25 * of_delta.sqrt() + 0.125 * largest.sqrt()) * of_x.sqrt()
-    assert torch.allclose(found.cpu(), norm.square(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("clip", ["clip", "automatic"])
-@pytest.mark.parametrize("batch", [1, 300])
-def test_factors(clip, batch):
-    torch.manual_seed(0)
-    squares, keep, bounds = torch.rand(3, batch), torch.rand(batch) > 0.3, torch.tensor([0.9])
-    for bad in (None, float("nan"), float("inf")):
-        if bad is not None:
-            squares[1, batch // 2] = bad
-        norms, factors, spoiled = kernels.clip_factors(
-            squares.to(DEVICE), keep.to(DEVICE), bounds.to(DEVICE), automatic=clip == "automatic", stability=0.01
-        )
-        expected = squares.sum(0).sqrt()
-        assert torch.allclose(norms.cpu(), expected, rtol=1e-5, equal_nan=True)
-        assert torch.allclose(factors.cpu(), clip_factors(expected[:, None], bounds, keep, clip, 0.01)[:, 0], rtol=1e-5)
-        assert bool(spoiled) == (bad is not None)
 
 
 @pytest.fixture
@@ -185,6 +142,6 @@ def test_whole_networks(by_kernel, copies):
 
 def test_the_trial(monkeypatch):
     assert kernels._right(torch.device(DEVICE))
-    monkeypatch.setattr(kernels, "row_squares", lambda x: x.square().sum(1) * 1.1)
+    monkeypatch.setattr(kernels, "row_squares", lambda x: (x.square().sum(1) * 1.1, 1))
     with pytest.warns(LipdpNotice, match="do not compute what they should"):
         assert not kernels._work(torch.device(DEVICE))

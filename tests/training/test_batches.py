@@ -13,8 +13,10 @@ from scipy import stats
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lipdp import losses, nn
+from lipdp._sums import MOST_ROWS
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.training.batches import check_dataset, check_finite, even_rows, gather, gather_lazily, microbatches, slices
+from lipdp.training.seats import usual_seats
 
 from .common import BATCH, SIZE, empty, engine_of, free, planned, small, toy
 
@@ -317,7 +319,7 @@ def test_a_whole_batch_is_one_microbatch_and_none_of_its_records_is_lost(count):
     plan = planned(model, dataset_size=32, batch_size=32, noise_multiplier=1e-6, steps=2, delta=1e-5)
     assert plan.sampling_rate == 1
     engine = engine_of(model, plan)
-    assert engine.microbatch_size == 32
+    assert engine.microbatch_size == 34  # a seat for a record more, and one to spare
     data = toy(count)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LipdpWarning)
@@ -329,8 +331,8 @@ def test_a_whole_batch_is_one_microbatch_and_none_of_its_records_is_lost(count):
 @given(batch=st.integers(1, 40_000), entries=st.one_of(st.none(), st.integers(1, 10**7)), whole=st.booleans())
 def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries, whole):
     rows = even_rows(batch, torch.device("cpu"), entries, whole=whole)
-    most = batch if whole else batch + 4 * batch**0.5
-    assert 1 <= rows <= 16384
+    most = usual_seats(batch, whole=whole)
+    assert 1 <= rows <= MOST_ROWS
     assert rows >= min(most, 32) / 2
     assert rows * -(-most // rows) < most + rows  # the last one is nearly full
     assert entries is None or rows <= max(32, 2**20 // entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import fx
 from lipdp.bounds.bound import Bound, Shape, times
 from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.bounds.propagate import Forward, as_bound, backward_pass, forward_pass, program_of
+from lipdp.bounds.rounding import Units, passes_excess
 from lipdp.bounds.ties import refuse_ties
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
 from lipdp.program import Program, check_program, describe
@@ -73,9 +75,10 @@ class Analysis:
         loss_lipschitz: the loss's constant L, where G starts.
         lipschitz: ℓ of the map from the network's *input* (before any bounding layer) to its output, with cotangent
             clipping left out: what certificates need.
-        operations: number of tensor operations, forward and backward, for the rounding slack.
+        operations: number of tensor operations, forward and backward.
         roundoff: u of the model's coarsest floating-point type.
         program: what was analysed, as a function: the only thing that may run under these bounds.
+        excess: log of what rounding in the passes can multiply a Δ by, from the units of the arithmetic.
         at_limits: Δ of every parameter if some :class:`lipdp.nn.ClipGradient`, by module name, had another ``max_norm``.
     """
 
@@ -87,6 +90,7 @@ class Analysis:
     operations: int
     roundoff: float
     program: Program = field(repr=False, compare=False)
+    excess: Callable[[Units], float] = field(repr=False, compare=False)
     at_limits: Callable[[Mapping[str, float]], dict[str, float]] = field(repr=False, compare=False)
 
     @property
@@ -95,8 +99,11 @@ class Analysis:
         return {row.name: row.sensitivity for row in self.parameters}
 
     def slack(self, roundoff: float | None = None) -> float:
-        """(1+u)^operations: what rounding may add to bounds that are proved in exact arithmetic."""
-        return (1.0 + (self.roundoff if roundoff is None else max(roundoff, self.roundoff))) ** self.operations
+        """What rounding in the passes can multiply bounds by that are proved in exact arithmetic; see :mod:`lipdp.bounds.rounding`.
+
+        The sum over the records of a batch is not in it: that is :func:`lipdp._sums.sum_slack`.
+        """
+        return math.exp(self.excess(Units.of(self.roundoff if roundoff is None else max(roundoff, self.roundoff))))
 
 
 def analyse(
@@ -174,6 +181,7 @@ def analyse(
         operations=2 * len(layers) + 1,
         roundoff=max(unit_roundoff(dtype) for dtype in dtypes),
         program=program,
+        excess=passes_excess(program, forward, final, cotangents, follows_norm=_follows_norm(loss, output, constant)),
         at_limits=at_limits,
     )
 
@@ -209,6 +217,13 @@ def _loss_constant(loss: LipschitzLoss | float, output: Bound) -> float:
     if not constant >= 0:  # also catches NaN
         raise ConfigurationError(f"the loss's Lipschitz constant must be a number in [0, inf], not {constant}")
     return constant
+
+
+def _follows_norm(loss: LipschitzLoss | float, output: Bound, constant: float) -> bool:
+    """Whether outputs that are longer than the bound would make the loss's constant larger."""
+    if isinstance(loss, int | float) or not math.isfinite(output.norm):
+        return False
+    return _loss_constant(loss, dataclasses.replace(output, norm=2 * output.norm, row_norm=math.inf, max_abs=math.inf)) > constant
 
 
 def _parameter_rows(program: Program, forward: Forward, cotangents: Mapping[fx.Node, float]) -> tuple[ParameterBound, ...]:

@@ -1,11 +1,13 @@
 """How coarsely numbers are rounded, and how to keep that from making a norm too small.
 
-Three things would let a norm be under-reported without a sound: a half-precision product (autocast stays active inside a
-training step, also around norms), TF32 products on a GPU, and squares that underflow. All three are dealt with here.
+Four things would let a norm be under-reported without a sound: a half-precision product (autocast stays active inside a
+training step, also around norms), TF32 products on a GPU, squares that underflow, and long sums, which are off by up to γ_n for n
+terms. All are dealt with here. Squared norms are float64, and never too small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +15,15 @@ from functools import cached_property
 
 import torch
 
+from lipdp._sums import wide
 from lipdp.clipping import kernels
 
-__all__ = ["HALF", "Squares", "accumulating", "input_roundoff", "matmuls", "no_autocast", "squared", "unit_roundoff"]
+__all__ = ["HALF", "Squares", "accumulating", "gamma", "input_roundoff", "matmuls", "no_autocast", "squared", "unit_roundoff"]
 
 HALF = (torch.float16, torch.bfloat16)
 _TF32 = 2.0**-11
+# Squares that are added up in float32.
+_SHORT = 1024
 
 
 def accumulating(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -29,6 +34,12 @@ def accumulating(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u: half the distance from 1 to the next number, of the dtype that sums are accumulated in."""
     return float(torch.finfo(torch.float32 if dtype in HALF else dtype).eps) / 2
+
+
+def gamma(terms: float, dtype: torch.dtype) -> float:
+    """γ_n = n·u/(1 − n·u): how far a sum of n terms can be off, of the sum of their sizes, in any order; ∞ if they are too many."""
+    length = terms * unit_roundoff(dtype)
+    return length / (1 - length) if length < 1 else float("inf")
 
 
 def input_roundoff(tensor: torch.Tensor, *, convolution: bool = False) -> float:
@@ -61,20 +72,31 @@ def matmuls(device: torch.device, *, tf32: bool) -> Iterator[None]:
 
 
 def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Σ t² over ``dims``, with the most that its squares can have lost by underflow added.
+    """Σ t² over ``dims``, in float64: at least what it is, with the most that rounding and underflow can have lost.
 
     A square below the smallest normal number may come out as 0: each term loses at most that number. It only matters where
     the result is multiplied by something huge, and there it does: cotangents of 1e-23 times inputs of 1e19.
     """
-    whole = dims == tuple(range(1, tensor.ndim))
-    if whole and tensor.is_contiguous() and tensor.numel() and kernels.available(tensor):
-        return kernels.row_squares(tensor.flatten(1))
-    count = 1
-    for dim in dims:
-        count *= tensor.shape[dim]
-    # vector_norm reads the tensor once; square().sum() would write and read a copy of it.
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dim=dims)
-    return norm.square() + count * float(torch.finfo(tensor.dtype).tiny)
+    count = math.prod(tensor.shape[dim] for dim in dims)
+    lost = count * float(torch.finfo(tensor.dtype).tiny)
+    inside = dims == tuple(range(1, tensor.ndim))
+    if inside and tensor.is_contiguous() and tensor.numel() and kernels.available(tensor):
+        found, length = kernels.row_squares(tensor.flatten(1))
+        return found.to(wide(tensor)) * (1 + gamma(length, tensor.dtype)) + lost
+    if inside and tensor.is_contiguous():
+        tensor, dims = tensor.flatten(1), (1,)
+    *outer, last = dims
+    length = tensor.shape[last]
+    if length > _SHORT and last == tensor.ndim - 1:
+        # Short sums in float32, which vector_norm adds up without writing a copy; then in float64.
+        whole = length // _SHORT * _SHORT
+        parts = torch.linalg.vector_norm(tensor[..., :whole].reshape(*tensor.shape[:-1], -1, _SHORT), dim=-1)
+        rest = torch.linalg.vector_norm(tensor[..., whole:], dim=-1, keepdim=True)
+        norms, dims, length = torch.cat([parts, rest], -1), (*outer, last), _SHORT
+    else:
+        norms, dims = torch.linalg.vector_norm(tensor, dim=last, keepdim=True), (*outer, last)
+    # A norm as it comes is off by γ_(n+3)/2, its square by γ_(n+4).
+    return norms.to(wide(norms)).square().sum(dims) * (1 + gamma(length + 8, tensor.dtype)) + lost
 
 
 @dataclass(frozen=True)
@@ -100,7 +122,7 @@ class Squares:
     def total(self) -> torch.Tensor:
         """Σ over all but the examples (B,)."""
         if self._at_once is not None:
-            return self._at_once.total
+            return self._rounded_up(self._at_once.total)
         if "positions" in vars(self):
             return self.positions.sum(1)
         return squared(accumulating(self.tensor)[0], (1, 2))
@@ -108,7 +130,11 @@ class Squares:
     @cached_property
     def largest(self) -> torch.Tensor:
         """The largest position's (B,)."""
-        return self.positions.amax(1) if self._at_once is None else self._at_once.largest
+        return self.positions.amax(1) if self._at_once is None else self._rounded_up(self._at_once.largest)
+
+    def _rounded_up(self, found: torch.Tensor) -> torch.Tensor:
+        assert self._at_once is not None
+        return found.to(wide(found)) * (1 + gamma(self._at_once.roundings, torch.float32))
 
     @cached_property
     def sums(self) -> torch.Tensor:

@@ -11,14 +11,13 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from lipdp.clipping.arithmetic import HALF
+from lipdp._sums import wide
 from lipdp.clipping.contribution import Form
-from lipdp.clipping.loops import sum_dtype
 from lipdp.clipping.styles import Clip, Group, Style, group_bounds
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [
-    "TWO_PASSES",
+    "FLAT",
     "Batch",
     "Clipped",
     "Flag",
@@ -26,7 +25,7 @@ __all__ = [
     "bounds_of",
     "check_choice",
     "check_choices",
-    "check_two_passes",
+    "check_style",
     "eager",
     "prepare",
     "trainable",
@@ -35,14 +34,14 @@ __all__ = [
 
 Method = Literal["naive", "multiloss", "reweight", "ghost", "bookkeeping", "auto"]
 F = TypeVar("F", bound=Callable[..., Any])
-TWO_PASSES = ("reweight", "ghost")
+FLAT = ("reweight", "ghost")
 
 
 @dataclass(frozen=True)
 class Clipped:
     """What clipping a batch gives. Only ``sums``, noised, may be released: all else is private."""
 
-    sums: dict[str, torch.Tensor]  # Σ_i ν_i·g_i by parameter name
+    sums: dict[str, torch.Tensor]  # Σ_i ν_i·g_i by parameter name, in float64
     norms: torch.Tensor  # ‖g_i‖ (batch, groups)
     factors: torch.Tensor  # ν_i (batch, groups); 0 for an example that is left out
     groups: tuple[Group, ...]
@@ -130,24 +129,17 @@ def prepare(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, copies:
     return Batch(x, y, keep)
 
 
-def check_two_passes(method: str, parameters: Mapping[str, torch.Tensor], style: Style, device: torch.device) -> None:
-    """Reweighting losses clips whole gradients, and adds them up as autograd does."""
-    if style != "flat":
+def check_style(method: str, style: Style) -> None:
+    """Methods that scale an example's whole gradient."""
+    if method in FLAT and style != "flat":
         raise ConfigurationError(
-            f"method={method!r} reweights the losses, which scales an example's whole gradient: it only clips style='flat'. Use "
-            "method='bookkeeping'."
-        )
-    if torch.is_autocast_enabled(device.type) or any(p.dtype in HALF for p in parameters.values()):
-        raise ConfigurationError(
-            f"method={method!r} lets autograd add up the gradients, in half precision here: the rounding of the whole sum is not "
-            "bounded by any example's C. Use method='bookkeeping', which adds up in float32."
+            f"method={method!r} scales an example's whole gradient: it only clips style='flat'. Use method='bookkeeping'."
         )
 
 
 def bounds_of(groups: tuple[Group, ...], parameters: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """C_g (groups,), in the dtype of the sums."""
-    double = any(sum_dtype(p) == torch.float64 for p in parameters.values())
-    return group_bounds(groups, torch.float64 if double else torch.float32, device)
+    return group_bounds(groups, wide(next(iter(parameters.values()))), device)
 
 
 def uncompiled(function: F) -> F:

@@ -4,22 +4,24 @@ Almost every layer's per-example gradient is a sum of outer products, ``g_i = Σ
 and the cotangent that came back. Kept as the pair (δ, x), its norm and ``Σ_i ν_i g_i`` are computed without ever holding
 ``batch × parameters`` numbers.
 
-The gradient that is measured and the one that is released are computed by different sums, and where terms cancel, either can be
-off by ``u·Σ‖terms‖``. Every norm therefore carries that much on top (:meth:`Contribution.rounding`), so ν_i·g_i as released is
-never longer than C. For gradients that don't cancel this is a millionth of the norm.
+The gradient that is measured and the one that is released may be computed by different sums of the same numbers, and where terms
+cancel, either can be off by ``γ_n·Σ‖terms‖`` for n terms. Such norms carry that much on top (:meth:`Contribution.rounding`), so
+ν_i·g_i as released is never longer than C. For gradients that don't cancel this is some 1e-5 of the norm. Sums over examples are
+float64.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 
-from lipdp.clipping.arithmetic import Squares, accumulating, matmuls, squared, unit_roundoff
+from lipdp._sums import contract, wide
+from lipdp.clipping.arithmetic import Squares, accumulating, gamma, matmuls, squared
 
 __all__ = [
     "Contribution",
@@ -28,15 +30,12 @@ __all__ = [
     "PositionSum",
     "Scatter",
     "flat",
-    "rounding_matters",
     "runs",
     "summed",
     "weighted",
     "zeroed",
 ]
 
-# False while only norms of gradients as they are released are wanted: for those held as sums, no margin is needed then.
-rounding_matters: ContextVar[bool] = ContextVar("rounding_matters", default=True)
 Form = Literal["auto", "materialise", "gram", "measure"]
 
 
@@ -62,7 +61,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """Σ_i w_i·g_i, of the parameter's shape. Every factor must be finite: see :meth:`without`."""
+        """Σ_i w_i·g_i, of the parameter's shape, in float64. Every factor must be finite: see :meth:`without`."""
 
     @abstractmethod
     def rounding(self) -> torch.Tensor:
@@ -93,16 +92,14 @@ def runs(tensor: torch.Tensor, copies: int) -> torch.Tensor:
 
 
 def weighted(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Σ_i w_i g_i, in float32 proper: what was measured is what is added up."""
+    """Σ_i w_i g_i, in float32 proper and then in float64: what was measured is what is added up."""
     with matmuls(gradients.device, tf32=False):
-        return (weights.to(gradients.dtype) @ flat(gradients)).reshape(gradients.shape[1:])
+        return contract(weights.to(gradients.dtype)[:, None], flat(gradients)).reshape(gradients.shape[1:])
 
 
-def _sum_rounding(terms: torch.Tensor, positions: int, dims: tuple[int, ...]) -> torch.Tensor:
-    """2uT·‖terms‖_F, as :meth:`PositionSum.rounding`."""
-    if positions <= 1:
-        return terms.new_zeros(terms.shape[0])
-    return 2 * unit_roundoff(terms.dtype) * positions * squared(terms, dims).sqrt()
+def _sum_rounding(squares: torch.Tensor, positions: int, dtype: torch.dtype) -> torch.Tensor:
+    """2γ_T·√T·‖terms‖_F ≥ 2γ_T·Σ_t‖terms_t‖, from Σ_t‖terms_t‖²: a sum over T positions, as measured and as released."""
+    return 2 * gamma(positions, dtype) * math.sqrt(positions) * squares.sqrt() if positions > 1 else torch.zeros_like(squares)
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,7 @@ class PositionSum(Contribution):
         """Of the sums, which are small."""
         if self.cotangents.shape[1] == 1:
             return self._squares.total
-        norms: torch.Tensor = torch.linalg.vector_norm(flat(self.materialise()), dim=1)
-        return (norms + self.rounding()).square()
+        return (self.squared_norms_as_released().sqrt() + self.rounding()).square()
 
     def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
         """Of the sums, which are what is weighted."""
@@ -143,11 +139,8 @@ class PositionSum(Contribution):
         return weighted(weights, self.materialise())
 
     def rounding(self) -> torch.Tensor:
-        """2uT·‖δ‖_F ≥ 2u·√T·Σ_t‖δ_t‖: a sum over T positions, as measured and as released."""
-        positions = self.cotangents.shape[1]
-        if positions <= 1:
-            return self._sums.new_zeros(self.batch)
-        return 2 * unit_roundoff(self.cotangents.dtype) * positions * self._squares.total.sqrt()
+        """Of a sum over the positions."""
+        return _sum_rounding(self._squares.total, self.cotangents.shape[1], self.cotangents.dtype)
 
     @cached_property
     def _squares(self) -> Squares:
@@ -194,7 +187,7 @@ class Dense(Contribution):
 
     def rounding(self) -> torch.Tensor:
         """As given."""
-        return self.materialise().new_zeros(self.batch) if self.slack is None else self.slack
+        return self.gradients.new_zeros(self.batch, dtype=wide(self.gradients)) if self.slack is None else self.slack
 
     def without(self, dropped: torch.Tensor) -> Dense:
         """Zero gradients."""
@@ -205,15 +198,14 @@ class Dense(Contribution):
         """The sums, with the rounding of adding up on top of what each had."""
         gradients = self.materialise()
         rows = gradients.reshape(-1, copies, *gradients.shape[1:])
-        added = _sum_rounding(flat(rows, 2), copies, (1, 2))
+        added = _sum_rounding(squared(flat(rows, 2), (1, 2)), copies, rows.dtype)
         return Dense(rows.sum(1), added + self.rounding().reshape(-1, copies).sum(1))
 
 
 def summed(terms: torch.Tensor, shape: tuple[int, ...]) -> Dense:
     """``g_i = Σ_t terms_it`` of (B, T, p), held as its sum: for layers whose parameters are as small as one position."""
     (terms,) = accumulating(terms)
-    slack = _sum_rounding(terms, terms.shape[1], (1, 2)) if rounding_matters.get() else None
-    return Dense(terms.sum(1).reshape(-1, *shape), slack)
+    return Dense(terms.sum(1).reshape(-1, *shape))
 
 
 @dataclass(frozen=True)
@@ -229,8 +221,12 @@ class Scatter(Contribution):
         """Number of examples."""
         return self.tokens.shape[0]
 
-    def squared_norms(self, form: Form = "auto") -> torch.Tensor:
-        """Cotangents of equal tokens are added up first (sorted by token), so nothing cancels and nothing is vocabulary-sized."""
+    @cached_property
+    def _by_token(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The distinct tokens of each example, sorted, and the sums of their cotangents: (B, T) and (B, T, d); 0 for the rest.
+
+        So nothing is vocabulary-sized, and what is measured is what is released.
+        """
         (delta,) = accumulating(self.cotangents)
         order = self.tokens.argsort(dim=1, stable=True)
         tokens = self.tokens.gather(1, order)
@@ -239,7 +235,15 @@ class Scatter(Contribution):
         slot = new.cumsum(1) - 1  # which distinct token of its example each position belongs to
         sums = torch.zeros_like(delta)
         sums.scatter_add_(1, slot[..., None].expand_as(delta), delta.gather(1, order[..., None].expand_as(delta)))
-        return (sums.square().sum((1, 2)).sqrt() + self.rounding()).square()
+        return torch.zeros_like(tokens).scatter_(1, slot, tokens), sums
+
+    def squared_norms(self, form: Form = "auto") -> torch.Tensor:
+        """Cotangents of equal tokens are added up first, so nothing cancels."""
+        return (self.squared_norms_as_released().sqrt() + self.rounding()).square()
+
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """Of the sums, which are what is weighted."""
+        return squared(self._by_token[1], (1, 2))
 
     def materialise(self) -> torch.Tensor:
         """(B, rows, d)."""
@@ -248,15 +252,15 @@ class Scatter(Contribution):
         return result.scatter_add_(1, self.tokens.long()[..., None].expand_as(delta), delta)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """One scatter-add over batch and positions."""
-        (delta,) = accumulating(self.cotangents)
-        weighted = (delta * weights.to(delta.dtype)[:, None, None]).flatten(0, 1)
-        return delta.new_zeros(self.rows, delta.shape[2]).index_add_(0, self.tokens.flatten(), weighted)
+        """One scatter-add over batch and tokens, in float64."""
+        tokens, sums = self._by_token
+        scaled = (sums.to(wide(sums)) * weights.to(wide(sums))[:, None, None]).flatten(0, 1)
+        return scaled.new_zeros(self.rows, sums.shape[2]).index_add_(0, tokens.flatten(), scaled)
 
     def rounding(self) -> torch.Tensor:
         """Of a sum over the positions, as if all tokens were the same."""
         (delta,) = accumulating(self.cotangents)
-        return _sum_rounding(delta, delta.shape[1], (1, 2))
+        return _sum_rounding(squared(delta, (1, 2)), delta.shape[1], delta.dtype)
 
     def without(self, dropped: torch.Tensor) -> Scatter:
         """Zero cotangents."""

@@ -22,19 +22,17 @@ from lipdp.errors import LipdpNotice
 __all__ = [
     "MOST_OUTPUTS",
     "MOST_POSITIONS",
+    "TILE_ROUNDINGS",
     "CotangentSums",
     "GramSums",
     "Precision",
     "Tiles",
     "available",
-    "clip_factors",
     "convolution_norms",
     "cotangent_sums",
-    "gram_norms",
     "gram_sums",
     "gram_tiles",
     "row_squares",
-    "with_rounding",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,6 +60,7 @@ MOST_POSITIONS = 8192
 _TILE = 4096
 _BUSY = 512
 _TINY = float(torch.finfo(torch.float32).tiny)
+TILE_ROUNDINGS = 128 * 128 + 2  # squares of the largest tile
 
 
 @cache
@@ -109,19 +108,16 @@ def _right(device: torch.device) -> bool:
     tiles = convolution_norms(x, delta, (3, 3), (1, 1), (1, 1), (1, 1), 1, 1, "tf32x3")
     windows = torch.nn.functional.unfold(x, 3, padding=1).double()
     of_patches = torch.bmm(delta.flatten(2).double(), windows.transpose(1, 2)).square().sum((1, 2))
-    sums, of_x = cotangent_sums(delta.flatten(2)), row_squares(x.flatten(1))
-    norms = with_rounding(tiles, sums.total, sums.largest, of_x, scale=1.0, of_sums=0.0, of_factors=0.0)
+    sums, of_x = cotangent_sums(delta.flatten(2)), row_squares(x.flatten(1))[0]
     a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
     of_outer = torch.bmm(a.double().transpose(1, 2), b.double()).square().sum((1, 2))
-    keep, bound = torch.ones(2, dtype=torch.bool, device=device), torch.ones(1, device=device)
     pairs = (
-        (norms, of_patches),
+        (tiles.sum(1), of_patches),
         (sums.total, delta.double().square().sum((1, 2, 3))),
         (sums.largest, delta.double().square().sum(1).flatten(1).amax(1)),
         (sums.sums, delta.double().sum((2, 3))),
         (of_x, x.double().square().sum((1, 2, 3))),
-        (gram_norms(a, b, "tf32x3", margin=0.0, of_sums=0.0, of_factors=0.0), of_outer),
-        (clip_factors(norms[None], keep, bound, automatic=False, stability=0.01)[1], of_patches.rsqrt().clamp_max(1.0)),
+        (gram_sums(a, b, "tf32x3").products, of_outer),
     )
     return all(torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-4) for found, expected in pairs)
 
@@ -156,6 +152,8 @@ def convolution_norms(
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Numbers (B, tiles) whose sum is ‖Σ_t δ_t ⊗ patch_t‖² of each example, over its ``copies`` rows.
+
+    Each went through at most :data:`TILE_ROUNDINGS` roundings.
 
     x: (B·copies, in, H, W), δ: (B·copies, out, H', W'). Kernel, stride, padding and dilation have two numbers each.
     """
@@ -207,7 +205,10 @@ class GramSums(NamedTuple):
 
 @_where_the_data_are
 def gram_tiles(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles: Tiles = _GRAM) -> torch.Tensor:
-    """(B, tiles, 5), whose sums over the tiles (the maximum of the last) are :class:`GramSums`; nothing T×T is written."""
+    """(B, tiles, 5), whose sums over the tiles (the maximum of the last) are :class:`GramSums`; nothing T×T is written.
+
+    Sums of a tile's products went through at most :data:`TILE_ROUNDINGS` roundings.
+    """
     delta, x = delta.contiguous(), x.contiguous()
     batch, positions = delta.shape[:2]
     tile = _power(positions, 16, tiles.rows)
@@ -233,49 +234,18 @@ def gram_tiles(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles
 
 def gram_sums(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles: Tiles = _GRAM) -> GramSums:
     """The Gram form and what its margins need, in one reading of δ (B, T, p) and x (B, T, d)."""
-    partial = gram_tiles(delta, x, precision, tiles)
+    partial = gram_tiles(delta, x, precision, tiles).double()
     products, scale, of_delta, of_x = partial[..., :4].sum(1).unbind(1)
     return GramSums(products, scale, of_delta, of_x, partial[..., 4].amax(1))
 
 
-@_where_the_data_are
-def gram_norms(
-    delta: torch.Tensor, x: torch.Tensor, precision: Precision, *, margin: float, of_sums: float, of_factors: float
-) -> torch.Tensor:
-    """(√(Gram form + margin·(Σ_t‖δ_t‖‖x_t‖)²) + (of_sums·‖δ‖_F + of_factors·max_t‖δ_t‖)·‖x‖_F)² of each example (B,).
-
-    Squares that underflow are counted as the most they could have been.
-    """
-    partial = gram_tiles(delta, x, precision)
-    batch, count = partial.shape[:2]
-    out = torch.empty(batch, dtype=torch.float32, device=x.device)
-    columns = _power(count, 1, 1 << 20)
-    rows = max(1, min(16, _TILE // columns))
-    tiny = _TINY * delta.shape[1]
-    _triton().gram_with_rounding[(-(-batch // rows),)](
-        partial,
-        out,
-        batch,
-        count,
-        margin,
-        tiny * delta.shape[2],
-        tiny * x.shape[2],
-        _TINY,
-        of_sums,
-        of_factors,
-        B=rows,
-        N=columns,
-        num_warps=4,
-    )
-    return out
-
-
 class CotangentSums(NamedTuple):
-    """Of each example: Σ_t ‖δ_t‖² (B,), max_t ‖δ_t‖² (B,), Σ_t δ_t (B, outputs)."""
+    """Of each example: Σ_t ‖δ_t‖² (B,), max_t ‖δ_t‖² (B,), Σ_t δ_t (B, outputs); and how many roundings they went through."""
 
     total: torch.Tensor
     largest: torch.Tensor
     sums: torch.Tensor
+    roundings: int
 
 
 def _shares(rows: int, size: int, least: int) -> tuple[int, int]:
@@ -297,65 +267,18 @@ def cotangent_sums(delta: torch.Tensor) -> CotangentSums:
     _triton().cotangent_parts[(batch, parts)](
         delta, totals, largest, sums, outputs, positions, share, _TINY * outputs * share, P=rows, T=inner, num_warps=4
     )
+    roundings = rows + -(-share // inner) + inner + parts + 2
     if parts == 1:
-        return CotangentSums(totals[:, 0], largest[:, 0], sums[:, 0])
-    return CotangentSums(totals.sum(1), largest.amax(1), sums.sum(1))
+        return CotangentSums(totals[:, 0], largest[:, 0], sums[:, 0], roundings)
+    return CotangentSums(totals.sum(1), largest.amax(1), sums.sum(1), roundings)
 
 
 @_where_the_data_are
-def row_squares(x: torch.Tensor) -> torch.Tensor:
-    """Σ x² of each row of a contiguous (B, n), with what squares can lose by underflow: (B,)."""
+def row_squares(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Σ x² of each row of a contiguous (B, n), with what squares can lose by underflow: (B,). And through how many roundings."""
     batch, size = x.shape
     inner = _power(size, 64, 4096)
     parts, share = _shares(batch, size, inner)
     totals = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
     _triton().row_squares[(batch, parts)](x, totals, size, share, _TINY * share, N=inner, num_warps=4)
-    return totals[:, 0] if parts == 1 else totals.sum(1)
-
-
-@_where_the_data_are
-def with_rounding(
-    partial: torch.Tensor,
-    of_delta: torch.Tensor,
-    largest: torch.Tensor,
-    of_x: torch.Tensor,
-    *,
-    scale: float,
-    of_sums: float,
-    of_factors: float,
-) -> torch.Tensor:
-    """(scale·√Σ_n partial + (of_sums·√of_delta + of_factors·√largest)·√of_x)² of each example, from (B, n) and three (B,)."""
-    batch, count = partial.shape
-    out = torch.empty(batch, dtype=torch.float32, device=partial.device)
-    columns = _power(count, 1, 1 << 20)
-    rows = max(1, min(32, _TILE // columns))
-    _triton().with_rounding[(-(-batch // rows),)](
-        partial,
-        of_delta.contiguous(),
-        largest.contiguous(),
-        of_x.contiguous(),
-        out,
-        batch,
-        count,
-        scale,
-        of_sums,
-        of_factors,
-        B=rows,
-        N=columns,
-        num_warps=4,
-    )
-    return out
-
-
-@_where_the_data_are
-def clip_factors(
-    squares: torch.Tensor, keep: torch.Tensor, bound: torch.Tensor, *, automatic: bool, stability: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms and factors (B,) from squared norms (parameters, B), and whether one is not finite (1,), for one C."""
-    count, batch = squares.shape
-    norms, factors = (torch.empty(batch, dtype=torch.float32, device=squares.device) for _ in range(2))
-    spoiled = torch.zeros(1, dtype=torch.int32, device=squares.device)
-    _triton().factors_of[(-(-batch // 256),)](
-        squares, keep.view(torch.uint8), bound, norms, factors, spoiled, batch, count, stability, AUTOMATIC=automatic, B=256
-    )
-    return norms, factors, spoiled
+    return totals[:, 0] if parts == 1 else totals.sum(1), inner + -(-share // inner) + parts + 2

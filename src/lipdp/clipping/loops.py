@@ -7,22 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
+from lipdp._sums import wide
+from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.errors import DataError
 
-__all__ = ["Loops", "PerExampleLoss", "loss_values", "sum_dtype", "zeros"]
+__all__ = ["Loops", "PerExampleLoss", "loss_values", "zeros"]
 
 PerExampleLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What a parameter's gradients are summed up in: float32 or better."""
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
 def zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """Where a parameter's gradients are summed up."""
-    return torch.zeros_like(parameter, dtype=sum_dtype(parameter), requires_grad=False)
+    """Where a parameter's gradients are summed up: in float64."""
+    return torch.zeros_like(parameter, dtype=wide(parameter), requires_grad=False)
 
 
 def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -68,16 +65,29 @@ class Loops:
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """One forward pass, a backward pass for each example's loss.
 
-        A single example that is not finite spoils every backward pass here (0·inf): such a batch is done by :meth:`naive`.
+        A single example that is not finite spoils every backward pass here (0·inf). It is then found by itself and replaced by
+        zeros, so that the others are computed as they would have been without it.
         """
+        found = self._of_one_pass(x, y, keep)
+        if bool(torch.isfinite(found[1]).all()):
+            return found
+        bad = ~torch.isfinite(self.naive(x, y, torch.ones_like(keep))[1]).all(1)
+        rows = bad.repeat_interleave(self.copies)
+        clean = [part.masked_fill(rows.to(part.device).reshape(-1, *[1] * (part.ndim - 1)), 0) for part in (x, y)]
+        sums, norms, factors = self._of_one_pass(clean[0], clean[1], keep & ~bad)
+        norms[bad] = float("nan")
+        return sums, norms, factors
+
+    def _of_one_pass(
+        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
             values = loss_values(self.loss, self.model(x), y, self.copies)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)
 
-        result = self._over(gradients, keep)
-        return result if bool(torch.isfinite(result[1]).all()) else self.naive(x, y, keep)
+        return self._over(gradients, keep)
 
     def _over(
         self, gradients: Callable[[int], tuple[torch.Tensor | None, ...]], keep: torch.Tensor
@@ -88,14 +98,19 @@ class Loops:
         for i in torch.nonzero(keep).flatten().tolist():
             with torch.enable_grad():
                 found = dict(zip(self.parameters, gradients(i), strict=True))
-            own = {name: zeros(self.parameters[name]) if g is None else g.to(sums[name].dtype) for name, g in found.items()}
+            squares = {
+                name: like.new_zeros(()) if g is None else squared(accumulating(g)[0].reshape(1, -1), (1,))[0]
+                for name, g in found.items()
+            }
             norms[i] = torch.stack(
-                [torch.stack([own[name].square().sum() for name in group.parameters]).sum().sqrt() for group in self.groups]
+                [torch.stack([squares[name] for name in group.parameters]).sum().sqrt() for group in self.groups]
             )
             factors[i] = clip_factors(norms[i][None], self.bounds, keep[i][None], self.clip, self.stability)[0]
             if not bool(torch.isfinite(norms[i]).all()):
                 continue
             for number, group in enumerate(self.groups):
                 for name in group.parameters:
-                    sums[name] += factors[i, number] * own[name]
+                    gradient = found[name]
+                    if gradient is not None:
+                        sums[name] += factors[i, number] * gradient.to(sums[name].dtype)
         return sums, norms, factors

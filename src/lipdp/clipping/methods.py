@@ -5,11 +5,15 @@ With g_i the gradient of example i and ν_i = min(1, C/‖g_i‖), all of them r
 ==============  =====================================================================================================
 naive           one backward pass per example (nxBP)
 multiloss       one forward pass, one backward pass per example's loss
-reweight        norms from layer inputs and cotangents, then a second backward pass of Σ_i ν_i·loss_i (ReweightGP)
+bookkeeping     one backward pass: inputs and cotangents are kept, norms and Σ_i ν_i·g_i are formed from them directly
 ghost           the same, with every norm in the Gram form, nothing materialised
-bookkeeping     one backward pass: inputs and cotangents are kept, and Σ_i ν_i·g_i is formed from them directly
-auto            bookkeeping: the fastest, and what it releases is made of the very numbers that it measured
+reweight        the same for whole gradients, with norms in the cheaper form
+auto            bookkeeping
 ==============  =====================================================================================================
+
+Ghost clipping and ReweightGP, as published, run a second backward pass, of Σ_i ν_i·loss_i. What that adds up is not what was
+measured: it is computed anew, and nothing keeps a hook, a clip or mere rounding from making it larger. So here every method
+releases the very numbers that it has measured.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 
 from lipdp.clipping.batch import (
-    TWO_PASSES,
     Batch,
     Clipped,
     Flag,
@@ -29,7 +32,7 @@ from lipdp.clipping.batch import (
     bounds_of,
     check_choice,
     check_choices,
-    check_two_passes,
+    check_style,
     eager,
     prepare,
     trainable,
@@ -69,14 +72,16 @@ def per_example_norms(
     x, y = types.inputs(x), types.targets(y)
     batch = prepare(x, y, None, copies)
     if len(x) == 0:
-        return zeros(next(iter(parameters.values()))).new_zeros(0)
+        like = next(iter(parameters.values()))
+        return like.new_zeros(0, dtype=_own_dtype(like))
     with eager(model):
         verify_once(model, loss, x, batch.y)
         with torch.enable_grad(), recording(model, len(x), copies) as recorded:
             losses = loss_values(loss, model(x), batch.y, copies)
             contributions = recorded.contributions(losses.sum())
         found = squared_norms(contributions, x.device, form)
-        return group_norms(found, clipping_groups(parameters, 1.0), len(losses), x.device)[:, 0]
+        norms = group_norms(found, clipping_groups(parameters, 1.0), len(losses), x.device)[:, 0]
+        return norms.to(_own_dtype(next(iter(parameters.values()))))
 
 
 def clipped_gradients(
@@ -115,9 +120,10 @@ def clipped_gradients(
         copies: rows that make up one example (augmentation multiplicity): row i·copies+k of ``x`` is copy k of example i, its
             loss is the mean over them, and the gradient of that is clipped. ``y`` has a row for each example or for each row.
 
-    An example whose gradient is not finite is left out.
+    An example whose gradient is not finite is left out. Sums are rounded to the parameters' type; those of :func:`clip_batch` are
+    float64, and of thousands of examples should be noised as such.
     """
-    return clip_batch(
+    found = clip_batch(
         model,
         loss,
         x,
@@ -132,6 +138,13 @@ def clipped_gradients(
         stability=stability,
         copies=copies,
     ).sums
+    own = {name: _own_dtype(p) for name, p in model.named_parameters()}
+    return {name: total.to(own[name]) for name, total in found.items()}
+
+
+def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """A parameter's type, float32 at least."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def clip_batch(
@@ -206,8 +219,7 @@ class Clipping:
     def _start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
         parameters = self._trainable()
         made = clipping_groups(parameters, max_norm, self.style, self.groups)
-        if self.method in TWO_PASSES:
-            check_two_passes(self.method, parameters, self.style, x.device)
+        check_style(self.method, self.style)
         batch = prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies)
         bounds = bounds_of(made, parameters, x.device)
         if len(x) == 0:
@@ -218,8 +230,7 @@ class Clipping:
         if self.method in ("naive", "multiloss"):
             return Pending(made, batch, bounds, self._loop(batch, bounds, parameters, made))
         form: Form = "gram" if self.method == "ghost" else self.form
-        two = self.method in TWO_PASSES
-        fast = Fast(self.model, self.loss, parameters, made, self.clip, self.stability, form, two, self.copies)
+        fast = Fast(self.model, self.loss, parameters, made, self.clip, self.stability, form, self.copies)
         flag = Flag()
         return Pending(made, batch, bounds, self._compute(fast, batch, bounds, flag), fast, flag)
 
@@ -244,7 +255,7 @@ class Clipping:
         """Checked, then computed; nothing is read from the device once the model is verified."""
         check_supported(self.model)
         with eager(self.model):
-            verify_once(self.model, self.loss, batch.x, batch.y, reweighted=fast.two_passes)
+            verify_once(self.model, self.loss, batch.x, batch.y)
             return (yield from fast.compute(batch.x, batch.y, batch.keep, bounds))
 
 
@@ -265,7 +276,7 @@ class Pending:
         if self.fast is not None and self.flag.read():
             batch = self.batch
             with eager(self.fast.model):
-                self.computed = self.fast.repair(batch.x, batch.y, batch.keep, self.bounds, self.computed.norms)
+                self.computed = self.fast.repair(batch.x, batch.y, batch.keep, self.bounds)
         sums, norms, factors, _ = self.computed
         return Clipped(sums, norms, factors, self.groups, self.batch.keep, self.bounds)
 

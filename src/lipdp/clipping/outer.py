@@ -11,18 +11,18 @@ negative. Its margin makes up for that.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from lipdp._sums import contract_apart, wide
 from lipdp.clipping import kernels
-from lipdp.clipping.arithmetic import HALF, Squares, accumulating, input_roundoff, matmuls, unit_roundoff
+from lipdp.clipping.arithmetic import HALF, Squares, accumulating, gamma, input_roundoff, matmuls, squared
 from lipdp.clipping.autotune import quickest
 from lipdp.clipping.contribution import Contribution, Form, runs, zeroed
 
-__all__ = ["OuterSum", "factor_margin", "gram_margin", "kernel_margin", "rounding_of", "sum_margin", "sum_rounding"]
+__all__ = ["OuterSum", "gram_margin", "kernel_margin", "sum_rounding"]
 
 # Entries that a chunk of materialised per-example gradients, or of Gram matrices, may hold: caps the memory of computing norms.
 _CHUNK = 2**24
@@ -31,12 +31,11 @@ _TRAFFIC = 16
 
 
 def gram_margin(features: int, positions: int, dtype: torch.dtype) -> float:
-    """κu of the Gram form's rounding: it is added as κu·(Σ_t‖δ_t‖‖x_t‖)² to the squared norm.
+    """κ of the Gram form's rounding: it is added as κ·(Σ_t‖δ_t‖‖x_t‖)² to the squared norm.
 
-    Rounding errors of n-term dot products grow as √n·u (their worst case, n·u, needs all errors aligned); 8 standard deviations
-    of that are added, so the norm is never under-reported.
+    Products of p and of d terms, then sums of T of their products, each off by γ_n of the sizes at most; then in float64.
     """
-    return 8 * math.sqrt(features + positions) * unit_roundoff(dtype)
+    return gamma(features + positions + 8, dtype)
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,19 @@ class OuterSum(Contribution):
         return (self.measured(form).sqrt() + self.rounding()).square()
 
     def _by_kernel(self) -> torch.Tensor:
-        """The Gram form in one reading, margins included; tensor cores round a little more, see :func:`kernel_margin`."""
+        """The Gram form in one reading; tensor cores round more, see :func:`kernel_margin`."""
         dtype, positions, p, d = self.cotangents.dtype, self.cotangents.shape[1], self.cotangents.shape[2], self.inputs.shape[2]
         exact = dtype in HALF and self.inputs.dtype in HALF
-        return kernels.gram_norms(
-            self.cotangents,
-            self.inputs,
-            "tf32" if exact else "tf32x3",
-            margin=4 * gram_margin(max(p, d), positions, dtype) + kernel_margin(p + d, dtype),
-            of_sums=sum_margin(positions, dtype),
-            of_factors=factor_margin(input_roundoff(self.cotangents, convolution=self.convolution)),
-        )
+        found = kernels.gram_sums(self.cotangents, self.inputs, "tf32" if exact else "tf32x3")
+        up = 1 + kernel_margin(p + d, dtype) + gamma(kernels.TILE_ROUNDINGS, dtype)
+        scale, of_delta, of_x = found.scale * up, found.of_delta * up, found.of_x * up
+        margin = kernel_margin(p + d, dtype) + gamma(kernels.TILE_ROUNDINGS, dtype)
+        tiny = float(torch.finfo(torch.float32).tiny) * positions
+        lost = tiny * (p * of_x + d * of_delta + 1)
+        squares = torch.where(found.products < 0, 0.0, found.products) + margin * scale.square() + lost  # NaN stays NaN
+        coarse = input_roundoff(self.cotangents, convolution=self.convolution)
+        rounding = sum_rounding(of_delta + tiny * p, of_x + tiny * d, positions, dtype, coarse)
+        return (squares.sqrt() + rounding).square()
 
     def measured(self, form: Form = "auto") -> torch.Tensor:
         """‖g_i‖² in one of the forms, without :meth:`rounding`."""
@@ -128,16 +129,17 @@ class OuterSum(Contribution):
         return torch.bmm(delta.transpose(1, 2), x).reshape(-1, *self.shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """One matrix product over batch and positions; the smaller factor is weighted."""
+        """Matrix products over positions; the smaller factor is weighted."""
         delta, x = accumulating(self.cotangents, self.inputs)
         scale = weights.to(delta.dtype)[:, None, None]
         delta, x = (delta * scale, x) if delta.shape[2] <= x.shape[2] else (delta, x * scale)
-        return (delta.flatten(0, 1).T @ x.flatten(0, 1)).reshape(self.shape)
+        return contract_apart(delta, x).reshape(self.shape)
 
     def rounding(self) -> torch.Tensor:
         """See :func:`sum_rounding`."""
         coarse = input_roundoff(self.cotangents, convolution=self.convolution)
-        return rounding_of(self._of_cotangents, self._of_inputs.total, coarse)
+        positions = self.cotangents.shape[1]
+        return sum_rounding(self._of_cotangents.total, self._of_inputs.total, positions, self.cotangents.dtype, coarse)
 
     def without(self, dropped: torch.Tensor) -> OuterSum:
         """Zeros in both factors."""
@@ -150,48 +152,27 @@ class OuterSum(Contribution):
 
 
 def kernel_margin(terms: int, dtype: torch.dtype) -> float:
-    """Tensor cores cut off instead of rounding, once for every eight terms: 2u·terms/8 of the sum of sizes, and as much again."""
-    return unit_roundoff(dtype) * terms / 2
+    """Tensor cores cut off instead of rounding, at least once for every eight terms, and three products stand for one."""
+    return 4 * gamma(terms + 8, dtype)
 
 
 def sum_margin(positions: int, dtype: torch.dtype) -> float:
-    """2u·√T: what T-term sums in two orders can differ by, of ‖δ‖_F‖x‖_F."""
-    return 2 * unit_roundoff(dtype) * math.sqrt(positions)
+    """2·γ_T: what T-term sums in two orders can differ by, of Σ_t‖δ_t‖‖x_t‖ ≤ ‖δ‖_F‖x‖_F."""
+    return 2 * gamma(positions + 1, dtype)
 
 
-def factor_margin(coarse: float) -> float:
-    """8 times the rounding of factors, of max_t‖δ_t‖·‖x‖_F: see :func:`sum_rounding`."""
-    return 8 * coarse
+def sum_rounding(of_delta: torch.Tensor, of_x: torch.Tensor, positions: int, dtype: torch.dtype, coarse: float) -> torch.Tensor:
+    """2·γ_T·‖δ‖_F‖x‖_F for T-term sums, as measured and as released; with TF32 also 2·4·2⁻¹¹·‖δ‖_F‖x‖_F. All (B,), from squares.
 
-
-def sum_rounding(
-    of_delta: torch.Tensor, largest: torch.Tensor | None, of_x: torch.Tensor, positions: int, dtype: torch.dtype, coarse: float
-) -> torch.Tensor:
-    """2u·√T·‖δ‖_F‖x‖_F for T-term sums; with TF32 also 2·4·2⁻¹¹·max_t‖δ_t‖·‖x‖_F. All (B,), squared: ‖δ‖², max_t‖δ_t‖², ‖x‖².
-
-    Rounded factors (1+e)δ_t ⊗ (1+e')x_t are off by Σ_t(e+e')δ_t⊗x_t, whose size is 2⁻¹¹·√Σ‖δ_t‖²‖x_t‖² ≤ 2⁻¹¹·max_t‖δ_t‖·‖x‖_F
-    for errors that don't conspire: four times that for the sum as measured, and again as released.
+    Factors cut off to TF32, (1+e)δ_t ⊗ (1+e')x_t with |e|, |e'| ≤ 2⁻¹⁰, are off by Σ_t(e+e')δ_t⊗x_t, at most 2·2⁻¹⁰·‖δ‖_F‖x‖_F.
     """
-    sums = sum_margin(positions, dtype) * of_delta.sqrt()
-    if coarse and largest is not None:
-        sums = sums + factor_margin(coarse) * largest.sqrt()
-    return sums * of_x.sqrt()
-
-
-def rounding_of(of_delta: Squares, of_x: torch.Tensor, coarse: float) -> torch.Tensor:
-    """:func:`sum_rounding` from the cotangents' squares, reading by position only where that is needed."""
-    positions, dtype = of_delta.tensor.shape[1], of_delta.tensor.dtype
-    largest = of_delta.largest if coarse and positions else None
-    return sum_rounding(of_delta.total, largest, of_x, positions, dtype, coarse)
+    return (sum_margin(positions, dtype) + 8 * coarse) * (of_delta * of_x).sqrt()
 
 
 def _materialised(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     rows = max(1, _CHUNK // max(1, delta.shape[2] * x.shape[2]))
-    parts = [
-        torch.linalg.vector_norm(torch.bmm(delta[i : i + rows].transpose(1, 2), x[i : i + rows]), dim=(1, 2)).square()
-        for i in range(0, len(delta), rows)
-    ]
-    return torch.cat(parts) if parts else delta.new_zeros(0)
+    parts = [squared(torch.bmm(delta[i : i + rows].transpose(1, 2), x[i : i + rows]), (1, 2)) for i in range(0, len(delta), rows)]
+    return torch.cat(parts) if parts else delta.new_zeros(0, dtype=wide(delta))
 
 
 def _gram(delta: torch.Tensor, x: torch.Tensor, of_delta: torch.Tensor, of_x: torch.Tensor) -> torch.Tensor:
@@ -199,14 +180,15 @@ def _gram(delta: torch.Tensor, x: torch.Tensor, of_delta: torch.Tensor, of_x: to
     batch, positions = delta.shape[:2]
     rows = max(1, _CHUNK // max(1, positions * positions))
     columns = max(1, min(positions, _CHUNK // max(1, positions)))
-    products = delta.new_zeros(batch)
+    products = delta.new_zeros(batch, dtype=wide(delta))
     for i in range(0, batch, rows):
         ours, theirs = delta[i : i + rows], x[i : i + rows]
         for t in range(0, positions, columns):
             a = torch.bmm(ours[:, t : t + columns], ours.transpose(1, 2))
-            products[i : i + rows] += a.mul_(torch.bmm(theirs[:, t : t + columns], theirs.transpose(1, 2))).sum((1, 2))
+            a = a.mul_(torch.bmm(theirs[:, t : t + columns], theirs.transpose(1, 2)))
+            products[i : i + rows] += a.sum(2).sum(1, dtype=products.dtype)
     scale = (of_delta.sqrt() * of_x.sqrt()).sum(1)
-    margin = gram_margin(max(delta.shape[2], x.shape[2]), positions, delta.dtype)
+    margin = gram_margin(delta.shape[2] + x.shape[2], positions, delta.dtype)
     tiny = float(torch.finfo(delta.dtype).tiny) * positions
     lost = tiny * (delta.shape[2] * of_x.sum(1) + x.shape[2] * of_delta.sum(1))
     return products.clamp_min(0) + margin * scale.square() + lost

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lipdp._sums import convolution_sums, wide
 from lipdp.clipping import kernels
-from lipdp.clipping.arithmetic import HALF, Squares, accumulating, input_roundoff, squared
-from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, zeroed
-from lipdp.clipping.outer import OuterSum, factor_margin, kernel_margin, rounding_of, sum_margin
+from lipdp.clipping.arithmetic import HALF, Squares, accumulating, gamma, input_roundoff, squared
+from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, weighted, zeroed
+from lipdp.clipping.outer import OuterSum, kernel_margin, sum_rounding
 from lipdp.clipping.registry import Contributions, norm_rule
 from lipdp.errors import UnsupportedError
 from lipdp.nn import SpectralConv1d, SpectralConv2d, SpectralConv3d
@@ -22,6 +23,8 @@ __all__ = ["ConvSum", "patches"]
 
 # Numbers that the patches of one chunk of examples may hold: 128 MiB in float32.
 _PATCHES = 2**25
+# Numbers that the gradients of all examples may hold to be held: 32 MiB in float32.
+_HELD = 2**23
 # How much faster than other arithmetic tensor cores are, in the kernel for norms.
 _TENSOR_CORES = 4.0
 
@@ -152,51 +155,71 @@ class ConvSum(Contribution):
             self.copies,
             "tf32" if exact or coarse else "tf32x3",
         )
-        squares, scale, positions = self._of_cotangents, abs(self.scale), self.copies * delta[0, 0].numel()
-        of_sums = sum_margin(positions, delta.dtype) + kernel_margin(positions, delta.dtype)
-        return kernels.with_rounding(
-            found,
-            squares.total,
-            squares.largest if coarse else squares.total,
-            self._of_patches,
-            scale=scale,
-            of_sums=scale * of_sums,
-            of_factors=scale * factor_margin(coarse),
-        )
+        of_tensor_cores = kernel_margin(self._positions, delta.dtype) * (self._of_cotangents.total * self._of_patches).sqrt()
+        measured = (found.to(wide(found)).sum(1) * (1 + gamma(kernels.TILE_ROUNDINGS, torch.float32))).sqrt()
+        return ((measured + of_tensor_cores) * abs(self.scale) + self.rounding()).square()
 
     def materialise(self) -> torch.Tensor:
         """(B, out, in/groups, …)."""
         parts = [self._outer(rows).materialise().reshape(-1, *self.shape) for rows in self._chunks()]
         return torch.cat(parts) * self.scale
 
-    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """The ordinary kernel gradient, with the smaller factor reweighted: as fast as without privacy."""
+    @property
+    def _positions(self) -> int:
+        return self.copies * self.cotangents[0, 0].numel()
+
+    @cached_property
+    def _each(self) -> torch.Tensor | None:
+        """All gradients, by the groups of one convolution: on a processor the quickest way to their norms, where they are small."""
+        if self.cotangents.device.type != "cpu" or self.batch * _product(self.shape) > _HELD:
+            return None
         delta, x = accumulating(self.cotangents, self.inputs)
-        weights = weights.to(delta.dtype) if self.scale == 1.0 else weights.to(delta.dtype) * self.scale
-        weights = weights.repeat_interleave(self.copies) if self.copies > 1 else weights
-        scale = weights.reshape(-1, *([1] * (delta.ndim - 1)))
-        delta, x = (delta * scale, x) if delta.numel() <= x.numel() else (delta, x * scale)
+        copies, sets = self.copies, self.batch
+        delta, x = (
+            part.reshape(sets, copies, *part.shape[1:]).transpose(0, 1).reshape(copies, -1, *part.shape[2:]) for part in (delta, x)
+        )
         axes = len(self.stride)
-        _, gradient, _ = torch.ops.aten.convolution_backward(
+        _, gradients, _ = torch.ops.aten.convolution_backward(
             delta,
             x,
-            x.new_empty(1).expand(self.shape),
+            x.new_empty(1).expand(sets * self.shape[0], *self.shape[1:]),
             None,
             list(self.stride),
             list(self.padding or [0] * axes),
             list(self.dilation),
             False,
             [0] * axes,
-            self.groups,
+            sets * self.groups,
             [False, True, False],
         )
-        result: torch.Tensor = gradient
-        return result
+        result: torch.Tensor = gradients.reshape(sets, *self.shape)
+        return result if self.scale == 1.0 else result * self.scale
+
+    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
+        """Of the gradients themselves, where they are held: then those are what is weighted."""
+        gram = form == "gram" or (form == "auto" and self.batch > 0 and self._outer(slice(0, self.copies)).prefers_gram)
+        if gram or self._each is None:
+            return self.squared_norms(form)
+        return squared(self._each.flatten(1), (1,))
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of the gradients, where they are held; else by the ordinary kernel gradient, with the smaller factor reweighted."""
+        held: torch.Tensor | None = vars(self).get("_each")
+        if held is not None:
+            return weighted(weights, held)
+        delta, x = accumulating(self.cotangents, self.inputs)
+        weights = weights.to(delta.dtype) if self.scale == 1.0 else weights.to(delta.dtype) * self.scale
+        weights = weights.repeat_interleave(self.copies) if self.copies > 1 else weights
+        scale = weights.reshape(-1, *([1] * (delta.ndim - 1)))
+        delta, x = (delta * scale, x) if delta.numel() <= x.numel() else (delta, x * scale)
+        padding = self.padding or (0,) * len(self.stride)
+        return convolution_sums(delta, x, self.shape, self.stride, padding, self.dilation, self.groups, apart=self.copies)
 
     def rounding(self) -> torch.Tensor:
         """That of all groups together: their errors lie in different entries, so it is at most that of one sum over everything."""
         coarse = input_roundoff(self.cotangents, convolution=True)
-        return rounding_of(self._of_cotangents, self._of_patches, coarse) * abs(self.scale)
+        dtype = self.cotangents.dtype
+        return sum_rounding(self._of_cotangents.total, self._of_patches, self._positions, dtype, coarse) * abs(self.scale)
 
     @cached_property
     def _of_cotangents(self) -> Squares:

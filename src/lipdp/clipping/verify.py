@@ -1,31 +1,31 @@
-"""A self-check before norms are trusted: on a few examples, are they what the naive loop finds?
+"""A self-check before norms are trusted: on a few examples, are they what the naive loop finds? And does each stand alone?
 
 Norms are computed from what layers show. A parameter that is used behind its layer's back (``h @ self.embedding.weight.T``), a
 dimension that is not the batch, examples that influence each other: each would make the norms too small without a sound, and
-the guarantee with them. All of them show up here, at the cost of a few passes of a few examples, once per model. The checks:
+the guarantee with them. All of them show up here, at the cost of a few passes, once per model. On a few examples:
 
 * in evaluation mode, each example's gradient is that of the example alone;
 * in training mode (if the model is in it), with the same random numbers: each example's gradient is that of its own loss, it
   stays the same when the *other* examples are replaced, and no buffer keeps something of the data;
-* both again with perturbed parameters: a product with a matrix of zeros (an adapter at its start) would hide what it multiplies;
-* for methods that reweight losses: the backward pass is linear, so ν·loss has the gradient ν·g. A cotangent that is clipped on its
-  way (a hook that clamps, :class:`lipdp.nn.ClipGradient`) would come back as large from a loss weighted down.
+* both again with perturbed parameters: a product with a matrix of zeros (an adapter at its start) would hide what it multiplies.
+
+And on the batch as it is, of its size, in its mode, once for each size: does an example depend on its company
+(:mod:`lipdp.clipping.company`)?
 """
 
 from __future__ import annotations
 
 import math
-import random
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from lipdp.clipping.arithmetic import HALF, matmuls, no_autocast
+from lipdp.clipping.arithmetic import HALF
 from lipdp.clipping.capture import recording
+from lipdp.clipping.checking import checking, fitting, in_double_if_refused, made_up, others_like, put_back, same_randomness
+from lipdp.clipping.company import verify_company
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.errors import UnsupportedError
@@ -33,69 +33,46 @@ from lipdp.errors import UnsupportedError
 __all__ = ["verify", "verify_once"]
 
 _EXAMPLES = 3
-_WEIGHTS = (2.0**13, 2.0**-13)
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 # Numbers of a parameter's few gradients that are held rather than made anew for each comparison.
 _HELD = 2**18
 
 
-def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, reweighted: bool) -> Any:
+def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor) -> Any:
     trained = tuple((name, id(p)) for name, p in model.named_parameters() if p.requires_grad)
     modules = tuple((id(module), type(module), module.training) for module in model.modules())
     meant = getattr(loss, "__code__", None) or (type(loss), id(loss))
-    return tuple(x.shape[1:]), x.dtype, trained, modules, meant, reweighted
+    return tuple(x.shape[1:]), x.dtype, trained, modules, meant
 
 
-def verify_once(
-    model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, *, reweighted: bool = False
-) -> None:
-    """:func:`verify`, unless this model was verified for this loss, in this mode, with inputs of this shape."""
-    signature = _signature(model, loss, x, reweighted)
-    if signature not in _verified.setdefault(model, set()) and verify(model, loss, x, y, reweighted=reweighted):
-        _verified[model].add(signature)
+def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> None:
+    """:func:`verify` and :func:`verify_company`, unless this was done for this loss, in this mode, with inputs of this shape."""
+    signature, known = _signature(model, loss, x), _verified.setdefault(model, set())
+    if signature not in known and verify(model, loss, x, y):
+        known.add(signature)
+    if (signature, len(x)) not in known and verify_company(model, loss, x, y):
+        known.add((signature, len(x)))
 
 
-def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, *, reweighted: bool = False) -> bool:
+def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Raise if per-example gradients are not what they should be. False if nothing could be compared (nothing is finite).
 
     The model is the same afterwards: parameters, buffers, modes, random numbers.
     """
-    try:
-        return _verify(model, loss, x, y, reweighted)
-    except UnsupportedError as error:
-        if any(tensor.dtype != torch.float32 for tensor in _real_tensors(model)):
-            raise
-        # Deep networks turn rounding into visible differences (a ReLU at its kink). In float64, only what is real remains.
-        try:
-            with _in_double(model, loss):
-                wide_x, wide_y = (part.double() if part.is_floating_point() else part for part in (x, y))
-                return _verify(model, loss, wide_x, wide_y, reweighted)
-        except UnsupportedError:
-            raise
-        except Exception:  # the model can't be evaluated in float64: what was found stands
-            raise error from None
+    return in_double_if_refused(_verify, model, loss, x, y)
 
 
-def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, reweighted: bool) -> bool:
+def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:
     inputs, targets = _few(x, y)
-    if inputs.dtype in HALF and not any(parameter.dtype in HALF for parameter in model.parameters()):
-        inputs = inputs.float()  # meant for an autocast, which is off here
-    check = _Check(model, loss, inputs, targets, _others(inputs))
+    inputs = fitting(model, inputs)
+    check = _Check(model, loss, inputs, targets, others_like(inputs))
     compared = False
-    with (
-        torch.enable_grad(),
-        no_autocast(x.device),
-        matmuls(x.device, tf32=False),
-        _differentiable_recurrence(model),
-        _untouched(model),
-    ):
+    with checking(model, x.device):
         for perturbed in (False, True):
             if perturbed:
                 _perturb(model)
             if any(module.training for module in model.modules()):
                 check.in_training()
-            if reweighted:
-                check.linear()
             modes = [(module, module.training) for module in model.modules()]
             model.eval()
             compared = check.alone() or compared
@@ -109,21 +86,8 @@ def _few(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.arange(min(_EXAMPLES, len(x)), device=x.device)
     inputs, targets = x[rows], y[rows.to(y.device)]
     if bool((inputs == inputs[:1]).all()):
-        return torch.cat([inputs, _made_up(inputs[:1])]), torch.cat([targets, targets[:1]])
+        return torch.cat([inputs, made_up(inputs[:1])]), torch.cat([targets, targets[:1]])
     return inputs, targets
-
-
-def _others(inputs: torch.Tensor) -> torch.Tensor:
-    """Other inputs of the same kind: what a gradient must not depend on."""
-    rolled = inputs.roll(1, 0)
-    return _made_up(inputs) if bool((rolled == inputs).reshape(len(inputs), -1).all(1)[1:].any()) else rolled
-
-
-def _made_up(inputs: torch.Tensor) -> torch.Tensor:
-    """Different inputs, column by column in the same range (numbers may stand for categories)."""
-    if inputs.is_floating_point():
-        return 0.5 * inputs + 0.1
-    return ~inputs if inputs.dtype == torch.bool else inputs // 2
 
 
 def _perturb(model: torch.nn.Module) -> None:
@@ -138,69 +102,6 @@ def _perturb(model: torch.nn.Module) -> None:
             parameter.data = parameter.detach() + size * noise
 
 
-@contextmanager
-def _differentiable_recurrence(model: torch.nn.Module) -> Iterator[None]:
-    """cuDNN's recurrent layers have no backward pass in evaluation mode; torch's own do."""
-    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-        yield
-        return
-    with torch.backends.cudnn.flags(enabled=False):
-        yield
-
-
-def _real_tensors(module: object) -> list[torch.Tensor]:
-    """Parameters and buffers that hold real numbers."""
-    if not isinstance(module, torch.nn.Module):
-        return []
-    return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
-
-
-@contextmanager
-def _in_double(*modules: object) -> Iterator[None]:
-    """Parameters and buffers in float64; their very storages are put back afterwards."""
-    kept = [(tensor, tensor.data) for module in modules for tensor in _real_tensors(module)]
-    try:
-        for tensor, value in kept:
-            tensor.data = value.double()
-        yield
-    finally:
-        for tensor, value in kept:
-            tensor.data = value
-
-
-@contextmanager
-def _untouched(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    values = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({parameter.device.index or 0 for parameter, _ in values if parameter.device.type == "cuda"})
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
-            for module, mode in modes:
-                module.training = mode
-            for parameter, value in values:
-                parameter.data = value
-            _put_back(buffers)
-
-
-def _same_randomness() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-
-
-def _put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
 class _Check:
     """The comparisons, on a few examples."""
 
@@ -210,10 +111,10 @@ class _Check:
         self.model, self.loss, self.x, self.y, self.others = model, loss, x, y, others
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def _shown(self, x: torch.Tensor, weight: float = 1.0) -> _Shown:
-        """Gradients as layers show them, of losses weighted by ``weight``."""
+    def _shown(self, x: torch.Tensor) -> _Shown:
+        """Gradients as layers show them."""
         with recording(self.model, len(x)) as recorded:
-            return _Shown(recorded.contributions((weight * loss_values(self.loss, self.model(x), self.y)).sum()))
+            return _Shown(recorded.contributions(loss_values(self.loss, self.model(x), self.y).sum()))
 
     def _gradient(self, value: torch.Tensor, retain_graph: bool = False) -> dict[str, torch.Tensor]:
         found = torch.autograd.grad(value, list(self.parameters.values()), retain_graph=retain_graph, allow_unused=True)
@@ -228,16 +129,6 @@ class _Check:
             compared = _compare(shown.of(i), self._gradient(value), _ALONE) or compared
         return compared
 
-    def linear(self) -> None:
-        """Losses weighted by w have w times the gradients."""
-        _same_randomness()
-        ordinary = self._shown(self.x)
-        for weight in _WEIGHTS:
-            _same_randomness()
-            weighted = self._shown(self.x, weight)
-            for i in range(len(self.x)):
-                _compare(ordinary.of(i), weighted.of(i), _NOT_LINEAR, weight)
-
     def in_training(self) -> None:
         """In training mode, with the same random numbers throughout."""
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -245,7 +136,7 @@ class _Check:
         changed[0] = self.x[0]
         seen, states = [], []
         for x in (self.x, changed):
-            _same_randomness()
+            same_randomness()
             with recording(self.model, len(x)) as recorded:
                 losses = loss_values(self.loss, self.model(x), self.y)
                 shown = _Shown(recorded.contributions(losses.sum(), retain_graph=True))
@@ -253,7 +144,7 @@ class _Check:
                     _compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN)
             seen.append(shown)
             states.append([buffer.clone() for buffer, _ in buffers])
-            _put_back(buffers)
+            put_back(buffers)
         _compare(seen[0].of(0), seen[1].of(0), _MIXED)
         for (name, _), one, other in zip(self.model.named_buffers(), *states, strict=True):
             if not torch.equal(one, other) and bool(torch.isfinite(one).all()) and bool(torch.isfinite(other).all()):
@@ -315,22 +206,16 @@ _MIXED = (
     "mode."
 )
 
-_NOT_LINEAR = (
-    "the backward pass is not linear: a loss weighted by w does not have w times the gradient (of '{name}'). Something clips or "
-    "clamps cotangents on their way (a hook, lipdp.nn.ClipGradient), so weighting the loss down does not bound the gradient. Use "
-    "method='bookkeeping'."
-)
 
-
-def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], message: str, times: float = 1.0) -> bool:
-    """Whether b is ``times`` a, parameter by parameter, relative to its gradient and to a hundredth of the whole.
+def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], message: str) -> bool:
+    """Whether b is a, parameter by parameter, relative to its gradient and to a hundredth of the whole.
 
     False if nothing can be compared: an example without a finite gradient is dropped anyway.
     """
     names = list(dict.fromkeys([*a, *b]))
     if not names:
         return False
-    measured = [_sizes(a.get(name), b.get(name), times) for name in names]
+    measured = [_sizes(a.get(name), b.get(name)) for name in names]
     found: list[list[float]] = torch.stack([sizes for sizes, _ in measured]).tolist()  # the one reading
     if not all(math.isfinite(size) for row in found for size in row[:2]):
         return False
@@ -342,11 +227,11 @@ def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], messa
     return whole > 0
 
 
-def _sizes(one: torch.Tensor | None, other: torch.Tensor | None, times: float) -> tuple[torch.Tensor, bool]:
-    """‖one‖, ‖other/times‖ and that of their difference, in float64 (a gradient that is missing is zero); whether one is coarse."""
+def _sizes(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+    """‖one‖, ‖other‖ and that of their difference, in float64 (a gradient that is missing is zero); whether one is coarse."""
     like = one if one is not None else other
     assert like is not None
     x = torch.zeros_like(like, dtype=torch.float64) if one is None else one.detach().double()
-    y = torch.zeros_like(like, dtype=torch.float64) if other is None else other.detach().double() / times
+    y = torch.zeros_like(like, dtype=torch.float64) if other is None else other.detach().double()
     half = any(part is not None and part.dtype in HALF for part in (one, other))
     return torch.stack([torch.linalg.vector_norm(part) for part in (x, y, x - y)]), half

@@ -9,17 +9,28 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._sums import wide
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["Boundary", "BoundedInput", "ClipGradient"]
 
 
+# Entries whose squares are added up in float32, at most; longer sums are continued in float64.
+_SHORT = 256
+
+
 def example_norms(x: torch.Tensor) -> torch.Tensor:
-    """‖x_i‖₂ of each example, shaped to broadcast against x; in float32 or better."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    norms: torch.Tensor = torch.linalg.vector_norm(wide.reshape(x.shape[0], math.prod(x.shape[1:])), dim=1)
-    return norms.reshape(-1, *([1] * (x.ndim - 1)))
+    """‖x_i‖₂ of each example, shaped to broadcast against x; in float32 or better, off by 2⁻¹⁶ at most whatever its length."""
+    single = x.to(torch.promote_types(x.dtype, torch.float32))
+    flat = single.reshape(x.shape[0], math.prod(x.shape[1:]))
+    if flat.shape[1] > _SHORT and flat.dtype != torch.float64:
+        whole = flat.shape[1] // _SHORT * _SHORT
+        parts = torch.linalg.vector_norm(flat[:, :whole].reshape(len(flat), -1, _SHORT), dim=2)
+        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
+        flat = torch.cat([parts, rest], 1).to(wide(x))
+    norms: torch.Tensor = torch.linalg.vector_norm(flat, dim=1)
+    return norms.to(single.dtype).reshape(-1, *([1] * (x.ndim - 1)))
 
 
 def to_ball(x: torch.Tensor, radius: float) -> torch.Tensor:
@@ -35,9 +46,9 @@ def to_floored_sphere(x: torch.Tensor, radius: float, floor: float) -> torch.Ten
 def to_sphere(x: torch.Tensor, radius: float) -> torch.Tensor:
     """x·radius/‖x‖ per example; 0 stays 0."""
     # Squares of very small entries underflow, and a norm that is too small gives an output that is too long: scale first.
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    largest = wide.detach().abs().amax(dim=tuple(range(1, x.ndim)), keepdim=True)
-    scaled = wide / largest.where(largest > 0, 1.0)
+    single = x.to(torch.promote_types(x.dtype, torch.float32))
+    largest = single.detach().abs().amax(dim=tuple(range(1, x.ndim)), keepdim=True)
+    scaled = single / largest.where(largest > 0, 1.0)
     return (scaled * (radius / example_norms(scaled).clamp_min(1.0))).to(x.dtype)
 
 

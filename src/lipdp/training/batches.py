@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from lipdp._sums import MOST_ROWS
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large
 from lipdp.program.dtypes import Types
+from lipdp.training.seats import Shuffled, usual_seats
 
 __all__ = [
     "Batch",
@@ -34,13 +36,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Rows:
     """Some rows of a stored tensor, gathered a slice at a time: a batch of wide rows need not lie in memory as a whole."""
 
-    def __init__(self, stored: torch.Tensor, chosen: torch.Tensor) -> None:
+    def __init__(self, stored: torch.Tensor, chosen: torch.Tensor, *, shuffled: bool = False) -> None:
         # All of them in their order, as at sampling rate 1, are slices of the tensor itself.
         self.whole = len(chosen) == len(stored) and bool((chosen == torch.arange(len(chosen), device=chosen.device)).all())
         self.stored, self.chosen = stored, chosen
         self._chosen = chosen.to(stored.device)
         self.shape = torch.Size((len(chosen), *stored.shape[1:]))
         self.ndim, self.dtype, self.layout = stored.ndim, stored.dtype, stored.layout
+        self.shuffled = shuffled and self.whole  # they lie in a secret random order
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -48,20 +51,20 @@ class Rows:
     def __getitem__(self, part: slice) -> torch.Tensor:
         return self.stored[part] if self.whole else self.stored.index_select(0, self._chosen[part])
 
-    def filled(self, start: int, size: int) -> torch.Tensor:
-        """``size`` rows from ``start`` on; where there are fewer, copies of the first of them after the last, gathered with it."""
-        if self.whole:
-            return _filled(self.stored[start : start + size], size)
-        return self.stored.index_select(0, _filled(self._chosen[start : start + size], size))
+    def take(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows of these numbers; a slice of the stored tensor itself, where that is what they are."""
+        first, count = int(numbers[0]), len(numbers)
+        if self.whole and int(numbers[-1]) == first + count - 1 and bool((numbers.diff() == 1).all()):
+            return self.stored[first : first + count]
+        return self.stored.index_select(0, self._chosen[numbers.to(self._chosen.device)])
 
 
 LazyBatch = tuple[torch.Tensor | Rows, torch.Tensor]
 
 _MOST_ROWS = 2048
 # On a processor activations should stay in its cache (256 rows were 1.5 times as fast as 2048 on a small convolutional network),
-# but microbatches of small rows cost more in calls than in arithmetic (2048 rows were 1.5 to 2.5 times as fast as 256 on tables,
-# 8192 of some 50 columns 1.3 times as fast as three microbatches).
-_ROWS_ON_CPU = 32, 256, 16384  # at least, where nothing is known, at most
+# but microbatches of small rows cost more in calls than in arithmetic (2048 rows were 1.5 to 2.5 times as fast as 256 on tables).
+_ROWS_ON_CPU = 32, 256, MOST_ROWS  # at least, where nothing is known, at most
 _ENTRIES_ON_CPU = 2**20
 # For passes over a whole dataset, some of them in float64.
 _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ELSEWHERE = 2**19, 2**26
@@ -128,7 +131,7 @@ def gather_lazily(dataset: Dataset[Any], indices: torch.Tensor) -> LazyBatch:
         return gather_lazily(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.long)[indices])
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__ and len(dataset.tensors) == 2:
         inputs, targets = dataset.tensors
-        return Rows(inputs, indices), targets.index_select(0, indices.to(targets.device))
+        return Rows(inputs, indices, shuffled=isinstance(dataset, Shuffled)), targets.index_select(0, indices.to(targets.device))
     return gather(dataset, indices)
 
 
@@ -183,7 +186,7 @@ def even_rows(batch_size: int, device: torch.device, entries: int | None = None,
     ``entries`` is the size of the largest activation of one example, where it is known; ``whole``: all records are in every batch,
     so its size does not vary.
     """
-    most = batch_size if whole else batch_size + 4 * math.sqrt(batch_size)
+    most = usual_seats(batch_size, whole=whole)
     limit = _MOST_ROWS
     if device.type == "cpu":
         least, usual, largest = _ROWS_ON_CPU
@@ -202,24 +205,30 @@ def microbatches(
     size: int,
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    seats: torch.Tensor | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
-    The last one is filled up with copies of its first row under mask 0, rather than zeros: a real record is something the
-    model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their place, since
-    0·NaN is NaN. An empty batch has no microbatch.
+    ``seats`` says by seat which record sits there (:mod:`lipdp.training.seats`); without it they sit in their order. Empty seats,
+    and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
+    record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
+    place, since 0·NaN is NaN. A microbatch in which nobody sits is left out.
     """
-    count = inputs.shape[0]
     of_inputs, of_targets = dtypes or (inputs.dtype, targets.dtype)
     views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype
-    for start in range(0, count, size):
-        if isinstance(inputs, Rows):
-            x = inputs.filled(start, size).to(device, non_blocking=True)
-        else:
-            x = _filled(inputs[start : start + size].to(device, non_blocking=True), size)
-        y = _filled(targets[start : start + size].to(device, non_blocking=True), size)
+    numbers = torch.arange(len(inputs)) if seats is None else seats
+    for start in range(0, len(numbers), size):
+        part = numbers[start : start + size]
+        taken = part >= 0
+        if not bool(taken.any()):
+            continue
+        part = _filled(torch.where(taken, part, part[taken][0]), size)
+        x = (inputs.take(part) if isinstance(inputs, Rows) else _rows(inputs, part)).to(device, non_blocking=True)
+        y = _rows(targets, part).to(device, non_blocking=True)
         x, y = x.to(of_inputs), y.to(of_targets)  # on the device: bytes travel faster than floats
-        mask = torch.arange(size, device=device) < count - start
+        mask = torch.zeros(size, dtype=torch.bool)
+        mask[: len(taken)] = taken
+        mask = mask.to(device, non_blocking=True)
         (x, finite_x), (y, finite_y) = _zero_where_not_finite(x), _zero_where_not_finite(y)
         for finite in (finite_x, finite_y):
             mask = mask if finite is None else mask & finite
@@ -230,6 +239,10 @@ def microbatches(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
             )
+
+
+def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(0, numbers.to(tensor.device))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import warnings
 import weakref
@@ -39,6 +40,7 @@ from lipdp.training.planning import STATISTICS
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.records import Progress, layout
 from lipdp.training.repeats import RunRecord, data_marks, record_run
+from lipdp.training.seats import choose_seats, seats_in_order, shuffle, usual_seats
 from lipdp.training.settings import describe_loss
 from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
@@ -288,7 +290,7 @@ class PrivacyEngine:
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
         copies = self._copies(number)
-        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies, dtypes)
+        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies, dtypes, self._seats(inputs, number))
         with self._streams.model(number), constant_state(self.model):
             answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
@@ -328,6 +330,12 @@ class PrivacyEngine:
             return Copies()
         return Copies(self._augmentation, self._streams.draw(number, "augment"), self._input_shape)
 
+    def _seats(self, inputs: torch.Tensor | Rows, number: int) -> torch.Tensor:
+        """Where each record of the batch sits: what is computed for it depends on no other record."""
+        seats, draw = usual_seats(self.plan.batch_size, whole=self.plan.sampling_rate == 1), self._streams.seats(number)
+        shuffled = isinstance(inputs, Rows) and inputs.shuffled
+        return (seats_in_order if shuffled else choose_seats)(len(inputs), seats, draw)
+
     def _drop_gradients(self) -> None:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -335,7 +343,8 @@ class PrivacyEngine:
 
     def _microbatch_size(self) -> int:
         whole = self.plan.sampling_rate == 1
-        return self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole)
+        rows = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole)
+        return min(rows, self._query.most_rows)
 
     def release_statistics(self, train: Any) -> None:
         """Release the statistics of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.
@@ -379,7 +388,16 @@ class PrivacyEngine:
         copies = check_settling(self.plan, self.ledger, self._augmentation, self._settled)
         self.bind(train)
         self._data += data_marks(train)
-        made = settle(self.model, train, input_shape=self._input_shape, device=self.device, copies=copies, in_place=in_place)
+        made = settle(
+            self.model,
+            train,
+            input_shape=self._input_shape,
+            device=self.device,
+            copies=copies,
+            in_place=in_place,
+            seats=usual_seats(self.plan.dataset_size, whole=True),
+            draw=self._streams.seats(0, "seats at the front"),
+        )
         query = query_of(made.rest, self.loss, self.plan, made.shape)
         query.prove()  # before anything is taken over
         self._settled, self._input_shape = made, made.shape
@@ -389,6 +407,18 @@ class PrivacyEngine:
         self._check_plan()
         self.microbatch_size = self._microbatch_size()
         return self._settled.dataset
+
+    def shuffle(self) -> TensorDataset:
+        """Put the rows of :meth:`settle` into a secret random order, in their memory, so that batches of all need no gathering.
+
+        Where all records are in every batch (sampling rate 1), their order is drawn anew in each step unless they lie in one.
+        """
+        if self._settled is None:
+            raise ConfigurationError("only rows that engine.settle() has stored are put into another order: call it first")
+        found = shuffle(self._settled.dataset, self._streams.seats(0, "order of all"))
+        self._settled = dataclasses.replace(self._settled, dataset=found)
+        self._streams.know(found)
+        return found
 
     @property
     def noise_stds(self) -> dict[str, float]:

@@ -202,6 +202,8 @@ def _run(
         saved.save()
     if settle:
         train = engine.settle(train, in_place=settle == "in_place")
+        if plan.sampling_rate == 1:
+            train = engine.shuffle()
     run = Run(engine, history)
     every = max(1, round(plan.steps / evaluations))
     try:

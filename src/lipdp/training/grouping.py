@@ -11,6 +11,7 @@ import torch
 from lipdp import nn
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import check_supported, clipping_groups
+from lipdp.clipping.batch import check_style
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.losses import as_loss
@@ -43,10 +44,7 @@ def make_groups(
         analysis = analyse(model, as_loss(loss), input_shape=input_shape)
         return _proved(analysis), analysis
     assert max_grad_norm is not None
-    if method in ("reweight", "ghost") and style != "flat":
-        raise ConfigurationError(
-            f"method={method!r} weights whole losses, so it clips whole gradients: clipping_style='flat'. Use method='bookkeeping'."
-        )
+    check_style(method, style)
     if method != "mixed":
         per_example_loss(loss)
         check_supported(model)

@@ -79,7 +79,8 @@ class PrivacyPlan:
         adjacency: which datasets are neighbours.
         accountant: which analysis of dp-accounting.
         precision: the arithmetic of the forward and backward passes that the slack covers.
-        slack: factor (1+u)^operations on the noise, for rounding: Δ is proved in exact arithmetic.
+        slack: factor on the noise, for rounding: Δ is proved in exact arithmetic.
+        rounding: (where, what rounding can add there, relative to Δ): what the slack consists of.
         loss: the loss, as text.
         loss_lipschitz: L, ∞ where it is not known (clipping does not need it).
         output_norm: bound on the network's output, ∞ if there is none.
@@ -123,6 +124,7 @@ class PrivacyPlan:
     adaptive_clips: tuple[str, ...] = ()
     adaptive: AdaptiveClip | None = None
     releases: tuple[Release, ...] = ()
+    rounding: tuple[tuple[str, Annotated[float, Range(least=0, most=1e30)]], ...] = ()
     notes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False)  # norms as they were when planned
 
     def __post_init__(self) -> None:

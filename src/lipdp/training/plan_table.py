@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["grid_line", "render", "table"]
 
+_ROUNDING = {
+    "passes": "in the passes through the network",
+    "scaling": "in scaling gradients",
+    "sums": "in sums over records",
+}
+
 
 def _number(value: float) -> str:
     return "–" if math.isinf(value) else f"{value:.4g}"
@@ -91,6 +97,9 @@ def render(plan: PrivacyPlan) -> str:
         else f"Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}"
     )
     console.print(f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}")
+    if plan.rounding:
+        parts = ", ".join(f"{_ROUNDING.get(name, name)} {value:.1e}" for name, value in plan.rounding)
+        console.print(f"  rounding, at worst: {parts}", markup=False, soft_wrap=True)
     console.print(f"  {grid_line(plan)}", markup=False, soft_wrap=True)
     for line in _extras(plan):
         console.print(f"  {line}", markup=False, soft_wrap=True)

@@ -32,16 +32,16 @@ from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase, Schedule, make_phases, read_schedule, segments
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.settings import (
-    ROUNDOFF,
     Method,
     Precision,
     check_counts,
     check_method,
     choose_precision,
-    clipping_slack,
     describe_loss,
     model_roundoff,
     per_example_loss,
+    rounding_of,
+    slack_of,
 )
 from lipdp.training.statistics import describe_release
 
@@ -156,8 +156,8 @@ def plan(
         input_shape=shape,
     )
     arithmetic = choose_precision(precision, model_roundoff(model) if analysis is None else analysis.roundoff)
-    needed = [] if analysis is None else [analysis.slack(ROUNDOFF[arithmetic])]
-    slack = max(needed if method == "clipless" else [*needed, clipping_slack(arithmetic)])
+    rounding = rounding_of(model, method, arithmetic, analysis, batch_size, batch_size / dataset_size)
+    slack = slack_of(rounding)
     paid = _paid_releases(statistics_budget, releases, epsilon, delta, accountant, adjacency)
     q = batch_size / dataset_size
     length = steps if steps is not None else None if epochs is None else math.ceil(epochs / q - 1e-9)
@@ -198,6 +198,7 @@ def plan(
         accountant=accountant,
         precision=arithmetic,
         slack=slack,
+        rounding=tuple(rounding.items()),
         loss=describe_loss(as_loss(loss) if analysis is not None else per_example_loss(loss)),
         loss_lipschitz=math.inf if analysis is None else analysis.loss_lipschitz,
         output_norm=math.inf if analysis is None else analysis.output.norm,

@@ -27,7 +27,14 @@ from lipdp.training.copies import Copies
 from lipdp.training.gradients import Backward, arithmetic, backward, gradient_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
-from lipdp.training.settings import ROUNDOFF, clipping_slack, per_example_loss
+from lipdp.training.settings import (
+    clipped_rounding,
+    has_convolutions,
+    per_example_loss,
+    proved_rounding,
+    rows_within,
+    slack_of,
+)
 
 __all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]
 
@@ -45,6 +52,7 @@ class Sample:
     device: torch.device
     copies: Copies = field(default_factory=Copies)
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    seats: torch.Tensor | None = None  # by seat, which record sits there
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,11 @@ class Query(Protocol):
     @property
     def entries(self) -> int | None:
         """Size of the largest activation of one example, where it is known."""
+        ...
+
+    @property
+    def most_rows(self) -> int:
+        """Records of a microbatch at most: the plan's slack covers the rounding of so many."""
         ...
 
     def prove(self) -> None:
@@ -168,6 +181,16 @@ class ProvedQuery:
         """Whether every layer still has the functions that its rule speaks of."""
         return not self.program.has_changed_classes()
 
+    @property
+    def most_rows(self) -> int:
+        """As many as the plan's slack covers."""
+        return rows_within(self._slack, self.plan.slack * _SAME)
+
+    def _slack(self, rows: int) -> float:
+        assert self._analysis is not None
+        convolutions = has_convolutions(self.model)
+        return slack_of(proved_rounding(self._analysis, self.plan.precision, rows, convolutions=convolutions))
+
     def prove(self) -> None:
         """The calculus, run again; clipping norms that change are taken where they start."""
         self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
@@ -181,7 +204,7 @@ class ProvedQuery:
                     f"the plan was made for another model or loss: parameter '{name}' has sensitivity {bound:.6g} here, and "
                     f"{planned[name]:.6g} in the plan. Make a new plan."
                 )
-        _check_slack(self.plan, self._analysis.slack(ROUNDOFF[self.plan.precision]))
+        _check_slack(self.plan, self._slack(1))
 
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Δ of each proved parameter."""
@@ -219,6 +242,7 @@ class ProvedQuery:
                     dtypes=batch.dtypes,
                     counts=counts if counts.layers else None,
                     replayed=replayed,
+                    seats=batch.seats,
                 )
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
         return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
@@ -257,6 +281,14 @@ class ClippedQuery:
         """Clipping enforces its bound on whatever runs."""
         return True
 
+    @property
+    def most_rows(self) -> int:
+        """As many as the plan's slack covers."""
+        return rows_within(self._slack, self.plan.slack * _SAME)
+
+    def _slack(self, rows: int) -> float:
+        return slack_of(clipped_rounding(self.plan.method, self.plan.precision, rows))
+
     def prove(self) -> None:
         """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style."""
         with _only_trained(self.model, {name for group in self.groups for name in group.parameters}):
@@ -269,7 +301,7 @@ class ClippedQuery:
             raise ConfigurationError(
                 f"the plan's sensitivity {promised:.6g} is below its max_grad_norm {self.plan.max_grad_norm!r}. Make a new plan."
             )
-        _check_slack(self.plan, clipping_slack(self.plan.precision))
+        _check_slack(self.plan, self._slack(1))
 
     def _check_groups(self) -> None:
         """The groups are exactly those that the style makes: what is clipped together is bounded together."""
@@ -297,7 +329,7 @@ class ClippedQuery:
         norms = {group.name: bounds[group.name] for group in active}
         max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
         with _only_trained(self.model, parameters):
-            for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes):
+            for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats):
                 with arithmetic(plan.precision, batch.device):
                     found = clipping(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
                 for name, gradient in found.sums.items():
@@ -350,6 +382,11 @@ class MixedQuery:
     def stands(self) -> bool:
         """Of the proved part."""
         return self._proved.stands
+
+    @property
+    def most_rows(self) -> int:
+        """Of both parts."""
+        return min(self._proved.most_rows, self._clipped.most_rows)
 
     def prove(self) -> None:
         """Both parts."""

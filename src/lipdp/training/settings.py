@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 
+from lipdp._sums import MOST_ROWS, sum_slack
+from lipdp.bounds import Analysis
 from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Loss
 from lipdp.privacy._checks import is_number
+from lipdp.training.seats import usual_seats
 
 __all__ = [
     "ROUNDOFF",
@@ -20,10 +24,16 @@ __all__ = [
     "check_counts",
     "check_method",
     "choose_precision",
-    "clipping_slack",
+    "clipped_rounding",
     "describe_loss",
+    "has_convolutions",
     "model_roundoff",
+    "most_rows",
     "per_example_loss",
+    "proved_rounding",
+    "rounding_of",
+    "rows_within",
+    "slack_of",
 ]
 
 Method = Literal["clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping", "mixed"]
@@ -37,13 +47,60 @@ ROUNDOFF = {
     "tf32": 2.0**-11,
     "bfloat16": unit_roundoff(torch.bfloat16),
 }
-# Rounding of an example's norm, of its clip factor and of the product: sums of many terms, in blocks.
-_CLIPPING_OPERATIONS = 64
+# u of the sums inside matrix products: tensor cores cut off instead of rounding. Half precision is added up in float32.
+_INSIDE = {"float64": ROUNDOFF["float64"], "float32": ROUNDOFF["float32"], "tf32": 2.0**-22, "bfloat16": 2.0**-22}
+# u of a microbatch's sum as autograd hands it on.
+_STORED = {**ROUNDOFF, "tf32": ROUNDOFF["float32"]}
+# Of a clipped gradient, whose norm is measured with all margins: its factor and the product with it.
+_SCALED = 16
 
 
-def clipping_slack(precision: str) -> float:
-    """(1+u)^64: what rounding may add to a clipped gradient's norm."""
-    return float((1 + ROUNDOFF[precision]) ** _CLIPPING_OPERATIONS)
+def most_rows(precision: str, batch_size: int, sampling_rate: float) -> int:
+    """Records of a microbatch at most: its sum is rounded as a whole, in bfloat16 coarsely."""
+    return min(16 if precision == "bfloat16" else MOST_ROWS, usual_seats(batch_size, whole=sampling_rate == 1))
+
+
+def proved_rounding(analysis: Analysis, precision: str, rows: int, *, convolutions: bool) -> dict[str, float]:
+    """What rounding can add to a proved Δ, relative to it, and where; ``rows``: records of a microbatch."""
+    uses = max((row.uses for row in analysis.parameters), default=1)
+    inside, stored = _INSIDE[precision], _STORED[precision]
+    sums = sum_slack(inside, stored, rows=rows, roundings=2 + uses, convolutions=convolutions)
+    return {"passes": analysis.slack(ROUNDOFF[precision]) - 1, "sums": sums}
+
+
+def clipped_rounding(method: str, precision: str, rows: int) -> dict[str, float]:
+    """What rounding can add to a clipped gradient, relative to C, and where; loops add up single gradients in float64."""
+    alone = method in ("naive", "multiloss")
+    return {"scaling": _SCALED * ROUNDOFF["float32"], "sums": sum_slack(0.0 if alone else _INSIDE[precision], rows=rows)}
+
+
+def has_convolutions(model: torch.nn.Module) -> bool:
+    """Whether a trained parameter is a kernel."""
+    return any(p.requires_grad and p.ndim > 2 for p in model.parameters())
+
+
+def rounding_of(
+    model: torch.nn.Module, method: str, precision: str, analysis: Analysis | None, batch_size: int, sampling_rate: float
+) -> dict[str, float]:
+    """What rounding can add to a step's sensitivity, relative to it, and where: the worst case, by the lengths of all sums."""
+    rows = most_rows(precision, batch_size, sampling_rate)
+    proved = {} if analysis is None else proved_rounding(analysis, precision, rows, convolutions=has_convolutions(model))
+    clipped = {} if method == "clipless" else clipped_rounding(method, precision, rows)
+    return {name: max(proved.get(name, 0.0), clipped.get(name, 0.0)) for name in (*proved, *clipped)}
+
+
+def rows_within(slack: Callable[[int], float], most: float) -> int:
+    """The largest microbatch, in records, whose rounding a slack covers; ``slack`` grows with the number of records."""
+    least, beyond = 1, MOST_ROWS + 1
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if slack(middle) <= most else (least, middle)
+    return least
+
+
+def slack_of(rounding: Mapping[str, float]) -> float:
+    """The factor on the noise that covers all of it."""
+    return math.prod(1 + part for part in rounding.values())
 
 
 def model_roundoff(model: torch.nn.Module) -> float:

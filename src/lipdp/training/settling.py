@@ -24,11 +24,13 @@ from lipdp.errors import ConfigurationError
 from lipdp.graphs import is_large
 from lipdp.nn.boundary import example_norms, to_ball
 from lipdp.privacy.ledger import Ledger
+from lipdp.privacy.randomness import Stream
 from lipdp.program import Program
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import check_dataset, rows_at_once, slices
+from lipdp.training.batches import check_dataset, gather, rows_at_once
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
+from lipdp.training.seats import choose_seats
 
 __all__ = ["Settled", "check_settling", "fixed_layers", "settle"]
 
@@ -136,6 +138,8 @@ def settle(
     device: torch.device,
     copies: int | None = None,
     in_place: bool = False,
+    seats: int | None = None,
+    draw: Stream | None = None,
 ) -> Settled:
     """Apply the model's fixed layers to every record.
 
@@ -146,6 +150,8 @@ def settle(
         device: where to compute. The result is kept where the dataset's inputs are.
         copies: how many copies a record holds; ``None``: records are single examples.
         in_place: put the result over the dataset's inputs where it fits, instead of needing the memory for both.
+        seats: how many seats there are for the records (:mod:`lipdp.training.seats`), a public number; as many as records, if None.
+        draw: for seating them. ``None``: in their order.
     """
     count = fixed_layers(model)
     assert isinstance(model, torch.nn.Sequential)
@@ -157,7 +163,10 @@ def settle(
     bound = analysis.output
     shape = tuple(bound.shape)
     rows = rows_at_once((copies or 1) * math.prod(shape), device)
-    stored = _apply(analysis.program, Types(model), dataset, device, rows, copies, bound.norm * (1 - _MARGIN), in_place)
+    size = check_dataset(dataset)
+    places = torch.arange(size) if draw is None else choose_seats(size, seats or size, draw)
+    radius, rows = bound.norm * (1 - _MARGIN), min(rows, len(places))
+    stored = _apply(analysis.program, Types(model), dataset, device, places, rows, copies, radius, in_place)
     # What works in place must not get the stored rows themselves.
     in_place_later = any(getattr(module, "inplace", False) for _, layer in layers[count:] for module in layer.modules())
     kind = nn.BoundedInput if in_place_later else _StoredInput
@@ -176,27 +185,37 @@ def _apply(
     types: Types,
     dataset: Any,
     device: torch.device,
+    places: torch.Tensor,
     rows: int,
     copies: int | None,
     radius: float,
     in_place: bool,
 ) -> TensorDataset:
-    size, start = check_dataset(dataset), 0
+    """``rows`` at once, always: what becomes of a record depends on its place, and on no other record."""
     stored: torch.Tensor | None = None
-    targets = []
+    targets: torch.Tensor | None = None
+    size = check_dataset(dataset)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for inputs, labels in slices(dataset, rows):
+        for start in range(0, len(places), rows):
+            part = places[start : start + rows]
+            taken = torch.nonzero(part >= 0).flatten()
+            if len(taken) == 0:
+                continue
+            numbers = part[taken[:1]].repeat(rows)
+            numbers[taken] = part[taken]
+            inputs, labels = gather(dataset, numbers)
             x = types.inputs(inputs.to(device))
             y = fixed(x.flatten(0, 1) if copies else x)
             y = y if math.isinf(radius) else to_ball(y, radius)
             y = y.unflatten(0, (len(x), copies)) if copies else y
-            if stored is None:
+            if stored is None or targets is None:
                 stored = _storage(dataset, inputs, size, y, in_place)
-            stored[start : start + len(y)] = y
-            start += len(y)
-            targets.append(labels)
+                targets = labels.new_empty(size, *labels.shape[1:])
+            stored[part[taken].to(stored.device)] = y[taken.to(y.device)].to(stored.device)
+            targets[part[taken].to(targets.device)] = labels[taken.to(labels.device)]
     assert stored is not None
-    return TensorDataset(stored, torch.cat(targets))
+    assert targets is not None
+    return TensorDataset(stored, targets)
 
 
 def _storage(dataset: Any, inputs: torch.Tensor, size: int, y: torch.Tensor, in_place: bool) -> torch.Tensor:

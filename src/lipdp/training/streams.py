@@ -167,6 +167,10 @@ class Streams:
         """For drawing batch ``number``."""
         return Stream(derive_key(self.key, "sample", number, self.data))
 
+    def seats(self, number: int, purpose: str = "seats") -> Stream:
+        """For seating the records of batch ``number``."""
+        return Stream(derive_key(self.key, purpose, number, self.data))
+
     def draw(self, number: int, purpose: str) -> torch.Generator:
         """For one use of torch in one step (augmentation), on the model's device. Such draws are secret too, and no noise."""
         made = torch.Generator(device=self.device)

@@ -1,0 +1,132 @@
+"""The gradient of a convolution's kernel on a GPU: every record added up by itself in registers, records in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from lipdp.errors import LipdpNotice
+
+__all__ = ["available", "convolution_sums"]
+
+# Sides of the largest tile (outputs × taps), positions at a time; programs that keep a GPU busy.
+_OUTPUTS, _TAPS, _POSITIONS = 64, 64, 32
+_BUSY = 2048
+_tried: dict[torch.device, bool] = {}
+
+
+@cache
+def _triton() -> Any:
+    """The compiled kernel's module; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lipdp import _sums_triton
+
+    return _sums_triton
+
+
+def available(*tensors: torch.Tensor) -> bool:
+    """Whether the kernel can be used on these tensors: in float32, on an NVIDIA GPU that knows TF32."""
+    if not all(t.device.type == "cuda" and t.dtype == torch.float32 for t in tensors):
+        return False
+    device = tensors[0].device
+    if device not in _tried:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        capable = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+        _tried[device] = capable and _triton() is not None and _works(device)
+    return _tried[device]
+
+
+def _works(device: torch.device) -> bool:
+    """A trial once per device against torch's arithmetic: what does not compile here, or computes something else, is not used."""
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
+        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 1)
+        expected = torch.ops.aten.convolution_backward(
+            delta.double(),
+            x.double(),
+            x.new_zeros(6, 2, 3, 3, dtype=torch.float64),
+            None,
+            [1, 1],
+            [1, 1],
+            [1, 1],
+            False,
+            [0, 0],
+            2,
+            [False, True, False],
+        )[1]
+        trouble = "" if torch.allclose(found, expected, rtol=1e-4, atol=1e-3) else "it does not compute what it should"
+    except Exception as error:  # a compiler that is missing or does not fit
+        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if trouble:
+        warnings.warn(f"the Triton kernel for sums is not used on {device}, torch does it: {trouble}", LipdpNotice, stacklevel=2)
+    return not trouble
+
+
+def _power(value: int, least: int, most: int) -> int:
+    """The power of two that holds ``value``, within limits."""
+    return max(least, min(most, 1 << (max(value, 1) - 1).bit_length()))
+
+
+def convolution_sums(
+    delta: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    copies: int,
+) -> torch.Tensor:
+    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; every ``copies`` rows are one record. In float64."""
+    more = 2 - len(stride)
+    ones, none = (1,) * more, (0,) * more
+    x = x.reshape(*x.shape[:2], *ones, *x.shape[2:]).contiguous()
+    delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:]).contiguous()
+    kernel = (*ones, *shape[2:])
+    outputs, reads = delta.shape[1] // groups, math.prod(shape[1:])
+    records, positions = len(x) // copies, delta.shape[2] * delta.shape[3]
+    tile_p, tile_d = _power(outputs, 16, _OUTPUTS), _power(reads, 16, _TAPS)
+    tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
+    parts = max(1, min(records, _BUSY // max(1, groups * tiles_p * tiles_d)))
+    share = -(-records // parts)
+    parts = -(-records // share)
+    partial = torch.empty(parts, groups * outputs, reads, dtype=torch.float64, device=x.device)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        _triton().convolution_sums[(parts * groups, tiles_p * tiles_d)](
+            x,
+            delta,
+            partial,
+            x.shape[1] // groups,
+            x.shape[2],
+            x.shape[3],
+            outputs,
+            reads,
+            delta.shape[3],
+            positions,
+            *(*ones, *stride),
+            *(*none, *(padding or (0,) * len(stride))),
+            *(*ones, *dilation),
+            groups,
+            copies,
+            records,
+            share,
+            tiles_d,
+            KH=kernel[0],
+            KW=kernel[1],
+            P=tile_p,
+            D=tile_d,
+            T=_POSITIONS,
+            PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3",
+            num_warps=4,
+            num_stages=3,
+        )
+    return partial.sum(0).reshape(tuple(shape))

@@ -1,0 +1,85 @@
+"""Seats: where in a step's microbatches a record is computed, chosen at random and independently of all other records.
+
+Floating-point sums depend on their order, and what a library computes for a row may depend on the row's place. If records were
+taken in their order, one record less would move all those behind it by a place, and the whole sum would be another one: by more
+than the record's own gradient. So every step has a fixed number of seats, more than it usually needs, and the records of its batch
+take some of them at random (a secret draw, like the sample itself).
+
+*Why that helps.* A random choice of n+1 different seats for the records of D ∪ {x} is, for the records of D alone, a random choice
+of n seats. So runs on D and on D ∪ {x} can be paired such that all records of D sit where they sat: for each such pair everything
+is the same to the bit, but for the microbatch with x in it, and there but for the sums that x enters. The two outputs are mixtures
+over the pairs, and differential privacy of each pair is that of the mixtures.
+
+*When there are more records than seats*, all seats of the first bank (then of the second …) are taken, and the rest sit in the next
+one. A random order of n+1 records is one of n with x in a random record's place, and that record behind the last. So one record
+moves at most, to a seat of the next bank: its gradient is then computed at another place of a microbatch of the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from lipdp.privacy.randomness import Stream
+
+__all__ = ["Shuffled", "choose_seats", "random_order", "seats_in_order", "shuffle", "usual_seats"]
+
+# Seats beyond the records, where all of them are in every batch: a neighbouring dataset has one record more.
+_SPARE = 2
+# Seats of a Poisson batch above its mean, in standard deviations.
+_DEVIATIONS = 4
+
+
+def usual_seats(batch_size: int, *, whole: bool) -> int:
+    """How many seats a step has: a public number. ``whole``: all records are in every batch."""
+    return batch_size + _SPARE if whole else batch_size + math.ceil(_DEVIATIONS * math.sqrt(batch_size))
+
+
+def random_order(count: int, draw: Stream) -> torch.Tensor:
+    """0, …, count − 1 in a random order: that of as many random words of 64 bits."""
+    return torch.from_numpy(np.argsort(draw.words(2 * count).view(np.uint64), kind="stable"))
+
+
+def choose_seats(count: int, seats: int, draw: Stream) -> torch.Tensor:
+    """By seat, which of ``count`` records sits there, −1 for nobody: banks of ``seats`` seats each, as many as are needed."""
+    full = (count - 1) // seats if count else 0  # banks without an empty seat, before the last
+    order = random_order(count, draw) if full else torch.arange(count)
+    last = torch.full((seats,), -1, dtype=torch.long)
+    rest = order[full * seats :]
+    last[random_order(seats, draw)[: len(rest)]] = rest
+    return torch.cat([order[: full * seats], last])
+
+
+def seats_in_order(count: int, seats: int, draw: Stream) -> torch.Tensor:
+    """The same for records that lie in a random order already: they keep it, and only the empty seats are drawn."""
+    if count > seats:
+        return torch.arange(count)
+    taken = random_order(seats, draw)[:count].sort().values
+    found = torch.full((seats,), -1, dtype=torch.long)
+    found[taken] = torch.arange(count)
+    return found
+
+
+class Shuffled(TensorDataset):
+    """Records that lie in a secret random order."""
+
+
+# Numbers that are moved at a time.
+_COLUMNS = 2**24
+
+
+def shuffle(dataset: TensorDataset, draw: Stream) -> Shuffled:
+    """The same records in a random order, in the same memory: batches of all of them can then be read as they lie."""
+    order = random_order(len(dataset), draw)
+    for tensor in dataset.tensors:
+        rows, here = tensor.reshape(len(tensor), -1), order.to(tensor.device)
+        columns = max(1, _COLUMNS // max(1, len(tensor)))
+        for start in range(0, rows.shape[1], columns):
+            part = rows[:, start : start + columns]
+            part.copy_(part[here])
+        if rows.data_ptr() != tensor.data_ptr():
+            tensor.copy_(rows.reshape(tensor.shape))
+    return Shuffled(*dataset.tensors)
