@@ -4,7 +4,8 @@ from lipdp import bounds, clipping, data, diagnose, errors, losses, mechanisms, 
 from lipdp.bounds import sensitivities
 from lipdp.certify import attack, certified_accuracy, certify
 from lipdp.convert import convert
-from lipdp.export import export, load, save_model
+from lipdp.export import export
+from lipdp.saved import load, save_model
 from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan, suggest_optimizer
 
 __version__ = "0.1.0"

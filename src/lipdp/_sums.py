@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from lipdp import _sums_kernel
+from lipdp._numerics import HALF, wide
 
 __all__ = [
     "AREA",
@@ -43,7 +44,6 @@ __all__ = [
     "convolution_sums",
     "row_sums",
     "sum_slack",
-    "wide",
 ]
 
 BLOCK = 128
@@ -61,7 +61,6 @@ _SMALL = 2**14
 _AT_ONCE = 2**24
 # Blocks of a convolution, and channels of an input, from which on all blocks at once are faster on a processor.
 _FEW = 9
-_HALF = (torch.float16, torch.bfloat16)
 # Across blocks and microbatches, in float64: 2·n·u₆₄ of the sizes of n of them, for a billion records.
 _ACROSS = 1e-6
 
@@ -86,14 +85,9 @@ def sum_slack(
     return 4 * longest * inside + 4 * rows * stored * roundings + _ACROSS
 
 
-def wide(tensor: torch.Tensor) -> torch.dtype:
-    """What sums of this tensor's entries are accumulated in."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
 def _single(tensor: torch.Tensor) -> torch.Tensor:
     """Half precision promoted: a sum in it would be rounded to it."""
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def _blocks(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -32,10 +32,7 @@ __all__ = [
     "GraphedFunction",
     "Staged",
     "Watched",
-    "deferred_checks",
     "fingerprint",
-    "holds",
-    "is_deferring",
     "is_large",
     "is_recording",
     "through",
@@ -56,37 +53,6 @@ _recording: ContextVar[bool] = ContextVar("recording", default=False)
 def is_recording() -> bool:
     """Whether a function is being rehearsed or recorded, and must not wait for the device."""
     return _recording.get()
-
-
-_checks: ContextVar[list[torch.Tensor] | None] = ContextVar("checks", default=None)
-
-
-@contextmanager
-def deferred_checks() -> Iterator[list[torch.Tensor]]:
-    """Within the block :func:`holds` does not wait for the device: it takes its conditions for granted and lists them.
-
-    What was computed may be used only once all of them are known to be true.
-    """
-    found: list[torch.Tensor] = []
-    token = _checks.set(found)
-    try:
-        yield found
-    finally:
-        _checks.reset(token)
-
-
-def is_deferring() -> bool:
-    """Whether checks are deferred, and no value may be read from the device."""
-    return _checks.get() is not None
-
-
-def holds(condition: torch.Tensor) -> bool:
-    """Whether ``condition`` is true everywhere; under :func:`deferred_checks` it is noted and assumed."""
-    pending = _checks.get()
-    if pending is None:
-        return bool(condition.all())
-    pending.append(condition.all())
-    return True
 
 
 class _RecordingError(Exception):

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipdp._numerics import unit_roundoff
 from lipdp.bounds import certified_norm
-from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.errors import ConfigurationError
 
 

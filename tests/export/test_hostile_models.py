@@ -14,8 +14,8 @@ import torch
 import lipdp
 from lipdp import losses, models
 from lipdp.errors import CheckpointError, LipdpError, LipdpWarning
-from lipdp.export import load, save_model
 from lipdp.parametrize import Constrained
+from lipdp.saved import load, save_model
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 
 from ..hostile import all_edits, refused_or

@@ -7,7 +7,7 @@ import torch
 
 from lipdp import models, nn
 from lipdp.errors import CheckpointError, ConfigurationError
-from lipdp.export import load, save_model
+from lipdp.saved import load, save_model
 from lipdp.training.checkpoint import save_checkpoint
 
 

@@ -9,8 +9,9 @@ import torch
 
 import lipdp
 from lipdp import nn
+from lipdp._deferred import deferred_checks, holds
 from lipdp.errors import ConfigurationError
-from lipdp.graphs import GraphedFunction, deferred_checks, holds
+from lipdp.graphs import GraphedFunction
 from lipdp.losses import CrossEntropy
 from lipdp.parametrize import constraint
 from lipdp.training.watch import Projection, constant_state, project_trained

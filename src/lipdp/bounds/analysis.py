@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from lipdp._numerics import unit_roundoff
 from lipdp.bounds.bound import Bound, Shape, times
-from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.bounds.propagate import Forward, as_bound, backward_pass, forward_pass, program_of
 from lipdp.bounds.rounding import Units, passes_excess
 from lipdp.bounds.ties import refuse_ties

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
+from lipdp._numerics import unit_roundoff
+from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
 
 __all__ = ["affordable", "conv_norm_circular", "conv_norm_fft", "conv_norm_gram", "grid_factor", "grid_for", "tighter_norm"]

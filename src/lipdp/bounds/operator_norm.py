@@ -10,18 +10,14 @@ import math
 
 import torch
 
+from lipdp._deferred import is_deferring
+from lipdp._numerics import unit_roundoff
 from lipdp.errors import ConfigurationError
-from lipdp.graphs import is_deferring
 
-__all__ = ["certified_norm", "is_contraction", "unit_roundoff"]
+__all__ = ["certified_norm", "is_contraction"]
 
 # Stop squaring once the certificate of ‖W‖₂² is this close to 1: dividing by its root costs 0.005% of the weights at most.
 _CLOSE_ENOUGH = 1e-4
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """u, the largest relative error of rounding to nearest: half the distance from 1 to the next number."""
-    return float(torch.finfo(dtype).eps) / 2
 
 
 def is_contraction(matrix: torch.Tensor) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lipdp._numerics import unit_roundoff
 from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
+from lipdp.bounds.operator_norm import certified_norm
 from lipdp.bounds.registry import Call, rule, rule_for_function
 
 __all__: list[str] = []

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from lipdp.bounds.operator_norm import unit_roundoff
+from lipdp._numerics import arithmetic, unit_roundoff
 from lipdp.certify.constants import Network, freeze
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.program.dtypes import Types
 from lipdp.training.evaluation import predict
-from lipdp.training.gradients import arithmetic
 
 __all__ = ["certified_accuracy", "certify"]
 

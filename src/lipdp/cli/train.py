@@ -198,7 +198,7 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
 def _save(result: Result, report: dict[str, Any], folder: Path) -> list[str]:
     import torch
 
-    from lipdp.export import save_model
+    from lipdp.saved import save_model
 
     (folder / _PLAN).write_text(result.plan.to_json() + "\n", encoding="utf-8")
     (folder / _HISTORY).write_text(json.dumps(result.history.state_dict(), indent=2) + "\n", encoding="utf-8")

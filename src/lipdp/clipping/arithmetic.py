@@ -15,12 +15,11 @@ from functools import cached_property
 
 import torch
 
-from lipdp._sums import wide
+from lipdp._numerics import HALF, gamma, wide
 from lipdp.clipping import kernels
 
-__all__ = ["HALF", "Squares", "accumulating", "gamma", "input_roundoff", "matmuls", "no_autocast", "squared", "unit_roundoff"]
+__all__ = ["Squares", "accumulating", "input_roundoff", "matmuls", "no_autocast", "squared"]
 
-HALF = (torch.float16, torch.bfloat16)
 _TF32 = 2.0**-11
 # Squares that are added up in float32.
 _SHORT = 1024
@@ -29,17 +28,6 @@ _SHORT = 1024
 def accumulating(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Half-precision factors promoted to float32: norms and sums are never computed in half precision."""
     return tuple(t.float() if t.dtype in HALF else t for t in tensors)
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """u: half the distance from 1 to the next number, of the dtype that sums are accumulated in."""
-    return float(torch.finfo(torch.float32 if dtype in HALF else dtype).eps) / 2
-
-
-def gamma(terms: float, dtype: torch.dtype) -> float:
-    """γ_n = n·u/(1 − n·u): how far a sum of n terms can be off, of the sum of their sizes, in any order; ∞ if they are too many."""
-    length = terms * unit_roundoff(dtype)
-    return length / (1 - length) if length < 1 else float("inf")
 
 
 def input_roundoff(tensor: torch.Tensor, *, convolution: bool = False) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from lipdp._sums import wide
+from lipdp._numerics import wide
 from lipdp.clipping.contribution import Form
 from lipdp.clipping.styles import Clip, Group, Style, group_bounds
 from lipdp.errors import ConfigurationError, DataError

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lipdp.clipping.arithmetic import HALF, matmuls, no_autocast
+from lipdp._numerics import HALF
+from lipdp.clipping.arithmetic import matmuls, no_autocast
 from lipdp.clipping.loops import PerExampleLoss
 from lipdp.errors import UnsupportedError
 

@@ -20,8 +20,9 @@ from typing import Literal
 
 import torch
 
-from lipdp._sums import contract, wide
-from lipdp.clipping.arithmetic import Squares, accumulating, gamma, matmuls, squared
+from lipdp._numerics import gamma, wide
+from lipdp._sums import contract
+from lipdp.clipping.arithmetic import Squares, accumulating, matmuls, squared
 
 __all__ = [
     "Contribution",

@@ -19,7 +19,7 @@ import torch
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lipdp.clipping.arithmetic import HALF
+from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.registry import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from lipdp._sums import wide
+from lipdp._numerics import wide
 from lipdp.clipping.arithmetic import no_autocast
 from lipdp.clipping.capture import recording
 from lipdp.clipping.contribution import Contribution, Form

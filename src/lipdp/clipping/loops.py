@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lipdp._sums import wide
+from lipdp._numerics import wide
 from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.errors import DataError

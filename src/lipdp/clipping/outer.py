@@ -16,9 +16,10 @@ from functools import cached_property
 
 import torch
 
-from lipdp._sums import contract_apart, wide
+from lipdp._numerics import HALF, gamma, wide
+from lipdp._sums import contract_apart
 from lipdp.clipping import kernels
-from lipdp.clipping.arithmetic import HALF, Squares, accumulating, gamma, input_roundoff, matmuls, squared
+from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, matmuls, squared
 from lipdp.clipping.autotune import quickest
 from lipdp.clipping.contribution import Contribution, Form, runs, zeroed
 

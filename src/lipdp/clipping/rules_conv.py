@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lipdp._sums import convolution_sums, wide
+from lipdp._numerics import HALF, gamma, wide
+from lipdp._sums import convolution_sums
 from lipdp.clipping import kernels
-from lipdp.clipping.arithmetic import HALF, Squares, accumulating, gamma, input_roundoff, squared
+from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, squared
 from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, weighted, zeroed
 from lipdp.clipping.outer import OuterSum, kernel_margin, sum_rounding
 from lipdp.clipping.registry import Contributions, norm_rule
 from lipdp.errors import UnsupportedError
-from lipdp.nn import SpectralConv1d, SpectralConv2d, SpectralConv3d
 
 __all__ = ["ConvSum", "patches"]
 
@@ -272,7 +272,8 @@ def _batched(layer: torch.nn.Module, x: torch.Tensor, axes: int) -> torch.Tensor
     return x.detach()
 
 
-def _convolution(layer: ConvNd, inputs: tuple[Any, ...], scale: float = 1.0) -> Contributions:
+def convolution(layer: ConvNd, inputs: tuple[Any, ...], scale: float = 1.0) -> Contributions:
+    """Per-example gradients of a convolution by ``scale`` times the stored kernel."""
     x = _batched(layer, inputs[0], len(layer.kernel_size)) if layer.weight.requires_grad else None
 
     def contributions(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
@@ -295,13 +296,7 @@ def _convolution(layer: ConvNd, inputs: tuple[Any, ...], scale: float = 1.0) -> 
 
 @norm_rule(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 def _conv(layer: ConvNd, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
-    return _convolution(layer, inputs)
-
-
-@norm_rule(SpectralConv1d, SpectralConv2d, SpectralConv3d)
-def _spectral_conv(layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
-    """The stored parameter is Θ = √m·K, so its gradient is the kernel's over √m."""
-    return _convolution(layer, inputs, layer.scale(*inputs[0].shape[2:]))
+    return convolution(layer, inputs)
 
 
 @norm_rule(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)

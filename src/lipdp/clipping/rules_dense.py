@@ -11,10 +11,9 @@ import torch
 from lipdp.clipping.arithmetic import Squares
 from lipdp.clipping.contribution import Contribution, PositionSum, summed
 from lipdp.clipping.outer import OuterSum
-from lipdp.clipping.registry import Contributions, norm_rule, refuse
-from lipdp.nn import SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d, SpectralLinear
+from lipdp.clipping.registry import Contributions, norm_rule
 
-__all__ = ["affine", "positions"]
+__all__ = ["affine", "linear", "positions"]
 
 
 def positions(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,18 +39,9 @@ def affine(
     return result
 
 
-@refuse(SpectralLinear, SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d)
-def _reparametrised_refusal(layer: SpectralLinear) -> str | None:
-    if any(layer.get_parameter(name).requires_grad for name in layer.maps()):
-        return (
-            "its weight is reparametrised, and per-example gradients through the map are not supported. Train it with "
-            "method='clipless', or use a projection (constraint=lipdp.parametrize.Bjorck())."
-        )
-    return None
-
-
-@norm_rule(torch.nn.Linear, SpectralLinear)
-def _linear(layer: torch.nn.Linear, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
+@norm_rule(torch.nn.Linear)
+def linear(layer: torch.nn.Linear, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
+    """Σ_t δ_t⊗x_t and Σ_t δ_t."""
     x = inputs[0].detach() if layer.weight.requires_grad else None
     return lambda cotangent: affine(cotangent, x, layer.weight, layer.bias)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lipdp.clipping.arithmetic import HALF
+from lipdp._numerics import HALF
 from lipdp.clipping.capture import recording
 from lipdp.clipping.checking import checking, fitting, in_double_if_refused, made_up, others_like, put_back, same_randomness
 from lipdp.clipping.company import verify_company

@@ -4,47 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from lipdp.bounds import Shape
+from lipdp.twins import Outcome
 
-__all__ = ["Conversion", "ConversionReport", "Decision", "Outcome", "Row", "Where"]
-
-Outcome = Literal["replaced", "kept", "removed", "not converted"]
-
-
-@dataclass(frozen=True)
-class Where:
-    """What a replacement may depend on.
-
-    Attributes:
-        shape: one example's shape of the input.
-        output: one example's shape of the output.
-        features: the dimension that holds the features, 1 behind a convolution and −1 behind a dense layer.
-        last: whether the layer gives the model's output.
-        copy_weights: whether the twin starts from the projected weights.
-        alone: whether the layer reads one tensor and nothing else (no masks, no offsets).
-        input: whether that tensor is the model's own input.
-    """
-
-    shape: Shape
-    output: Shape
-    features: int
-    last: bool
-    copy_weights: bool
-    alone: bool = True
-    input: bool = False
-
-
-@dataclass(frozen=True)
-class Decision:
-    """``module`` takes the layer's place (``None``: nothing does)."""
-
-    outcome: Outcome
-    module: torch.nn.Module | None
-    note: str = ""
+__all__ = ["Conversion", "ConversionReport", "Row"]
 
 
 @dataclass(frozen=True)

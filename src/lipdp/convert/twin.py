@@ -16,10 +16,11 @@ from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.bounds.registry import find_function_rule, has_rule
 from lipdp.convert.replacements import FUNCTIONS, decide
-from lipdp.convert.report import Conversion, ConversionReport, Decision, Row, Where
+from lipdp.convert.report import Conversion, ConversionReport, Row
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.export.graph import Builder, Seen, record, token_dtype
 from lipdp.program import describe, trace_graph
+from lipdp.twins import Decision, Where
 
 __all__ = ["convert"]
 

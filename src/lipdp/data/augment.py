@@ -19,9 +19,9 @@ from typing import Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
+from lipdp._checks import whole
 from lipdp.data.views import Copy, Padding, Shift, check_shift, source_index
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.privacy._checks import whole
 
 __all__ = [
     "Augmentation",

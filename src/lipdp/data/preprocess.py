@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lipdp._checks import whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.nn.boundary import BoundedInput
-from lipdp.privacy._checks import whole
 
 __all__ = ["Projection", "map_inputs", "project_inputs"]
 

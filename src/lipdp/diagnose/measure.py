@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipdp._checks import whole
 from lipdp.bounds import Analysis, analyse
 from lipdp.diagnose.diagnosis import Diagnosis, ParameterDiagnosis
 from lipdp.diagnose.norms import Measured, measure_gradients
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import as_loss
-from lipdp.privacy._checks import whole
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather
 from lipdp.training.plan import PrivacyPlan

@@ -12,7 +12,7 @@ from torch import fx
 from lipdp.bounds.bound import Shape
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.export.graph import Builder, Seen, record, token_dtype
-from lipdp.export.registry import Lowering, Site, find_lowering
+from lipdp.export.lowering import Lowering, Site, find_lowering
 from lipdp.program import TABLES, describe, find_input_shape, trace_graph
 
 __all__ = ["check_same", "export", "lower"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
@@ -19,7 +20,6 @@ from lipdp.mechanisms.learn_utility import UtilitySettings, learn_utility
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query
-from lipdp.privacy._checks import whole
 
 __all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn"]
 

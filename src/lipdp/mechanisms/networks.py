@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lipdp._checks import positive, whole
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.postprocess import length, load_weights
 from lipdp.mechanisms.problem import Problem
-from lipdp.privacy._checks import positive, whole
 
 __all__ = [
     "Activation",

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 from lipdp.mechanisms.losses import Loss, check_loss
 from lipdp.mechanisms.queries import Query, parse_query
-from lipdp.privacy._checks import is_number, positive, whole
 
 __all__ = ["Problem"]
 

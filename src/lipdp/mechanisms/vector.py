@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipdp._checks import positive
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import read
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
@@ -29,7 +30,6 @@ from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, NetworkState
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.queries import Query, parse_query
-from lipdp.privacy._checks import positive
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 

@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
+from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Augmentation, fixed_views
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from lipdp.memory import keep_freed_memory
 from lipdp.models.scattering_layers import ToGrid
 from lipdp.program.dtypes import Types
 

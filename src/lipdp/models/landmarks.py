@@ -9,7 +9,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.registry import Site, lowering
+from lipdp.export.lowering import Site, lowering
 
 __all__ = ["Landmarks"]
 

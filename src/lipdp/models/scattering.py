@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.registry import Site, lowering
+from lipdp.export.lowering import Site, lowering
 from lipdp.models.scattering_filters import FilterBank, Spectrum, filter_bank, layer_norm_squared, padded_size
 
 __all__ = ["Colour", "Padding", "Scattering2d"]

@@ -12,7 +12,7 @@ import torch
 from lipdp import nn
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.registry import Site, lowering
+from lipdp.export.lowering import Site, lowering
 from lipdp.models.landmarks import Landmarks
 from lipdp.models.registry import register
 

@@ -8,6 +8,8 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering
+from lipdp.twins import Decision, Where, twin
 
 __all__ = ["FullSort", "GroupSort", "MaxMin"]
 
@@ -82,3 +84,46 @@ def _group_sort(layer: GroupSort, call: Call) -> Transfer:
     (dim,) = call.dims(layer.dim)
     x = call.inputs[0]
     return Transfer(Bound(x.norm, x.shape, x.row_norm if dim == call.rank - 1 else math.inf, x.max_abs))
+
+
+@lowering(GroupSort)
+def _plain(layer: GroupSort, site: Site) -> torch.Tensor:
+    rank = len(site.shape) + 1
+    dim = layer.dim % rank
+    channels = site.shape[dim - 1]
+    size = channels if layer.group_size is None else layer.group_size
+    grouped = torch.unflatten(site.x, dim, (channels // size, size))
+    if size == 2:
+        first, second = torch.select(grouped, dim + 1, 0), torch.select(grouped, dim + 1, 1)
+        result = torch.stack((torch.maximum(first, second), torch.minimum(first, second)), dim + 1)
+    else:
+        result = torch.sort(grouped, dim=dim + 1, descending=True)[0]
+    return torch.flatten(result, dim, dim + 1)
+
+
+@twin(
+    torch.nn.ReLU,
+    torch.nn.ReLU6,
+    torch.nn.LeakyReLU,
+    torch.nn.PReLU,
+    torch.nn.RReLU,
+    torch.nn.ELU,
+    torch.nn.CELU,
+    torch.nn.SELU,
+    torch.nn.GELU,
+    torch.nn.SiLU,
+    torch.nn.Mish,
+    torch.nn.Hardswish,
+    torch.nn.Softplus,
+)
+def _twin_of_activation(module: torch.nn.Module, where: Where) -> Decision:
+    """GroupSort keeps the gradient's norm where ReLU and its like lose some of it."""
+    channels = where.shape[where.features % (len(where.shape) + 1) - 1]
+    if channels % 2 == 0:
+        return Decision("replaced", GroupSort(2, dim=where.features))
+    note = f"{channels} channels are odd: GroupSort(2) needs an even number"
+    if isinstance(module, torch.nn.PReLU | torch.nn.RReLU):
+        return Decision("replaced", torch.nn.ReLU(), note)
+    if getattr(module, "inplace", False):
+        vars(module)["inplace"] = False  # it is the conversion's own copy
+    return Decision("kept", module, note)

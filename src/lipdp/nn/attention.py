@@ -16,6 +16,7 @@ from lipdp.nn.container import Residual, Sequential
 from lipdp.nn.embedding import TokenBall
 from lipdp.nn.linear import SpectralLinear
 from lipdp.parametrize import Constraint, Parametrisation
+from lipdp.twins import Decision, Where, twin
 
 __all__ = ["LipschitzAttention", "TransformerBlock"]
 
@@ -143,3 +144,94 @@ class TransformerBlock(torch.nn.Module):
         """Attention, then the dense layers, each averaged with its input."""
         y: torch.Tensor = self.dense(self.attention(x))
         return y
+
+
+_NOT_FIRST = "batch_first=False puts tokens before the batch, which mixes examples: build it with batch_first=True"
+
+
+def _no_twin(module: torch.nn.MultiheadAttention, where: Where) -> str:
+    """Why this attention has no twin, if it has none."""
+    if not module.batch_first:
+        return _NOT_FIRST
+    if not where.alone:
+        return "only self-attention without masks has a twin: write the block with lipdp.nn.LipschitzAttention (it has causal=True)"
+    if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
+        return "add_bias_kv, add_zero_attn, kdim and vdim have no twin"
+    return ""
+
+
+def _copy_attention(new: LipschitzAttention, module: torch.nn.MultiheadAttention) -> None:
+    layers = (new.query, new.key, new.value, new.output)
+    weights = (*module.in_proj_weight.detach().chunk(3), module.out_proj.weight.detach())
+    biases = (None,) * 4 if module.in_proj_bias is None else (*module.in_proj_bias.detach().chunk(3), module.out_proj.bias.detach())
+    with torch.no_grad():
+        for layer, weight, bias in zip(layers, weights, biases, strict=True):
+            layer.weight.copy_(weight)
+            if bias is not None:
+                layer.bias.copy_(bias)
+            layer.project_()
+
+
+@twin(torch.nn.MultiheadAttention)
+def _twin_of_attention(module: torch.nn.MultiheadAttention, where: Where) -> Decision:
+    """Lipschitz self-attention of as many heads, divided by its constant for this number of tokens."""
+    why = _no_twin(module, where)
+    if why:
+        return Decision("not converted", module, why)
+    weight = module.in_proj_weight
+    new = LipschitzAttention(
+        module.embed_dim,
+        module.num_heads,
+        tokens=where.shape[0],
+        bias=module.in_proj_bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    note = "tokens are brought into the unit ball, outputs divided by ℓ"
+    if where.copy_weights:
+        note += "; weights copied and projected"
+        _copy_attention(new, module)
+    new.requires_grad_(weight.requires_grad)
+    return Decision("replaced", new, note)
+
+
+@twin(torch.nn.TransformerEncoderLayer)
+def _twin_of_encoder_layer(module: torch.nn.TransformerEncoderLayer, where: Where) -> Decision:
+    """A 1-Lipschitz block: attention and dense layers, each averaged with its input; without normalisation and dropout."""
+    why = _no_twin(module.self_attn, where)
+    hidden = module.linear1.out_features
+    if not why and hidden % 2:
+        why = f"dim_feedforward={hidden} is odd: GroupSort sorts pairs"
+    if why:
+        return Decision("not converted", module, why)
+    bias = module.linear1.bias is not None
+    new = TransformerBlock(module.linear1.in_features, module.self_attn.num_heads, hidden, tokens=where.shape[0], bias=bias)
+    new.to(device=module.linear1.weight.device, dtype=module.linear1.weight.dtype)
+    note = "residuals are averages; normalisation and dropout are left out"
+    if where.copy_weights:
+        note += "; weights copied and projected"
+        _copy_attention(new.attention.module, module.self_attn)  # type: ignore[arg-type]
+        inside = new.dense.module
+        assert isinstance(inside, torch.nn.Sequential)
+        with torch.no_grad():
+            for layer, plain in ((inside[0], module.linear1), (inside[2], module.linear2)):
+                assert isinstance(layer, SpectralLinear)
+                layer.weight.copy_(plain.weight)
+                if bias:
+                    layer.bias.copy_(plain.bias)
+                layer.project_()
+    new.requires_grad_(module.linear1.weight.requires_grad)
+    return Decision("replaced", new, note)
+
+
+@twin(torch.nn.TransformerEncoder)
+def _twin_of_encoder(module: torch.nn.TransformerEncoder, where: Where) -> Decision:
+    """Its layers, one after the other."""
+    blocks = []
+    for layer in module.layers:
+        assert isinstance(layer, torch.nn.TransformerEncoderLayer)
+        decision = _twin_of_encoder_layer(layer, where)
+        if decision.module is None or decision.outcome != "replaced":
+            return Decision("not converted", module, decision.note)
+        blocks.append(decision.module)
+    return Decision("replaced", Sequential(*blocks), "residuals are averages; normalisation and dropout are left out")

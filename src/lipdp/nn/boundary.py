@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp._sums import wide
+from lipdp._numerics import wide
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering, narrowed, widened
 
 __all__ = ["Boundary", "BoundedInput", "ClipGradient"]
 
@@ -251,3 +252,37 @@ def _boundary(layer: Boundary, call: Call) -> Transfer:
         return Transfer(Bound(min(times(gain, x.norm), layer.norm), x.shape), (gain,), clip=clip)
     norm = x.norm if layer.norm is None else min(x.norm, layer.norm)
     return Transfer(Bound(norm, x.shape, x.row_norm, x.max_abs), clip=clip)
+
+
+def _plain_norms(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """‖x_i‖ of each example, shaped to broadcast against a tensor of ``rank`` dimensions."""
+    norms = torch.linalg.vector_norm(torch.flatten(x, 1), dim=1)
+    return torch.reshape(norms, (-1, *([1] * (rank - 1))))
+
+
+def _plain_ball(site: Site, radius: float, floor: float | None) -> torch.Tensor:
+    """x·radius/max(‖x‖, floor), where the ball's floor is its radius."""
+    factor = radius / torch.clamp_min(_plain_norms(widened(site), len(site.shape) + 1), radius if floor is None else floor)
+    return narrowed(site.x * factor, site)
+
+
+@lowering(BoundedInput)
+def _plain_input(layer: BoundedInput, site: Site) -> torch.Tensor:
+    if layer.mode != "sphere":
+        return _plain_ball(site, layer.norm, layer.floor)
+    rank = len(site.shape) + 1
+    wide = widened(site)
+    largest = torch.amax(torch.abs(wide), dim=tuple(range(1, rank)), keepdim=True)
+    scaled = wide / torch.where(largest > 0, largest, 1.0)
+    return narrowed(scaled * (layer.norm / torch.clamp_min(_plain_norms(scaled, rank), 1.0)), site)
+
+
+@lowering(ClipGradient)
+def _plain_clip(layer: ClipGradient, site: Site) -> torch.Tensor:
+    """Going forward it is the identity."""
+    return site.x
+
+
+@lowering(Boundary)
+def _plain_boundary(layer: Boundary, site: Site) -> torch.Tensor:
+    return site.x if layer.norm is None else _plain_ball(site, layer.norm, layer.floor)

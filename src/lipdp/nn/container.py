@@ -9,6 +9,8 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering
+from lipdp.export.plain import export
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
 
@@ -20,8 +22,6 @@ class Sequential(torch.nn.Sequential):
 
     def export(self, *, input_shape: Sequence[int] | None = None) -> torch.nn.Module:
         """A plain torch module with the same outputs and no lipdp in it: :func:`lipdp.export`."""
-        from lipdp.export import export  # it knows the layers, so it can't be imported before them
-
         return export(self, input_shape=input_shape)
 
 
@@ -134,3 +134,8 @@ class ConcatResidual(torch.nn.Module):
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
         return f"dim={self.dim}"
+
+
+@lowering(Flatten)
+def _plain_flatten(layer: Flatten, site: Site) -> torch.nn.Module:
+    return torch.nn.Flatten(layer.start_dim, layer.end_dim)

@@ -14,11 +14,15 @@ from lipdp.bounds import Call, Transfer, rule, times
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
 from lipdp.bounds.windows import multiplicity, padding_sides
+from lipdp.clipping.registry import Contributions, norm_rule, refuse
+from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError
-from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_
+from lipdp.export.lowering import Site, lowering, placed
+from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
 from lipdp.parametrize import Constrained, Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import project_ball
 from lipdp.parametrize.effective import Map
+from lipdp.twins import Decision, Where, twin
 
 __all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]
 
@@ -267,3 +271,103 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
 def _spectral_conv(layer: _Spectral, call: Call) -> Transfer:
     """See ``transfer``."""
     return layer.transfer(call)
+
+
+refuse(SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d)(reparametrised_refusal)
+
+
+@norm_rule(SpectralConv1d, SpectralConv2d, SpectralConv3d)
+def _contributions(layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Contributions:
+    """The stored parameter is Θ = √m·K, so its gradient is the kernel's over √m."""
+    return convolution(layer, inputs, layer.scale(*inputs[0].shape[2:]))
+
+
+_PLAIN: tuple[type[torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d], ...] = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+
+
+def plain_conv(
+    layer: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, kernel_size: Any = None, padding: Any = None
+) -> torch.nn.Module:
+    """torch's convolution of the same arguments, but for those given, without weights."""
+    return _PLAIN[len(layer.kernel_size) - 1](
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size if kernel_size is None else kernel_size,  # type: ignore[arg-type]
+        layer.stride,  # type: ignore[arg-type]
+        layer.padding if padding is None else padding,  # type: ignore[arg-type]
+        layer.dilation,  # type: ignore[arg-type]
+        layer.groups,
+        layer.bias is not None,
+        layer.padding_mode,
+        device="meta",
+    )
+
+
+@lowering(SpectralConv1d, SpectralConv2d, SpectralConv3d)
+def _plain(layer: SpectralConv1d | SpectralConv2d | SpectralConv3d, site: Site) -> torch.nn.Module:
+    """The kernel that convolves: K = Θ/√m with the m of this input size, or the orthogonal convolution's own."""
+    scale = layer.scale(*site.shape[-len(layer.kernel_size) :])
+    if not isinstance(layer.constraint, ConvParametrisation):
+        return placed(plain_conv(layer), layer, scale)
+    sides = layer.constraint.pads(layer.geometry)
+    even = all(left == right for left, right in sides)
+    padding = tuple(left for left, _ in sides) if even else "same"
+    plain = plain_conv(layer, layer.constraint.window(layer.geometry), padding)
+    return placed(plain, layer, scale if layer.constraint.scaled else None)
+
+
+@lowering(SpectralConvTranspose2d)
+def _plain_transpose(layer: SpectralConvTranspose2d, site: Site) -> torch.nn.Module:
+    plain = torch.nn.ConvTranspose2d(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,  # type: ignore[arg-type]
+        layer.stride,  # type: ignore[arg-type]
+        layer.padding,
+        layer.output_padding,  # type: ignore[arg-type]
+        layer.groups,
+        layer.bias is not None,
+        layer.dilation,  # type: ignore[arg-type]
+        device="meta",
+    )
+    return placed(plain, layer, layer.scale(site.shape[-2], site.shape[-1]))
+
+
+@twin(*_PLAIN)
+def _twin_of_conv(module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, where: Where) -> Decision:
+    new = (SpectralConv1d, SpectralConv2d, SpectralConv3d)[len(module.kernel_size) - 1](
+        module.in_channels,
+        module.out_channels,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        module.groups,
+        module.bias is not None,
+        module.padding_mode,
+        device=module.weight.device,
+        dtype=module.weight.dtype,
+    )
+    return weighted_twin(new, module, where)
+
+
+@twin(torch.nn.ConvTranspose2d)
+def _twin_of_conv_transpose(module: torch.nn.ConvTranspose2d, where: Where) -> Decision:
+    new = SpectralConvTranspose2d(
+        module.in_channels,
+        module.out_channels,
+        module.kernel_size,  # type: ignore[arg-type]
+        module.stride,  # type: ignore[arg-type]
+        module.padding,  # type: ignore[arg-type]
+        module.output_padding,  # type: ignore[arg-type]
+        module.groups,
+        module.bias is not None,
+        module.dilation,  # type: ignore[arg-type]
+        device=module.weight.device,
+        dtype=module.weight.dtype,
+    )
+    with torch.no_grad():
+        output = new(module.weight.new_zeros(1, *where.shape)).shape[1:]
+    if tuple(output) != where.output:
+        return Decision("not converted", module, "it is called with output_size=: use output_padding instead")
+    return weighted_twin(new, module, where)

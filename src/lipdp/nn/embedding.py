@@ -9,8 +9,11 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering, narrowed, placed, widened
+from lipdp.nn.container import Sequential
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_rows
+from lipdp.twins import Decision, Where, twin
 
 __all__ = ["BoundedEmbedding", "LearnedPositions", "MaskedTokenMean", "SinusoidalPositions", "TokenBall", "TokenMean"]
 
@@ -243,3 +246,62 @@ def _token_ball(layer: TokenBall, call: Call) -> Transfer:
     if not x.shape:
         raise call.refuse("examples without a dimension would be taken for rows of the batch")
     return Transfer(Bound(x.norm, x.shape, min(x.row_norm, layer.norm), x.max_abs))
+
+
+@lowering(BoundedEmbedding)
+def _plain_embedding(layer: BoundedEmbedding, site: Site) -> torch.nn.Module:
+    return placed(torch.nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta"), layer)
+
+
+@lowering(MaskedTokenMean)
+def _plain_masked_token_mean(layer: MaskedTokenMean, site: Site) -> torch.Tensor:
+    kept = torch.unsqueeze(torch.ne(site.inputs[1], layer.padding_idx).to(site.dtype), -1)
+    return torch.sum(site.x * kept, dim=1) / torch.clamp_min(torch.sum(kept, dim=1), 1.0)
+
+
+@lowering(TokenBall)
+def _plain_token_ball(layer: TokenBall, site: Site) -> torch.Tensor:
+    wide = widened(site)
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return narrowed(wide * (layer.norm / torch.clamp_min(norms, layer.norm)), site)
+
+
+@twin(torch.nn.Embedding)
+def _twin_of_embedding(module: torch.nn.Embedding, where: Where) -> Decision:
+    """The same table with rows kept in the unit ball."""
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return Decision("not converted", module, "max_norm, scale_grad_by_freq and sparse have no private form: leave them off")
+    length = where.shape[0] if where.input and len(where.shape) == 1 else None
+    new = BoundedEmbedding(
+        module.num_embeddings,
+        module.embedding_dim,
+        module.padding_idx,
+        length=length,
+        device=module.weight.device,
+        dtype=module.weight.dtype,
+    )
+    note = "rows are kept in the unit ball"
+    if where.copy_weights:
+        note += "; weights copied and projected"
+        with torch.no_grad():
+            new.weight.copy_(module.weight)
+        new.project_()
+    new.weight.requires_grad_(module.weight.requires_grad)
+    return Decision("replaced", new, note)
+
+
+@twin(torch.nn.EmbeddingBag)
+def _twin_of_embedding_bag(module: torch.nn.EmbeddingBag, where: Where) -> Decision:
+    """A table, then the mean over tokens."""
+    if module.mode != "mean" or module.padding_idx is not None or not where.alone or len(where.shape) != 1:
+        note = (
+            "only bags of mode 'mean', without padding_idx, offsets and weights have a twin: use BoundedEmbedding and a TokenMean"
+        )
+        return Decision("not converted", module, note)
+    table = torch.nn.Embedding(module.num_embeddings, module.embedding_dim, sparse=module.sparse, _weight=module.weight.detach())
+    table.max_norm, table.scale_grad_by_freq = module.max_norm, module.scale_grad_by_freq
+    table.weight.requires_grad_(module.weight.requires_grad)
+    decision = _twin_of_embedding(table, where)
+    if decision.module is None or decision.outcome != "replaced":
+        return Decision("not converted", module, decision.note)
+    return Decision("replaced", Sequential(decision.module, TokenMean()), decision.note)

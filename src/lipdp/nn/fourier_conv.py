@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._numerics import unit_roundoff
 from lipdp.bounds import Call, Transfer, conv_norm_fft, rule, times
 from lipdp.bounds.fourier import grid_factor, grid_for
-from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity, weighted_transfer
 from lipdp.errors import ConfigurationError
+from lipdp.export.lowering import Site, lowering, placed
+from lipdp.nn.conv import plain_conv
 from lipdp.nn.linear import checked_bias_norm, orthogonal_
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball
@@ -123,3 +125,9 @@ def _fourier_conv(layer: FourierConv2d, call: Call) -> Transfer:
         exact=False,
         note=f"Fourier norm on {layer.grid} frequencies an axis: within a factor {factor:.3f} of the true norm on large images",
     )
+
+
+@lowering(FourierConv2d)
+def _plain(layer: FourierConv2d, site: Site) -> torch.nn.Module:
+    """The stored kernel convolves as it is."""
+    return placed(plain_conv(layer), layer)

@@ -10,6 +10,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering, placed
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
 
@@ -151,3 +152,8 @@ def _layer_scale(layer: LayerScale, call: Call) -> Transfer:
 def _abs(layer: Abs, call: Call) -> Transfer:
     """‖|x|‖ = ‖x‖, and slopes are ±1 (0 at 0)."""
     return Transfer(call.inputs[0])
+
+
+@lowering(BoundedPReLU)
+def _plain_prelu(layer: BoundedPReLU, site: Site) -> torch.nn.Module:
+    return placed(torch.nn.PReLU(layer.num_parameters, device="meta"), layer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,10 +12,14 @@ from torch.nn import functional as F
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import weighted_transfer
+from lipdp.clipping.registry import norm_rule, refuse
+from lipdp.clipping.rules_dense import linear
 from lipdp.errors import ConfigurationError
+from lipdp.export.lowering import Site, lowering, placed
 from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
 from lipdp.parametrize.effective import Map
+from lipdp.twins import Decision, Where, keep_trained, twin
 
 __all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
 
@@ -193,3 +199,48 @@ class L1Linear(Constrained, torch.nn.Linear):
 def _l1_linear(layer: L1Linear, call: Call) -> Transfer:
     """‖W‖₂² ≤ ‖W‖_F² = Σ_columns‖·‖₂² ≤ Σ‖·‖₁² ≤ in_features; with rows, ‖W‖₂ ≤ √(‖W‖₁‖W‖∞) ≤ 1. Δ_W = G·X as ever."""
     return _transfer(layer, call, gain=1.0 if layer.rows else layer.in_features**0.5)
+
+
+norm_rule(SpectralLinear)(linear)
+
+
+@refuse(SpectralLinear)
+def reparametrised_refusal(layer: Reparametrised) -> str | None:
+    """Why a layer whose weight is a map of the stored parameter can't be clipped."""
+    if any(layer.get_parameter(name).requires_grad for name in layer.maps()):  # type: ignore[attr-defined]
+        return (
+            "its weight is reparametrised, and per-example gradients through the map are not supported. Train it with "
+            "method='clipless', or use a projection (constraint=lipdp.parametrize.Bjorck())."
+        )
+    return None
+
+
+@lowering(SpectralLinear, L1Linear)
+def _plain_linear(layer: SpectralLinear | L1Linear, site: Site) -> torch.nn.Module:
+    return placed(torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta"), layer)
+
+
+@twin(torch.nn.Linear)
+def _twin_of_linear(module: torch.nn.Linear, where: Where) -> Decision:
+    bias = module.bias is not None
+    like: Mapping[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
+    return weighted_twin(SpectralLinear(module.in_features, module.out_features, bias, **like), module, where)
+
+
+def weighted_twin(new: Any, module: torch.nn.Module, where: Where) -> Decision:
+    """``new`` in the place of a layer with a weight and a bias of the same shapes."""
+    notes = []
+    old: Any = module
+    outputs = module.out_features if isinstance(module, torch.nn.Linear) else old.out_channels
+    positions = math.prod(where.output) // outputs
+    if old.bias is not None and positions > 1:
+        notes.append(f"its bias is added at {positions} places and costs √{positions}: bias=False is cheaper")
+    if where.copy_weights:
+        notes.append("weights copied and projected")
+        with torch.no_grad():
+            new.weight.copy_(old.weight)
+            if old.bias is not None and new.bias is not None:
+                new.bias.copy_(old.bias)
+        new.project_()
+    keep_trained(new, module)
+    return Decision("replaced", new, "; ".join(notes))

@@ -9,6 +9,8 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering
+from lipdp.twins import Decision, Where, twin
 
 __all__ = ["LayerCentering"]
 
@@ -48,3 +50,30 @@ def _layer_centering(layer: LayerCentering, call: Call) -> Transfer:
     x = call.inputs[0]
     dims = tuple(range(1, call.rank)) if layer.dim is None else call.dims(layer.dim)
     return Transfer(Bound(x.norm, x.shape, x.row_norm if dims == (call.rank - 1,) else math.inf))
+
+
+@lowering(LayerCentering)
+def _plain(layer: LayerCentering, site: Site) -> torch.Tensor:
+    dims = tuple(range(1, len(site.shape) + 1)) if layer.dim is None else layer.dim
+    return site.x - torch.mean(site.x, dim=dims, keepdim=True)
+
+
+@twin(
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.modules.instancenorm._InstanceNorm,
+    torch.nn.LayerNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RMSNorm,
+)
+def _twin_of_norm(module: torch.nn.Module, where: Where) -> Decision:
+    """Centring over the same features, without the division by a standard deviation, whose slope has no useful bound."""
+    dims: tuple[int, ...] | None = None
+    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        dims = tuple(range(-len(module.normalized_shape), 0))
+    elif isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
+        dims = tuple(range(2, len(where.shape) + 1))
+    averaged = math.prod(where.shape if dims is None else where.shape[dims[0] if dims[0] < 0 else dims[0] - 1 :])
+    if averaged == 1:
+        return Decision("removed", None, "centring one number would leave nothing of it")
+    mixing = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    return Decision("replaced", LayerCentering(dims), "over each example, never the batch" if mixing else "without scaling")

@@ -11,6 +11,7 @@ import torch
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.bounds.rules_norms import Affine, centred_rows, channel_groups, normalised_transfer, plain_rows
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering, placed
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_box
 
@@ -193,3 +194,25 @@ def _normalize(layer: Normalize, call: Call) -> Transfer:
     gain = float(1 / std.min())
     norm = times(gain, x.norm) + math.sqrt(math.prod(x.shape[1:])) * float(each.norm())
     return Transfer(Bound(norm, x.shape), (gain,), exact=False)
+
+
+@lowering(LayerNorm)
+def _plain_layer_norm(layer: LayerNorm, site: Site) -> torch.nn.Module:
+    shape, affine = list(layer.normalized_shape), layer.elementwise_affine
+    return placed(torch.nn.LayerNorm(shape, layer.eps, affine, layer.bias is not None, device="meta"), layer)
+
+
+@lowering(RMSNorm)
+def _plain_rms_norm(layer: RMSNorm, site: Site) -> torch.nn.Module:
+    return placed(torch.nn.RMSNorm(list(layer.normalized_shape), layer.eps, layer.elementwise_affine, device="meta"), layer)
+
+
+@lowering(GroupNorm)
+def _plain_group_norm(layer: GroupNorm, site: Site) -> torch.nn.Module:
+    return placed(torch.nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, layer.affine, device="meta"), layer)
+
+
+@lowering(Normalize)
+def _plain_normalize(layer: Normalize, site: Site) -> torch.Tensor:
+    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
+    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)

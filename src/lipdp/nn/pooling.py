@@ -9,9 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
+from lipdp.bounds.registry import has_rule
 from lipdp.bounds.rules_weighted import channels_and_spatial
 from lipdp.bounds.windows import as_tuple, multiplicity
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering
+from lipdp.twins import Decision, Where, twin
 
 __all__ = [
     "GlobalL2NormPool",
@@ -198,3 +201,50 @@ class InvertibleDownsampling(torch.nn.PixelUnshuffle):
 
 class InvertibleUpsampling(torch.nn.PixelShuffle):
     """The inverse of :class:`InvertibleDownsampling`."""
+
+
+@lowering(L2NormPool2d)
+def _plain_l2_norm_pool(layer: L2NormPool2d, site: Site) -> torch.Tensor:
+    squares = F.avg_pool2d(torch.square(site.x), layer.kernel_size, layer.stride, layer.padding, divisor_override=1)
+    return torch.sqrt(squares + layer.eps)
+
+
+@lowering(ScaledAvgPool2d)
+def _plain_scaled_avg_pool(layer: ScaledAvgPool2d, site: Site) -> torch.Tensor:
+    return F.avg_pool2d(site.x, layer.kernel_size, layer.stride) * math.sqrt(math.prod(layer.kernel_size))
+
+
+@twin(torch.nn.MaxPool2d)
+def _twin_of_max_pool(module: torch.nn.MaxPool2d, where: Where) -> Decision:
+    if module.return_indices:
+        return Decision("not converted", module, "return_indices=True has no bound")
+    if module.ceil_mode or as_tuple(module.dilation, 2) != (1, 1):
+        return Decision("kept", module, "L2NormPool2d has no ceil_mode and no dilation")
+    kernel, stride, padding = (as_tuple(v, 2) for v in (module.kernel_size, module.stride, module.padding))
+    overlap = math.prod(math.ceil(k / s) for k, s in zip(kernel, stride, strict=True))
+    note = f"windows overlap: bounds grow by up to {math.sqrt(overlap):.3g} here; a stride of the window's size costs nothing"
+    pool = L2NormPool2d(kernel, stride, padding)
+    return Decision("replaced", pool, note if overlap > 1 else "")
+
+
+@twin(torch.nn.AvgPool2d)
+def _twin_of_avg_pool(module: torch.nn.AvgPool2d, where: Where) -> Decision:
+    kernel, stride, padding = (as_tuple(v, 2) for v in (module.kernel_size, module.stride, module.padding))
+    if module.ceil_mode or any(padding) or any(s < k for k, s in zip(kernel, stride, strict=True)):
+        return Decision("kept", module, "ScaledAvgPool2d needs windows that do not overlap, without padding")
+    return Decision("replaced", ScaledAvgPool2d(kernel, stride), "times √window")
+
+
+@twin(torch.nn.AdaptiveAvgPool2d, torch.nn.AdaptiveMaxPool2d)
+def _twin_of_adaptive_pool(module: torch.nn.AdaptiveAvgPool2d | torch.nn.AdaptiveMaxPool2d, where: Where) -> Decision:
+    if where.shape == where.output:
+        return Decision("removed", None, f"images already have the size {where.output[1:]}")
+    if any(size % out for size, out in zip(where.shape[1:], where.output[1:], strict=True)):
+        note = f"images of {where.shape[1:]} do not divide into {where.output[1:]} windows"
+        return Decision("kept" if has_rule(module) else "not converted", module, note)
+    height, width = (size // out for size, out in zip(where.shape[1:], where.output[1:], strict=True))
+    if isinstance(module, torch.nn.AdaptiveAvgPool2d):
+        return Decision("replaced", ScaledAvgPool2d((height, width)), "times √window")
+    if module.return_indices:
+        return Decision("not converted", module, "return_indices=True has no bound")
+    return Decision("replaced", L2NormPool2d((height, width)))

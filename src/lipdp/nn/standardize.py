@@ -9,6 +9,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.export.lowering import Site, lowering
 
 __all__ = ["Standardize"]
 
@@ -94,3 +95,9 @@ def _standardize(layer: Standardize, call: Call) -> Transfer:
     gain = 1 / float(layer.std.min())
     shift = math.sqrt(math.prod(x.shape[1:])) * float(torch.linalg.vector_norm((layer.mean / layer.std).double()))
     return Transfer(Bound(times(gain, x.norm) + shift, x.shape), (gain,), exact=False)
+
+
+@lowering(Standardize)
+def _plain(layer: Standardize, site: Site) -> torch.Tensor:
+    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
+    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)

@@ -12,9 +12,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
+from lipdp._deferred import holds, is_deferring
+from lipdp._numerics import unit_roundoff
+from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
-from lipdp.graphs import holds, is_deferring
 from lipdp.parametrize.block_conv import AOC, BCOP
 from lipdp.parametrize.circular import CircularFFT
 from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Polar

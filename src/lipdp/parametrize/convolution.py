@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional as F
 
+from lipdp._numerics import unit_roundoff
 from lipdp.bounds.fourier import conv_norm_gram
-from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.bounds.windows import multiplicity
 from lipdp.errors import ConfigurationError
 

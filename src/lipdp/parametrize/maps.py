@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lipdp.bounds.operator_norm import certified_norm, unit_roundoff
+from lipdp._numerics import unit_roundoff
+from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
 
 __all__ = ["Cayley", "DifferentiableBjorck", "Householder", "MatrixExp", "Parametrisation", "Polar", "cayley"]

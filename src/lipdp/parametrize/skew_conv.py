@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from lipdp._numerics import unit_roundoff
 from lipdp.bounds.fourier import conv_norm_fft
-from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize.convolution import ConvGeometry, ConvParametrisation, compose
 

@@ -29,8 +29,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from lipdp._checks import is_number, positive, probability, rate, whole
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy._checks import is_number, positive, probability, rate, whole
 from lipdp.privacy._search import MAX_NOISE, MAX_STEPS, most_steps, smallest_noise
 from lipdp.privacy.runs import PrivateRun
 

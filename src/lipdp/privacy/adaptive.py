@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from lipdp._checks import positive
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Count, Probability, Scale, check_fields
-from lipdp.privacy._checks import positive
 
 __all__ = ["COUNT_SENSITIVITY", "AdaptiveClip", "gradient_multiplier"]
 

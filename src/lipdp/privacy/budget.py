@@ -18,9 +18,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
+from lipdp._checks import is_number
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus
-from lipdp.privacy._checks import is_number
 from lipdp.privacy._journal import Journal, Session
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.composition import check_event

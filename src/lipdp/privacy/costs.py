@@ -13,8 +13,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
 
+from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import is_number
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.runs import PrivateRun, Release
 

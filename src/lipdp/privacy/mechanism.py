@@ -18,9 +18,9 @@ import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
+from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, UnboundedError
 from lipdp.privacy import noise_cuda
-from lipdp.privacy._checks import is_number, positive, whole
 from lipdp.privacy.noise import noised_on_processor
 from lipdp.privacy.randomness import Stream, derive_key, mix_key
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.privacy._checks import is_number, positive, whole
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.mechanism import add_noise
 from lipdp.privacy.noise import grid_factor

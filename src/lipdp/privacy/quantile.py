@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.privacy._checks import is_number, positive, whole
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure

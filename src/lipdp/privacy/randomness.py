@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import whole
 
 __all__ = [
     "KEY_BYTES",

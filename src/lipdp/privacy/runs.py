@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lipdp._checks import positive, rate, whole
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Scale, check_fields
-from lipdp.privacy._checks import positive, rate, whole
 
 __all__ = ["PrivateRun", "Release"]
 

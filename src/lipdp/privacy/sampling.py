@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lipdp._checks import rate, whole
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import rate, whole
 from lipdp.privacy.randomness import Stream, chacha_bytes, fill_with_chacha, fresh_seed
 from lipdp.privacy.randomness import generator as seeded_stream
 

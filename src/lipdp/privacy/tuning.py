@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from lipdp._checks import is_number, positive, probability
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy._checks import is_number, positive, probability
 from lipdp.privacy.accounting import event
 from lipdp.privacy.randomness import Stream
 from lipdp.privacy.runs import PrivateRun

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from lipdp._numerics import HALF
 from lipdp.errors import DataError
 from lipdp.program.program import TABLES, find_input_dtype
 
 __all__ = ["Types", "model_dtype"]
 
-_HALF = (torch.float16, torch.bfloat16)
 _WHOLE = (
     torch.bool,
     torch.uint8,
@@ -147,7 +147,7 @@ class Types:
 
 def _nearest_float(given: torch.dtype, native: torch.dtype) -> torch.dtype:
     """The model's type; targets of a model in half precision stay in float32, where they have more digits."""
-    return torch.float32 if native in _HALF and given not in _HALF else native
+    return torch.float32 if native in HALF and given not in HALF else native
 
 
 def _bounded_first(model: torch.nn.Module) -> bool:

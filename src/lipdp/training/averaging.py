@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import is_number
 
 __all__ = ["Average", "TailAverage", "WeightAverage", "make_average"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning
-from lipdp.memory import keep_freed_memory
 from lipdp.parametrize import project_, project_outside_
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._checks import positive
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, Interrupted, LipdpError
-from lipdp.privacy._checks import positive
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily

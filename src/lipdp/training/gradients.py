@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 
 from lipdp._backward import gradients
-from lipdp._sums import wide
+from lipdp._numerics import arithmetic, wide
 from lipdp.errors import DataError
 from lipdp.losses import Loss
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts
 from lipdp.training.copies import Copies
 
-__all__ = ["Backward", "arithmetic", "backward", "gradient_sum", "zeros_like_sum"]
+__all__ = ["Backward", "backward", "gradient_sum", "zeros_like_sum"]
 
 Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, torch.Tensor | None]]
-
-
-@contextmanager
-def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
-    """Never compute more coarsely than the plan's slack covers: TF32 only where planned, bf16 autocast where planned."""
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            allow = precision in ("tf32", "bfloat16")
-            before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-            stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before[0])
-            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", before[1])
-            torch.backends.cuda.matmul.allow_tf32 = allow
-            torch.backends.cudnn.allow_tf32 = allow
-        # Also switched off where it is not planned: the caller may be inside an autocast of his own.
-        stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"))
-        yield
 
 
 def gradient_sum(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lipdp import nn
+from lipdp._checks import positive
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import check_supported, clipping_groups
 from lipdp.clipping.batch import check_style
@@ -16,7 +17,6 @@ from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.losses import as_loss
 from lipdp.privacy import AdaptiveClip
-from lipdp.privacy._checks import positive
 from lipdp.training.plan import CLIPPED_GROUP, ParameterGroup
 from lipdp.training.settings import Method, per_example_loss
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Scale, Size, check_fields
-from lipdp.privacy._checks import is_number
 
 __all__ = ["Phase", "Schedule", "cosine_schedule", "linear_schedule", "make_phases", "read_schedule", "segments"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lipdp._checks import is_number, positive
 from lipdp.bounds import Analysis, convolution_notes
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError, LipdpError, LipdpWarning
@@ -26,7 +27,6 @@ from lipdp.privacy import (
     longest_run,
     run_epsilon,
 )
-from lipdp.privacy._checks import is_number, positive
 from lipdp.training.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
 from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase, Schedule, make_phases, read_schedule, segments

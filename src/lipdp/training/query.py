@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lipdp._numerics import arithmetic
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import CapturedClipping, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
@@ -24,7 +25,7 @@ from lipdp.program import Program, check_program, find_input_shape
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
-from lipdp.training.gradients import Backward, arithmetic, backward, gradient_sum, zeros_like_sum
+from lipdp.training.gradients import Backward, backward, gradient_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
 from lipdp.training.settings import (

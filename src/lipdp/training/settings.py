@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lipdp._checks import is_number
+from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
-from lipdp.bounds.operator_norm import unit_roundoff
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Loss
-from lipdp.privacy._checks import is_number
 from lipdp.training.seats import usual_seats
 
 __all__ = [

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lipdp._checks import whole
 from lipdp.data.augment import Augmentation
 from lipdp.digest import Tag, content_digest
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import noise_cuda
-from lipdp.privacy._checks import whole
 from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, mix_key
 from lipdp.training.batches import Rows
 from lipdp.training.plan import PrivacyPlan

@@ -15,8 +15,8 @@ import math
 
 import torch
 
+from lipdp._checks import is_number, positive
 from lipdp.errors import ConfigurationError
-from lipdp.privacy._checks import is_number, positive
 from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["suggest_optimizer"]

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from lipdp._deferred import deferred_checks
 from lipdp.digest import content_digest, tensor_words
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.fingerprint import reachable_tensors
-from lipdp.graphs import GraphedFunction, Watched, deferred_checks
+from lipdp.graphs import GraphedFunction, Watched
 from lipdp.parametrize import Constrained
 
 __all__ = ["ModelWatch", "Projection", "constant_state", "project_trained"]

@@ -10,7 +10,7 @@ import pytest
 
 _FAULTS = """
 import resource, torch
-from lipdp.memory import keep_freed_memory
+from lipdp._numerics import keep_freed_memory
 keep_freed_memory()
 def used():
     torch.ones(5 * 2**20)  # 20 MB

@@ -8,7 +8,7 @@ A layer with weights answers with the torch.nn module that does the same; it tak
 
     @lowering(MyLinear)
     def _my_linear(layer: MyLinear, site: Site) -> torch.nn.Module:
-        return plain_linear(layer.weight, layer.bias)
+        return placed(torch.nn.Linear(layer.in_features, layer.out_features, device="meta"), layer)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lipdp.behaviour import ByClass
 from lipdp.bounds.bound import Shape
 from lipdp.errors import ConfigurationError
 
-__all__ = ["Lowering", "Site", "find_lowering", "lowering"]
+__all__ = ["Lowering", "Site", "find_lowering", "lowering", "narrowed", "placed", "used_weight", "widened"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +78,39 @@ def lowering(*classes: type[torch.nn.Module]) -> Callable[[L], L]:
 def find_lowering(module: torch.nn.Module) -> Lowering | None:
     """The lowering of the module's class or nearest base class that computes the same, see :mod:`lipdp.behaviour`."""
     return _lowerings.find(module)
+
+
+P = TypeVar("P", bound=torch.nn.Module)
+
+
+def used_weight(layer: torch.nn.Module, name: str = "weight") -> torch.Tensor:
+    """The weight that ``layer`` computes with: W = π(θ) where it is reparametrised, the parameter itself elsewhere."""
+    effective: Callable[[str], torch.Tensor] | None = getattr(layer, "effective", None)
+    value: torch.Tensor = getattr(layer, name) if effective is None else effective(name)
+    return value
+
+
+def placed(plain: P, layer: torch.nn.Module, scale: float | None = None) -> P:
+    """``plain`` with the layer's weight, times ``scale``, and bias. What is not changed is the same object: ties stay tied."""
+    stored: torch.nn.Parameter | None = getattr(layer, "weight", None)
+    if stored is not None:
+        weight = used_weight(layer)
+        if scale is not None:
+            weight = weight.detach() * scale
+        if weight is not stored:
+            weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=stored.requires_grad)
+        plain.register_parameter("weight", weight)
+    if hasattr(layer, "bias"):
+        plain.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
+    return plain
+
+
+def widened(site: Site) -> torch.Tensor:
+    """The first input in float32 or better."""
+    wide = torch.promote_types(site.dtype, torch.float32)
+    return site.x if wide == site.dtype else site.x.to(wide)
+
+
+def narrowed(y: torch.Tensor, site: Site) -> torch.Tensor:
+    """Back in the first input's own type."""
+    return y if torch.promote_types(site.dtype, torch.float32) == site.dtype else y.to(site.dtype)

@@ -1,0 +1,60 @@
+"""How numbers are rounded, and in which arithmetic they are computed: the few things that every room needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+__all__ = ["HALF", "accumulators", "arithmetic", "gamma", "keep_freed_memory", "unit_roundoff", "wide"]
+
+HALF = (torch.float16, torch.bfloat16)
+_LARGEST_KEPT = 31 * 2**20
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u, the largest relative error of rounding to nearest: half the distance from 1 to the next number."""
+    return float(torch.finfo(dtype).eps) / 2
+
+
+def accumulators(dtype: torch.dtype) -> torch.dtype:
+    """What sums of such numbers are accumulated in: never in half precision."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def gamma(terms: float, dtype: torch.dtype) -> float:
+    """γ_n = n·u/(1 − n·u): how far a sum of n terms can be off, of the sum of their sizes, in any order; ∞ if they are too many."""
+    length = terms * unit_roundoff(accumulators(dtype))
+    return length / (1 - length) if length < 1 else float("inf")
+
+
+def wide(tensor: torch.Tensor) -> torch.dtype:
+    """What long sums of this tensor's entries are accumulated in."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+@contextmanager
+def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+    """Never compute more coarsely than the plan's slack covers: TF32 only where planned, bf16 autocast where planned."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            allow = precision in ("tf32", "bfloat16")
+            before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+            stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before[0])
+            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", before[1])
+            torch.backends.cuda.matmul.allow_tf32 = allow
+            torch.backends.cudnn.allow_tf32 = allow
+        # Also switched off where it is not planned: the caller may be inside an autocast of his own.
+        stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"))
+        yield
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed buffers for the next microbatch, instead of giving them back to the system each time.
+
+    Memory that was given back has to be cleared and mapped again page by page: a fifth of the time of a small network's step was
+    that. glibc gives blocks back that are larger than the largest one it has seen freed, up to 32 MB, and keeps twice that much at
+    the end of its heap. So it is shown a large one, which is never touched and costs nothing. Other libraries are not affected.
+    """
+    torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
