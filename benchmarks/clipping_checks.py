@@ -16,7 +16,7 @@ def self_check(device: torch.device) -> None:
         torch.manual_seed(1)
         model = make().to(device)
         loss = torch.nn.CrossEntropyLoss(reduction="none")
-        captured = lipdp.clipping.CapturedClipping(model, loss)
+        captured = lipdp.clipping.Clipper(model, loss)
         for call in range(5):
             x, y = inputs(8, device), torch.randint(0, classes, (8,), device=device)
             mask = torch.arange(8, device=device) < 8 - call
@@ -35,7 +35,7 @@ def dropout_check(device: torch.device) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(64, 3)).to(device)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
     x, y = torch.randn(16, 20, device=device), torch.randint(0, 3, (16,), device=device)
-    captured, results = lipdp.clipping.CapturedClipping(model, loss), []
+    captured, results = lipdp.clipping.Clipper(model, loss), []
     for call in range(6):
         torch.manual_seed(call // 2)
         found = captured(x, y, 1.0).sums["0.weight"]

@@ -134,7 +134,7 @@ class Trials:
         optimizer = torch.optim.SGD(trained.values(), lr=config["lr"] / clip, momentum=config["momentum"])
         averages = {name: averaged(name, trained, steps) for name in AVERAGES}
         copies, views = config["copies"] if config["shift"] else 1, augmentation(config)
-        clipping = lipdp.clipping.CapturedClipping(model, CrossEntropy(tau=config["tau"]), copies=copies)
+        clipping = lipdp.clipping.Clipper(model, CrossEntropy(tau=config["tau"]), copies=copies)
         draw = torch.Generator(self.device).manual_seed(seed)
         sampling = min(1.0, batch / size)
         # A Poisson sample is a uniform subset of binomial size; rows beyond it are masked, so that shapes stay the same.
@@ -151,7 +151,7 @@ class Trials:
             torch._foreach_mul_(noise, std)
             sums = pending.finish().sums
             for parameter, total, extra in zip(trained.values(), (sums[name] for name in trained), noise, strict=True):
-                parameter.grad = (total + extra) / batch
+                parameter.grad = ((total + extra) / batch).to(parameter.dtype)
             decay = 0.5 * (1 + math.cos(math.pi * step / steps)) if config["schedule"] == "cosine" else 1.0
             optimizer.param_groups[0]["lr"] = config["lr"] / clip * decay
             optimizer.step()

@@ -250,7 +250,7 @@ def same(found, expected):
 @pytest.mark.parametrize("method", ["bookkeeping", "reweight", "ghost", "naive", "multiloss"])
 def test_captured_clipping_is_clipping(recorder, method):
     model = network()
-    captured = clipping.CapturedClipping(model, cross_entropy, method)
+    captured = clipping.Clipper(model, cross_entropy, method)
     for call in range(5):
         x, y = torch.randn(4, 1, 4, 4), torch.randint(4, (4,))
         mask = torch.arange(4) < 4 - call % 2
@@ -266,7 +266,7 @@ def test_captured_clipping_by_groups_and_copies(recorder):
     model = network()
     x, y = torch.randn(6, 1, 4, 4), torch.randint(4, (3,))
     for norms, style in ((1.0, "per_layer"), ({"0": 0.1, "3": torch.tensor(0.4)}, "per_group")):
-        captured = clipping.CapturedClipping(model, cross_entropy, style=style, copies=2)
+        captured = clipping.Clipper(model, cross_entropy, style=style, copies=2)
         for _ in range(3):
             same(captured(x, y, norms), clipping.clip_batch(model, cross_entropy, x, y, norms, style=style, copies=2))
     assert len(recorder) == 2
@@ -275,7 +275,7 @@ def test_captured_clipping_by_groups_and_copies(recorder):
 def test_an_example_that_is_not_finite_in_a_replay(recorder):
     model = network()
     for method in ("bookkeeping", "reweight"):
-        captured = clipping.CapturedClipping(model, cross_entropy, method)
+        captured = clipping.Clipper(model, cross_entropy, method)
         for call in range(4):
             x, y = torch.randn(4, 1, 4, 4), torch.randint(4, (4,))
             x[call, 0, 0, 0] = float("inf")
@@ -287,7 +287,7 @@ def test_an_example_that_is_not_finite_in_a_replay(recorder):
 
 def test_a_model_that_changes_is_recorded_again(recorder):
     model = network()
-    captured = clipping.CapturedClipping(model, cross_entropy)
+    captured = clipping.Clipper(model, cross_entropy)
     x, y = torch.randn(4, 1, 4, 4), torch.randint(4, (4,))
 
     def thrice():
@@ -318,7 +318,7 @@ class Scaled(nn.Module):
 @pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
 def test_modules_without_a_rule_are_recorded_too(recorder, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 3))
-    captured = clipping.CapturedClipping(model, cross_entropy)
+    captured = clipping.Clipper(model, cross_entropy)
     for _ in range(4):
         x, y = torch.randn(5, 4), torch.randint(3, (5,))
         same(captured(x, y, 0.3), clipping.clip_batch(model, cross_entropy, x, y, 0.3))
@@ -334,7 +334,7 @@ def test_modules_without_a_rule_are_recorded_too(recorder, monkeypatch):
 
 def test_settings_are_checked_at_once():
     with pytest.raises(ConfigurationError, match="method"):
-        clipping.CapturedClipping(network(), cross_entropy, "clipless")
+        clipping.Clipper(network(), cross_entropy, "clipless")
 
 
 # ------------------------------------------------------------------ CUDA itself
@@ -344,7 +344,7 @@ def test_settings_are_checked_at_once():
 @pytest.mark.parametrize("method", ["bookkeeping", "reweight"])
 def test_replays_on_cuda_are_eager_results(method):
     model = network().cuda()
-    captured = clipping.CapturedClipping(model, cross_entropy, method)
+    captured = clipping.Clipper(model, cross_entropy, method)
     for call in range(5):
         x, y = torch.randn(4, 1, 4, 4, device="cuda"), torch.randint(4, (4,), device="cuda")
         if call == 3:
@@ -369,7 +369,7 @@ def test_reading_a_value_on_cuda_is_refused_and_harmless():
 def test_dropout_on_cuda_follows_the_seed():
     model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 4)).cuda()
     x, y = torch.randn(4, 8, device="cuda"), torch.randint(4, (4,), device="cuda")
-    captured, results = clipping.CapturedClipping(model, cross_entropy), []
+    captured, results = clipping.Clipper(model, cross_entropy), []
     for seed in (0, 0, 0, 1):
         torch.manual_seed(seed)
         results.append(captured(x, y, 1.0).sums["0.weight"])

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["HALF", "accumulators", "arithmetic", "gamma", "keep_freed_memory", "unit_roundoff", "wide"]
+__all__ = ["HALF", "accumulators", "arithmetic", "gamma", "keep_freed_memory", "no_autocast", "unit_roundoff", "wide"]
 
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
@@ -58,3 +58,10 @@ def keep_freed_memory() -> None:
     the end of its heap. So it is shown a large one, which is never touched and costs nothing. Other libraries are not affected.
     """
     torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
+
+
+@contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """Products in the dtype of their factors, whatever autocast the caller is in."""
+    with torch.autocast(device.type, enabled=False):
+        yield

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lipdp.clipping as clipping
-from lipdp.clipping.capture import recording
 from lipdp.clipping.contribution import Dense
+from lipdp.clipping.record import recording
 from lipdp.clipping.registry import norm_rule
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, quadratic

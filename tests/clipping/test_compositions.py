@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lipdp.clipping as clipping
-from lipdp.clipping.capture import recording
+from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, norm, quadratic, reference
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lipdp.clipping import CapturedClipping
-from lipdp.clipping.fast import Fast
+from lipdp.clipping import Clipper
+from lipdp.clipping.batch import even_part
 from lipdp.clipping.loops import Loops
-from lipdp.clipping.methods import Clipping
-from lipdp.clipping.parts import even_part
 from lipdp.errors import LipdpNotice
 from tests.clipping.helpers import METHODS, quadratic
 
@@ -31,7 +29,7 @@ def memory(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(Fast, "_compute", limited(Fast._compute))
+    monkeypatch.setattr(Clipper, "_stages", limited(Clipper._stages))
     for name in ("naive", "multiloss"):
         monkeypatch.setattr(Loops, name, limited(getattr(Loops, name)))
     return limit, tried
@@ -56,14 +54,14 @@ def same(found, expected):
 @pytest.mark.parametrize("rows", [1, 3, 6, 10])
 def test_the_same_result(memory, method, rows):
     model, x, y, mask = problem()
-    expected = Clipping(model, quadratic, method)(x, y, 0.5, mask=mask)
+    expected = Clipper(model, quadratic, method)(x, y, 0.5, mask=mask)
     memory[0]["rows"] = rows
     with pytest.warns(LipdpNotice, match="in parts"):
-        found = Clipping(model, quadratic, method)(x, y, 0.5, mask=mask)
+        found = Clipper(model, quadratic, method)(x, y, 0.5, mask=mask)
     same(found, expected)
 
 
-@pytest.mark.parametrize("kind", [Clipping, CapturedClipping])
+@pytest.mark.parametrize("kind", [Clipper])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_copies_stay_together(memory, kind, per_row):
     model, x, y, mask = problem(copies=3)
@@ -78,19 +76,19 @@ def test_copies_stay_together(memory, kind, per_row):
 @pytest.mark.parametrize("settings", [{"style": "per_layer"}, {"clip": "automatic"}])
 def test_styles(memory, settings):
     model, x, y, mask = problem()
-    expected = Clipping(model, quadratic, **settings)(x, y, 0.5, mask=mask)
+    expected = Clipper(model, quadratic, **settings)(x, y, 0.5, mask=mask)
     memory[0]["rows"] = 4
     with pytest.warns(LipdpNotice, match="in parts"):
-        same(Clipping(model, quadratic, **settings)(x, y, 0.5, mask=mask), expected)
+        same(Clipper(model, quadratic, **settings)(x, y, 0.5, mask=mask), expected)
 
 
 def test_examples_without_a_finite_gradient(memory):
     model, x, y, mask = problem()
     x[2], x[9] = float("inf"), float("nan")
-    expected = Clipping(model, quadratic)(x, y, 0.5, mask=mask)
+    expected = Clipper(model, quadratic)(x, y, 0.5, mask=mask)
     memory[0]["rows"] = 4
     with pytest.warns(LipdpNotice, match="in parts"):
-        same(Clipping(model, quadratic)(x, y, 0.5, mask=mask), expected)
+        same(Clipper(model, quadratic)(x, y, 0.5, mask=mask), expected)
 
 
 @pytest.mark.parametrize("method", ["bookkeeping", "reweight"])
@@ -99,17 +97,17 @@ def test_a_repair_that_does_not_fit(monkeypatch, method, copies):
     """Leaving an example out takes copies of what is held: a batch that has just fitted may not fit then."""
     model, x, y, mask = problem(copies)
     x[2 * copies], x[9 * copies] = float("inf"), float("nan")
-    expected = Clipping(model, quadratic, method, copies=copies)(x, y, 0.5, mask=mask)
-    repair, tried = Fast._repair, []
+    expected = Clipper(model, quadratic, method, copies=copies)(x, y, 0.5, mask=mask)
+    repair, tried = Clipper._repair, []
 
-    def limited(self, x, *arguments):
-        tried.append(len(x))
-        if len(x) > 3 * copies:
+    def limited(self, batch, *arguments):
+        tried.append(len(batch.x))
+        if len(batch.x) > 3 * copies:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return repair(self, x, *arguments)
+        return repair(self, batch, *arguments)
 
-    monkeypatch.setattr(Fast, "_repair", limited)
-    same(Clipping(model, quadratic, method, copies=copies)(x, y, 0.5, mask=mask), expected)
+    monkeypatch.setattr(Clipper, "_repair", limited)
+    same(Clipper(model, quadratic, method, copies=copies)(x, y, 0.5, mask=mask), expected)
     assert tried[0] == 11 * copies
     assert len(tried) > 4
 
@@ -117,7 +115,7 @@ def test_a_repair_that_does_not_fit(monkeypatch, method, copies):
 def test_tried_in_vain_once(memory):
     limit, tried = memory
     model, x, y, _ = problem()
-    clip = CapturedClipping(model, quadratic)
+    clip = Clipper(model, quadratic)
     limit["rows"] = 6
     with pytest.warns(LipdpNotice, match="11 examples does not fit.*parts of 6"):
         clip(x, y, 0.5)
@@ -136,9 +134,9 @@ def test_one_example_that_does_not_fit(memory):
     memory[0]["rows"] = 0
     model, x, y, _ = problem()
     with pytest.warns(LipdpNotice), pytest.raises(torch.OutOfMemoryError):
-        Clipping(model, quadratic)(x, y, 0.5)
+        Clipper(model, quadratic)(x, y, 0.5)
     with pytest.raises(torch.OutOfMemoryError):
-        Clipping(model, quadratic)(x[:1], y[:1], 0.5)
+        Clipper(model, quadratic)(x[:1], y[:1], 0.5)
 
 
 @pytest.mark.parametrize(("examples", "most", "size"), [(11, 6, 6), (12, 6, 6), (13, 6, 5), (7, 1, 1), (9, 4, 3)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipdp.clipping as clipping
-from lipdp.clipping.capture import recording
+from lipdp.clipping.record import recording
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from tests.clipping.helpers import METHODS, assert_close, quadratic
 
@@ -308,12 +308,10 @@ def test_taps_are_not_added_after_the_backward_pass_began():
         assert len(recorded.taps) == 1
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_inside_a_compiled_step(captured):
+def test_inside_a_compiled_step():
     """torch.compile on the whole step: the pass that is watched runs as it is, the rest is compiled."""
     model, x, y = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LSTM(4, 2, batch_first=True)), torch.randn(3, 5, 4), torch.zeros(3)
-    kind = clipping.CapturedClipping if captured else clipping.Clipping
-    clip = kind(model, quadratic)
+    clip = clipping.Clipper(model, quadratic)
     expected = clipping.clipped_gradients(model, quadratic, x, y, 0.5)
 
     @torch.compile(backend="eager")

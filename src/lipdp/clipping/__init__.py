@@ -9,18 +9,20 @@ from lipdp.clipping import (  # noqa: F401  (they register rules)
     rules_normalisation,
     rules_recurrent,
 )
-from lipdp.clipping.captured import CapturedClipping
+from lipdp.clipping.clipper import Clipped, Clipper, Method, Pending, clip_batch, clipped_gradients, per_example_norms
 from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter
-from lipdp.clipping.methods import Clipped, Clipping, Method, Pending, clip_batch, clipped_gradients, per_example_norms
 from lipdp.clipping.outer import OuterSum
+from lipdp.clipping.record import check_supported
 from lipdp.clipping.registry import norm_rule, refuse
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clipping_groups
-from lipdp.clipping.supported import check_supported
+
+CapturedClipping = Clipping = Clipper  # what it was called before
 
 __all__ = [
     "CapturedClipping",
     "Clip",
     "Clipped",
+    "Clipper",
     "Clipping",
     "Contribution",
     "Dense",

@@ -18,7 +18,7 @@ import torch
 from lipdp._numerics import HALF, gamma, wide
 from lipdp.clipping import kernels
 
-__all__ = ["Squares", "accumulating", "input_roundoff", "matmuls", "no_autocast", "squared"]
+__all__ = ["Squares", "accumulating", "input_roundoff", "matmuls", "squared"]
 
 _TF32 = 2.0**-11
 # Squares that are added up in float32.
@@ -36,13 +36,6 @@ def input_roundoff(tensor: torch.Tensor, *, convolution: bool = False) -> float:
         return 0.0
     allowed = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
     return _TF32 if allowed else 0.0
-
-
-@contextmanager
-def no_autocast(device: torch.device) -> Iterator[None]:
-    """Products in the dtype of their factors, whatever autocast the caller is in."""
-    with torch.autocast(device.type, enabled=False):
-        yield
 
 
 @contextmanager

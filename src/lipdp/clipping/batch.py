@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from lipdp._numerics import wide
 from lipdp.clipping.contribution import Form
-from lipdp.clipping.styles import Clip, Group, Style, group_bounds
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.clipping.styles import Clip, Group, Style
+from lipdp.errors import ConfigurationError, DataError, LipdpNotice
 
 __all__ = [
     "FLAT",
@@ -22,11 +22,13 @@ __all__ = [
     "Clipped",
     "Flag",
     "Method",
-    "bounds_of",
     "check_choice",
     "check_choices",
     "check_style",
     "eager",
+    "even_part",
+    "notice_parts",
+    "part_of",
     "prepare",
     "trainable",
     "uncompiled",
@@ -137,11 +139,6 @@ def check_style(method: str, style: Style) -> None:
         )
 
 
-def bounds_of(groups: tuple[Group, ...], parameters: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """C_g (groups,), in the dtype of the sums."""
-    return group_bounds(groups, wide(next(iter(parameters.values()))), device)
-
-
 def uncompiled(function: F) -> F:
     """Inside a function that torch.compile compiles, the decorated one runs as it is: hooks and graphs are its business."""
 
@@ -164,3 +161,25 @@ def eager(model: torch.nn.Module) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def even_part(examples: int, most: int) -> int:
+    """The size of even parts of ``most`` examples at most: all of one shape but perhaps the last."""
+    count = -(-examples // most)
+    return -(-examples // count)
+
+
+def part_of(batch: Batch, start: int, size: int, copies: int) -> Batch:
+    """Examples ``start`` to ``start + size``, with all their copies."""
+    rows = slice(start * copies, (start + size) * copies)
+    return Batch(batch.x[rows], batch.y[rows], batch.keep[start : start + size])
+
+
+def notice_parts(examples: int, most: int) -> None:
+    """Say so once: smaller microbatches would save the attempt, and be as fast."""
+    warnings.warn(
+        f"a batch of {examples} examples does not fit into the GPU's memory: it is clipped in parts of {most}, with the same "
+        "result. With a microbatch_size of that or less it is not tried in vain.",
+        LipdpNotice,
+        stacklevel=4,
+    )

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lipdp._numerics import HALF
-from lipdp.clipping.arithmetic import matmuls, no_autocast
+from lipdp._numerics import HALF, no_autocast
+from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.loops import PerExampleLoss
 from lipdp.errors import UnsupportedError
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from lipdp._numerics import HALF
-from lipdp.clipping.capture import recording
 from lipdp.clipping.checking import checking, fitting, in_double_if_refused, made_up, others_like, put_back, same_randomness
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
+from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 
 __all__ = ["verify_company"]

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from lipdp.clipping.combine import Rows
 from lipdp.clipping.contribution import Contribution
+from lipdp.clipping.record import watched_forward
 from lipdp.clipping.registry import refuse
 from lipdp.clipping.rules_dense import affine
-from lipdp.clipping.twins import twin_of
 from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lipdp.clipping.capture import Recording
+    from lipdp.clipping.record import Recording
 
 __all__: list[str] = []
 
@@ -80,7 +80,7 @@ def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
 
 
-@twin_of(torch.nn.MultiheadAttention)
+@watched_forward(torch.nn.MultiheadAttention)
 def _attention(made: Recording, owner: str) -> Callable[..., Any]:
     def forward(
         module: torch.nn.MultiheadAttention,

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lipdp.clipping.record import watched_forward
 from lipdp.clipping.rules_recurrent import gru_cell, lstm_cell, rnn_cell, watched_linear
-from lipdp.clipping.twins import twin_of
 from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lipdp.clipping.capture import Recording
+    from lipdp.clipping.record import Recording
 
 __all__: list[str] = []
 
 
-@twin_of(torch.nn.RNNCell, torch.nn.LSTMCell, torch.nn.GRUCell)
+@watched_forward(torch.nn.RNNCell, torch.nn.LSTMCell, torch.nn.GRUCell)
 def _cell(made: Recording, owner: str) -> Callable[..., Any]:
     def forward(module: torch.nn.RNNCellBase, input: torch.Tensor, hx: Any = None) -> Any:
         if input.dim() != 2:

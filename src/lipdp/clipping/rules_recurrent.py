@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from lipdp.clipping.record import watched_forward
 from lipdp.clipping.rules_dense import affine
-from lipdp.clipping.twins import twin_of
 from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lipdp.clipping.capture import Recording
+    from lipdp.clipping.record import Recording
 
 __all__ = ["gru_cell", "lstm_cell", "rnn_cell", "watched_linear"]
 
@@ -88,7 +88,7 @@ def _direction(
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
 
-@twin_of(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU)
+@watched_forward(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU)
 def _recurrent(made: Recording, owner: str) -> Callable[..., Any]:
     def forward(module: torch.nn.RNNBase, input: Any, hx: Any = None) -> Any:
         packed = isinstance(input, PackedSequence)

@@ -1,4 +1,4 @@
-"""What becomes of each ordinary layer: the twin that a layer of lipdp registered for it (:mod:`lipdp.twins`), or why it has none."""
+"""What becomes of each ordinary layer: the twin that a layer of lipdp registered for it (:mod:`lipdp.twins`), or why not."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 
 from lipdp._numerics import arithmetic
 from lipdp.bounds import Analysis, analyse
-from lipdp.clipping import CapturedClipping, check_supported, clipping_groups
+from lipdp.clipping import Clipper, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
 from lipdp.errors import ConfigurationError
 from lipdp.graphs import GraphedFunction, Watched
@@ -265,7 +265,7 @@ class ClippedQuery:
     def __init__(self, model: torch.nn.Module, loss: Callable[..., torch.Tensor], plan: PrivacyPlan) -> None:
         self.model, self.loss, self.plan = model, loss, plan
         self.groups = tuple(group for group in plan.groups if group.source == "clipped")
-        self._made: dict[int, CapturedClipping] = {}
+        self._made: dict[int, Clipper] = {}
 
     @property
     def entries(self) -> int | None:
@@ -341,12 +341,12 @@ class ClippedQuery:
                         counts[group.name] += centred_count(found.norms[:, number], bounds[group.name], mask)
         return Answer(total, counts, (clipped, len(batch.inputs)) if plan.clip == "clip" else None)
 
-    def _clipping(self, copies: int) -> CapturedClipping:
+    def _clipping(self, copies: int) -> Clipper:
         """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""
         if copies not in self._made:
             plan = self.plan
             method: ClippingMethod = "bookkeeping" if plan.method in ("mixed", "clipless") else plan.method  # type: ignore[assignment]
-            self._made[copies] = CapturedClipping(
+            self._made[copies] = Clipper(
                 self.model,
                 self.loss,
                 method,

@@ -1,10 +1,16 @@
-"""Watching a forward pass: what goes into each layer that has trainable parameters, and where its cotangent will appear."""
+"""Watching a forward pass: what goes into each layer that has trainable parameters, and where its cotangent will appear.
+
+torch's ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and ``nn.MultiheadAttention`` run as one fused operation that shows no cotangents of
+its parts. While a forward pass is recorded, such a module's forward is replaced by an equivalent one made of matrix products, which
+can be watched (:func:`watched_forward`); afterwards the module is as it was. Parameters, names and state_dict are untouched
+throughout.
+"""
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -14,15 +20,16 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from lipdp.clipping.arithmetic import no_autocast
+from lipdp._numerics import no_autocast
+from lipdp.behaviour import ByClass
 from lipdp.clipping.combine import combine
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.fallback import own_parameters, per_example_fallback
-from lipdp.clipping.registry import Contributions, find_norm_rule, is_at_once
-from lipdp.clipping.twins import find_twin
+from lipdp.clipping.registry import Contributions, find_norm_rule, find_refusal, is_at_once
 from lipdp.errors import DataError, UnsupportedError
 
-__all__ = ["Recording", "recording"]
+__all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "trained_layers", "watched_forward"]
+
 
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -73,7 +80,7 @@ class Recording:
     batch: int
     names: dict[int, str]
     copies: int = 1
-    owners: dict[str, torch.nn.Module] = field(default_factory=dict)
+    owners: dict[str, torch.nn.Module] = field(default_factory=dict)  # by name
     taps: list[_Tap] = field(default_factory=list)
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
@@ -187,51 +194,80 @@ def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.
     return base if plain and not shared else output
 
 
-def _owns_trainable(module: torch.nn.Module) -> bool:
-    return not isinstance(module, _LISTS) and any(p.requires_grad for p in own_parameters(module).values())
+WatchedForward = Callable[["Recording", str], Callable[..., Any]]
+_watched_forwards: ByClass[WatchedForward] = ByClass()
+
+
+def watched_forward(*classes: type[torch.nn.Module]) -> Callable[[WatchedForward], WatchedForward]:
+    """Register a factory of forwards that can be watched for these classes (and for subclasses that compute the same)."""
+
+    def register(factory: WatchedForward) -> WatchedForward:
+        for cls in classes:
+            _watched_forwards[cls] = factory
+        return factory
+
+    return register
+
+
+@dataclass(frozen=True)
+class TrainedLayers:
+    """The layers of a model with trainable parameters of their own, and how these are called."""
+
+    layers: tuple[tuple[str, torch.nn.Module], ...]
+    names: dict[int, str]
+
+
+def trained_layers(model: torch.nn.Module) -> TrainedLayers:
+    """What is to be watched; it stands until something about the model changes."""
+    return TrainedLayers(
+        tuple(
+            (name, module)
+            for name, module in model.named_modules()
+            if not isinstance(module, _LISTS) and any(p.requires_grad for p in own_parameters(module).values())
+        ),
+        {id(p): name for name, p in model.named_parameters() if p.requires_grad},
+    )
 
 
 @contextmanager
-def recording(model: torch.nn.Module, batch: int, copies: int = 1) -> Iterator[Recording]:
+def recording(model: torch.nn.Module, batch: int, copies: int = 1, trained: TrainedLayers | None = None) -> Iterator[Recording]:
     """Within the block, a forward pass of ``model`` on ``batch`` rows is recorded. The model itself is the same afterwards.
 
     The block must cover the backward passes too: layers that are evaluated again there (gradient checkpointing) must be what
     they were in the forward pass.
     """
-    made = Recording(batch, {id(p): name for name, p in model.named_parameters() if p.requires_grad}, copies)
+    trained = trained_layers(model) if trained is None else trained
+    recorded = Recording(batch, trained.names, copies, dict(trained.layers))
     handles: list[Any] = []
     patched: list[torch.nn.Module] = []
     try:
-        for name, module in model.named_modules():
-            if not _owns_trainable(module):
-                continue
-            made.owners[name] = module
-            twin = find_twin(module)
-            if twin is not None:
-                module.forward = types.MethodType(twin(made, name), module)
+        for name, module in trained.layers:
+            factory = _watched_forwards.find(module) if any(p.requires_grad for p in module.parameters(recurse=False)) else None
+            if factory is not None:
+                module.forward = types.MethodType(factory(recorded, name), module)
                 patched.append(module)
             else:
                 # First of all hooks: what the user's own hooks make of the output is not the layer's output.
-                handles.append(module.register_forward_hook(_hook(made, name), with_kwargs=True, prepend=True))
-        yield made
+                handles.append(module.register_forward_hook(_hook(recorded, name), with_kwargs=True, prepend=True))
+        yield recorded
     finally:
-        made.open = False
+        recorded.open = False
         for handle in handles:
             handle.remove()
         for module in patched:
             del module.forward  # the instance's; the class's shows again
 
 
-def _hook(made: Recording, owner: str) -> Any:
+def _hook(recorded: Recording, owner: str) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not (made.open and torch.is_grad_enabled()):
+        if not (recorded.open and torch.is_grad_enabled()):
             return None
         rule = find_norm_rule(module)
         if rule is None or not isinstance(output, torch.Tensor):
-            replaced, taps = per_example_fallback(module, args, kwargs, output, made.batch)
+            replaced, taps = per_example_fallback(module, args, kwargs, output, recorded.batch)
             leaves = tree_leaves((args, kwargs))
             for part, make in taps:
-                made.add(module, owner, part, make, leaves, batched=False)
+                recorded.add(module, owner, part, make, leaves, batched=False)
             return replaced
         if kwargs:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -240,7 +276,45 @@ def _hook(made: Recording, owner: str) -> Any:
         if output._base is not None and private_base(output, [part for part in args if isinstance(part, torch.Tensor)]) is output:
             output = output.clone()  # a view that could lose its place in the graph: see private_base
         batched = not isinstance(module, torch.nn.EmbeddingBag)  # its (tokens, offsets) form is not
-        made.add(module, owner, output, rule(module, args, output), args, batched=batched, at_once=is_at_once(rule))
+        recorded.add(module, owner, output, rule(module, args, output), args, batched=batched, at_once=is_at_once(rule))
         return output
 
     return hook
+
+
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+_REPARAMETRISED = ("WeightNorm", "SpectralNorm")
+
+
+def check_supported(model: torch.nn.Module) -> None:
+    """Raise :class:`~lipdp.errors.UnsupportedError` for the first thing that can't work."""
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(f"parameter '{name}' is not initialised (a lazy module). Run one forward pass first.")
+        if parameter.requires_grad and parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter '{name}' is complex; norms and noise are defined for real ones. Use a real parameter of twice the size "
+                "and torch.view_as_complex in forward."
+            )
+    for name, module in model.named_modules():
+        why = _refusal(module)
+        if why is not None:
+            raise UnsupportedError(f"layer '{name}' ({type(module).__name__}) can't be trained by clipping: {why}")
+
+
+def _refusal(module: torch.nn.Module) -> str | None:
+    if type(module).__name__ in _PARALLEL and type(module).__module__.startswith("torch."):
+        return "it splits the batch or averages gradients over devices, before they are clipped. Pass the wrapped model (.module)."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a scripted module does not show the inputs of its layers. Use the module it was scripted from."
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return (
+            "it uses torch.nn.utils.parametrize; per-example gradients through it are not supported. Remove the parametrisation "
+            "(torch.nn.utils.parametrize.remove_parametrizations)."
+        )
+    if any(type(hook).__name__ in _REPARAMETRISED for hook in module._forward_pre_hooks.values()):
+        return (
+            "its weight is recomputed from other parameters by a hook (weight_norm, spectral_norm). Remove it "
+            "(torch.nn.utils.remove_weight_norm, remove_spectral_norm)."
+        )
+    return find_refusal(module)

@@ -1,0 +1,420 @@
+"""Clipped sums: five ways to the same Σ_i ν_i·g_i.
+
+With g_i the gradient of example i and ν_i = min(1, C/‖g_i‖):
+
+==============  =====================================================================================================
+naive           one backward pass per example (nxBP)
+multiloss       one forward pass, one backward pass per example's loss
+bookkeeping     one backward pass: inputs and cotangents are kept, norms and Σ_i ν_i·g_i are formed from them directly
+ghost           the same, with every norm in the Gram form, nothing materialised
+reweight        the same for whole gradients, with norms in the cheaper form
+auto            bookkeeping
+==============  =====================================================================================================
+
+Ghost clipping and ReweightGP, as published, run a second backward pass, of Σ_i ν_i·loss_i. What that adds up is not what was
+measured: it is computed anew, and nothing keeps a hook, a clip or mere rounding from making it larger. So here every method
+releases the very numbers that it has measured: record (:mod:`lipdp.clipping.record`), contributions
+(:mod:`lipdp.clipping.contribution`), norms, weighted sums.
+
+On CUDA a microbatch is done without waiting for the device, so that it can be recorded once for its shape and replayed
+(:class:`lipdp.graphs.GraphedFunction`); C is an input of the recording. It goes ahead as if every gradient were finite. Where one
+is not, 0·inf = NaN has spoiled the sums; a flag says so, and the batch is done again without that example.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from lipdp._numerics import no_autocast, wide
+from lipdp.clipping.batch import (
+    Batch,
+    Clipped,
+    Flag,
+    Method,
+    check_choice,
+    check_choices,
+    check_style,
+    eager,
+    even_part,
+    notice_parts,
+    part_of,
+    prepare,
+    trainable,
+    uncompiled,
+)
+from lipdp.clipping.contribution import Contribution, Form
+from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
+from lipdp.clipping.record import check_supported, recording, trained_layers
+from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
+from lipdp.clipping.verify import verify_once
+from lipdp.fingerprint import Watched
+from lipdp.graphs import GraphedFunction, Staged, is_recording, through
+from lipdp.program.dtypes import Types
+
+__all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
+
+
+@uncompiled
+def per_example_norms(
+    model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, *, form: Form = "auto", copies: int = 1
+) -> torch.Tensor:
+    """‖g_i‖₂ of each example's whole gradient (batch,), without materialising gradients where that is dearer.
+
+    Args:
+        model: as for :func:`clipped_gradients`, and so are the others.
+        loss: one value per example.
+        x: inputs, batch first.
+        y: targets.
+        form: how norms of layers with several positions are computed.
+        copies: rows that make up one example.
+
+    Example:
+        >>> import torch, lipdp.clipping
+        >>> model = torch.nn.Linear(3, 2)
+        >>> loss = torch.nn.CrossEntropyLoss(reduction="none")
+        >>> lipdp.clipping.per_example_norms(model, loss, torch.randn(5, 3), torch.zeros(5, dtype=torch.long)).shape
+        torch.Size([5])
+    """
+    check_choice("form", form, Form)
+    parameters = trainable(model)
+    check_supported(model)
+    types = Types(model, loss)
+    x, y = types.inputs(x), types.targets(y)
+    batch = prepare(x, y, None, copies)
+    own = _own_dtype(next(iter(parameters.values())))
+    if len(x) == 0:
+        return x.new_zeros(0, dtype=own)
+    with eager(model):
+        verify_once(model, loss, x, batch.y)
+        with torch.enable_grad(), recording(model, len(x), copies) as recorded:
+            losses = loss_values(loss, model(x), batch.y, copies)
+            contributions = recorded.contributions(losses.sum())
+        squares = _squared_norms(contributions, x.device, form)
+        return _group_norms(squares, clipping_groups(parameters, 1.0), len(losses), x.device)[:, 0].to(own)
+
+
+def clipped_gradients(
+    model: torch.nn.Module,
+    loss: PerExampleLoss,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    max_norm: MaxNorm,
+    method: Method = "bookkeeping",
+    *,
+    mask: torch.Tensor | None = None,
+    clip: Clip = "clip",
+    form: Form = "auto",
+    style: Style = "flat",
+    groups: Sequence[str] | None = None,
+    stability: float = 0.01,
+    copies: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Σ_i ν_i·g_i with ν_i = min(1, C/‖g_i‖): the *sum* of the clipped per-example gradients, by parameter name.
+
+    Args:
+        model: any model whose examples don't mix; in the mode it is in.
+        loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
+        x: inputs, batch first; numbers of another type than the model's are converted, token ids stay whole numbers.
+        y: targets.
+        max_norm: C; or C_g by group (see ``style``). A 0-dimensional tensor stays on its device.
+        method: how; every method gives the same result. "bookkeeping" is the fastest.
+        mask: (batch,) of booleans; False leaves an example out.
+        clip: "clip": ν = min(1, C/‖g‖); "automatic": ν = C/(‖g‖ + γ), which normalises.
+        form: how norms of layers with several positions are computed: "materialise", "gram", "auto": the cheaper by a cost
+            model, "measure": the quicker, timed once per shape.
+        style: "flat": one norm for all parameters; "per_layer", "per_group": one for each group, clipped to C/√groups or to
+            the group's own C_g, so the whole has norm ≤ √ΣC_g² (:func:`clipping_groups`).
+        groups: for "per_group": prefixes of parameter names.
+        stability: γ of "automatic".
+        copies: rows that make up one example (augmentation multiplicity): row i·copies+k of ``x`` is copy k of example i, its
+            loss is the mean over them, and the gradient of that is clipped. ``y`` has a row for each example or for each row.
+
+    An example whose gradient is not finite is left out. Sums are rounded to the parameters' type; those of :func:`clip_batch` are
+    float64, and of thousands of examples should be noised as such.
+    """
+    clipper = Clipper(model, loss, method, clip=clip, form=form, style=style, groups=groups, stability=stability, copies=copies)
+    sums = clipper(x, y, max_norm, mask=mask).sums
+    own = {name: _own_dtype(p) for name, p in model.named_parameters()}
+    return {name: total.to(own[name]) for name, total in sums.items()}
+
+
+def clip_batch(
+    model: torch.nn.Module,
+    loss: PerExampleLoss,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    max_norm: MaxNorm,
+    method: Method = "bookkeeping",
+    *,
+    mask: torch.Tensor | None = None,
+    clip: Clip = "clip",
+    form: Form = "auto",
+    style: Style = "flat",
+    groups: Sequence[str] | None = None,
+    stability: float = 0.01,
+    copies: int = 1,
+) -> Clipped:
+    """:func:`clipped_gradients` with the norms and factors behind it, e.g. for adaptive clipping (which must account for them)."""
+    clipper = Clipper(model, loss, method, clip=clip, form=form, style=style, groups=groups, stability=stability, copies=copies)
+    return clipper(x, y, max_norm, mask=mask)
+
+
+def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """A parameter's type, float32 at least."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+class _Computed(NamedTuple):
+    """Sums by parameter name, norms and factors (batch, groups), and whether some gradient is not finite, which spoils the sums."""
+
+    sums: dict[str, torch.Tensor]
+    norms: torch.Tensor
+    factors: torch.Tensor
+    spoiled: torch.Tensor
+
+    def copied(self) -> _Computed:
+        """Copies that the next replay does not overwrite, in a few kernels for all of them."""
+        *sums, norms, factors = torch._foreach_mul([*self.sums.values(), self.norms, self.factors], 1.0)
+        return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
+
+
+@dataclass
+class Clipper:
+    """How a model's gradients are clipped: the settings of :func:`clipped_gradients`, for one batch after another.
+
+    Keep one for a model: on CUDA the work on a microbatch is recorded for its shape and replayed. Results are the caller's to keep.
+    What the model reads from outside its modules' attributes and the loss's closure (a global number, say) stays as it was when
+    recorded. A model that can't be recorded (one notice says why), the loops, and whatever is not on CUDA are called as they are.
+
+    Example:
+        >>> model, loss = torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss(reduction="none")
+        >>> clip = Clipper(model, loss)
+        >>> clip(torch.randn(5, 3), torch.zeros(5, dtype=torch.long), 1.0).sums["bias"].shape
+        torch.Size([2])
+    """
+
+    model: torch.nn.Module
+    loss: PerExampleLoss
+    method: Method = "bookkeeping"
+    _: KW_ONLY
+    clip: Clip = "clip"
+    form: Form = "auto"
+    style: Style = "flat"
+    groups: Sequence[str] | None = None
+    stability: float = 0.01
+    copies: int = 1
+    _most: int | None = field(default=None, init=False, repr=False, compare=False)  # examples that fit into memory, once known
+
+    def __post_init__(self) -> None:
+        check_choices(self.method, self.clip, self.form, self.stability)
+        check_style(self.method, self.style)
+        self._types = Types(self.model, self.loss)
+        self._watched = Watched(self.model, self.loss)
+        self._number: int | None = None
+        self._made_for: tuple[Group, ...] = ()
+        self._checked: set[Hashable] = set()
+        self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
+
+    @property
+    def refused(self) -> str | None:
+        """Why this is not replayed, if there is a reason."""
+        return self._replayed.refused
+
+    @uncompiled
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Clipped:
+        """The batch, clipped."""
+        return self.start(x, y, max_norm, mask=mask).finish()
+
+    @uncompiled
+    def start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Pending:
+        """Begin with a batch. On a GPU, there is time for other work (drawing noise) before the result is waited for.
+
+        A batch that does not fit into the GPU's memory is done in parts, and from then on without trying it as a whole first: the
+        result is a sum over examples.
+        """
+        examples = len(x) // max(1, self.copies)
+        if self._most is None or examples <= self._most:
+            try:
+                return self._start(x, y, max_norm, mask)
+            except torch.OutOfMemoryError:
+                if examples < 2:
+                    raise
+            gc.collect()  # only here can the tensors of the attempt go: the exception held on to them
+            self._most = -(-examples // 2)
+            notice_parts(examples, self._most)
+        batch, size = prepare(x, y, mask, self.copies), even_part(examples, self._most)
+        *first, last = [part_of(batch, start, size, self.copies) for start in range(0, examples, size)]
+        before = [self(part.x, part.y, max_norm, mask=part.keep) for part in first]
+        pending = self.start(last.x, last.y, max_norm, mask=last.keep)
+        return replace(pending, before=[*before, *pending.before])
+
+    def _start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
+        self._look()
+        groups = clipping_groups(self._parameters, max_norm, self.style, self.groups)
+        batch = prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies)
+        bounds = group_bounds(groups, wide(next(iter(self._parameters.values()))), x.device)
+        flag = Flag()
+        if len(x) == 0:
+            nothing = bounds.new_zeros(0, len(groups))
+            sums = {name: zeros(p) for name, p in self._parameters.items()}
+            computed = _Computed(sums, nothing, nothing, nothing.any())
+        elif self.method in ("naive", "multiloss"):
+            computed = self._looped(batch, groups, bounds)
+        else:
+            self._made_for = groups
+            computed = self._replayed(batch.x, batch.y, batch.keep, bounds, between=flag)
+            if x.device.type == "cuda":
+                computed = computed.copied()
+        return Pending(self, groups, batch, bounds, computed, flag)
+
+    def _look(self) -> None:
+        """At the model, once for a batch: what was learned of it stands until something about it changes."""
+        if self._number is None:
+            check_supported(self.model)  # what is not initialised can't even be looked at
+        number = self._watched()
+        if number != self._number:
+            check_supported(self.model)
+            self._parameters = trainable(self.model)
+            self._layers = trained_layers(self.model)
+            self._checked.clear()
+            self._number = number
+
+    def _verify(self, batch: Batch) -> None:
+        """The self-check, once for a shape of batch."""
+        key = batch.x.shape, batch.x.dtype
+        if key not in self._checked:
+            verify_once(self.model, self.loss, batch.x, batch.y)
+            self._checked.add(key)
+
+    def _state(self) -> Hashable:
+        # Groups by their members only: their C_g are an input.
+        number = self._watched() if is_recording() else self._number
+        return number, tuple(group.parameters for group in self._made_for)
+
+    def _looped(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
+        loops = Loops(self.model, self.loss, self._parameters, groups, bounds, self.clip, self.stability, self.copies)
+        with eager(self.model):
+            if self.method == "multiloss":
+                self._verify(batch)
+            sums, norms, factors = getattr(loops, self.method)(batch.x, batch.y, batch.keep)
+        return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
+
+    def _stages(
+        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, bounds: torch.Tensor, *, clean: bool = False
+    ) -> Staged[_Computed]:
+        """One pass; nothing is read from the device once the model is verified.
+
+        In two stages: whether a gradient is not finite is yielded before the sums are computed, so that it can be read meanwhile.
+        ``clean``: examples without a finite gradient are left out.
+        """
+        with eager(self.model):
+            self._verify(Batch(x, y, keep))
+            with torch.enable_grad(), recording(self.model, len(x), self.copies, self._layers) as recorded:
+                losses = loss_values(self.loss, self.model(x), y, self.copies)
+                contributions = recorded.contributions(losses.sum())
+            form: Form = "gram" if self.method == "ghost" else self.form
+            squares = _squared_norms(contributions, x.device, form, as_released=True)
+            norms = _group_norms(squares, self._made_for, len(losses), x.device)
+            factors = clip_factors(norms, bounds.to(norms.dtype), keep, self.clip, self.stability)
+            finite = torch.isfinite(norms)
+            spoiled = ~finite.all()
+            yield spoiled
+            if clean:
+                dropped = ~finite.all(1)
+                contributions = {name: part.without(dropped) for name, part in contributions.items()}
+            return _Computed(self._weighted_sums(contributions, factors), norms, factors, spoiled)
+
+    def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Uses up the contributions: what only one of them holds is free for the next sum."""
+        sums = {}
+        number = {name: k for k, group in enumerate(self._made_for) for name in group.parameters}
+        with torch.no_grad(), no_autocast(factors.device):
+            for name, parameter in self._parameters.items():
+                part = contributions.pop(name, None)  # None: the parameter does not reach the loss
+                sums[name] = zeros(parameter) if part is None else part.weighted_sum(factors[:, number[name]]).to(wide(parameter))
+        return sums
+
+    def repair(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
+        """The batch again, for one that holds examples whose gradients are not finite: they are left out.
+
+        That takes more memory than the batch did. Where there is none, it is done in halves.
+        """
+        self._made_for = groups
+        try:
+            return self._repair(batch, bounds)
+        except torch.OutOfMemoryError:
+            if len(batch.keep) < 2:
+                raise
+        gc.collect()  # only here can the tensors of the attempt go: the exception held on to them
+        middle = len(batch.keep) // 2
+        halves = part_of(batch, 0, middle, self.copies), part_of(batch, middle, len(batch.keep) - middle, self.copies)
+        one, other = (self.repair(half, groups, bounds) for half in halves)
+        sums = {name: total + other.sums[name] for name, total in one.sums.items()}
+        return _Computed(sums, torch.cat([one.norms, other.norms]), torch.cat([one.factors, other.factors]), one.spoiled)
+
+    def _repair(self, batch: Batch, bounds: torch.Tensor) -> _Computed:
+        return through(self._stages(batch.x, batch.y, batch.keep, bounds, clean=True), lambda spoiled: None)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A batch that is being clipped; of one in parts, the last part."""
+
+    clipper: Clipper
+    groups: tuple[Group, ...]
+    batch: Batch
+    bounds: torch.Tensor
+    computed: _Computed
+    flag: Flag  # whether it has to be done again
+    before: list[Clipped] = field(default_factory=list)  # the parts that are done
+
+    @uncompiled
+    def finish(self) -> Clipped:
+        """Wait for it. Sums that an example without a finite gradient has spoiled are computed again, without it."""
+        computed = self.clipper.repair(self.batch, self.groups, self.bounds) if self.flag.read() else self.computed
+        parts = [*self.before, Clipped(*computed[:3], self.groups, self.batch.keep, self.bounds)]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: Sequence[Clipped]) -> Clipped:
+    """What clipping them at once would have given."""
+    sums = {name: total.clone() for name, total in parts[0].sums.items()}
+    for part in parts[1:]:
+        torch._foreach_add_(list(sums.values()), [part.sums[name] for name in sums])
+    norms, factors, kept = (torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "factors", "kept"))
+    return replace(parts[0], sums=sums, norms=norms, factors=factors, kept=kept)
+
+
+def _squared_norms(
+    contributions: Mapping[str, Contribution], device: torch.device, form: Form, *, as_released: bool = False
+) -> dict[str, torch.Tensor]:
+    """(batch,) for each parameter that reaches the loss.
+
+    ``as_released``: of the gradients as weighted sums of the contributions have them, not as a backward pass might.
+    """
+    with torch.no_grad(), no_autocast(device):
+        return {
+            name: part.squared_norms_as_released(form) if as_released else part.squared_norms(form)
+            for name, part in contributions.items()
+        }
+
+
+def _group_norms(squares: Mapping[str, torch.Tensor], groups: Sequence[Group], batch: int, device: torch.device) -> torch.Tensor:
+    """(batch, groups): squared norms by parameter, added up group by group."""
+    with torch.no_grad():
+        if not squares:
+            like = torch.empty(0, device=device)
+            return torch.zeros(batch, len(groups), device=device, dtype=wide(like))
+        if len(groups) == 1:
+            return torch.stack(list(squares.values())).sum(0).sqrt()[:, None]
+        like = next(iter(squares.values()))
+        columns = []
+        for group in groups:
+            parts = [squares[name] for name in group.parameters if name in squares]
+            columns.append(torch.stack(parts).sum(0) if parts else torch.zeros_like(like))
+        return torch.stack(columns, 1).sqrt()
