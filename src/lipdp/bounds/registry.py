@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -25,7 +25,18 @@ from lipdp.behaviour import ByClass
 from lipdp.bounds.bound import Bound, Shape, Transfer
 from lipdp.errors import UnsupportedError
 
-__all__ = ["Call", "ParameterRef", "find_function_rule", "find_module_rule", "has_rule", "rule", "rule_class", "rule_for_function"]
+__all__ = [
+    "Call",
+    "ParameterRef",
+    "Rounds",
+    "find_function_rule",
+    "find_module_rule",
+    "has_rule",
+    "rounds_like",
+    "rule",
+    "rule_class",
+    "rule_for_function",
+]
 
 ModuleRule = Callable[[Any, "Call"], Transfer]
 R = TypeVar("R", bound=ModuleRule)
@@ -33,6 +44,14 @@ FunctionRule = Callable[["Call"], Transfer]
 
 _module_rules: ByClass[ModuleRule] = ByClass()
 _function_rules: dict[Any, FunctionRule] = {}
+
+Rounds = Literal["moves", "each", "ball", "counted", "arithmetic", "sums"]
+"""What rounding in an operation depends on, see :mod:`lipdp.bounds.rounding`.
+
+"moves": numbers are moved, not computed with; "each": one by one; "ball": norms of examples, and a division by them; "counted":
+products with a kernel whose norm is counted; "arithmetic": sums and products of tensors; "sums": anything, sums as long as an example.
+"""
+_rounds: dict[Any, Rounds] = {}
 
 
 @dataclass(frozen=True)
@@ -98,26 +117,39 @@ class Call:
         return UnsupportedError(f"{self.where}: {why}")
 
 
-def rule(*classes: type[torch.nn.Module]) -> Callable[[R], R]:
-    """Register the decorated function as the rule of these module classes (and of subclasses with the same forward)."""
+def rule(*classes: type[torch.nn.Module], rounds: Rounds = "sums") -> Callable[[R], R]:
+    """Register the decorated function as the rule of these module classes (and of subclasses with the same forward).
+
+    ``rounds``: how its arithmetic rounds, see :data:`Rounds`.
+    """
 
     def register(function: R) -> R:
         for cls in classes:
             _module_rules[cls] = function
+        _rounds[function] = rounds
         return function
 
     return register
 
 
-def rule_for_function(*targets: Any) -> Callable[[FunctionRule], FunctionRule]:
-    """Register the decorated function as the rule of torch functions, operators, or (strings) tensor methods."""
+def rule_for_function(*targets: Any, rounds: Rounds = "sums") -> Callable[[FunctionRule], FunctionRule]:
+    """Register the decorated function as the rule of torch functions, operators, or (strings) tensor methods.
+
+    ``rounds``: how their arithmetic rounds, see :data:`Rounds`.
+    """
 
     def register(function: FunctionRule) -> FunctionRule:
         for target in targets:
             _function_rules[target] = function
+        _rounds[function] = rounds
         return function
 
     return register
+
+
+def rounds_like(function: ModuleRule | FunctionRule) -> Rounds:
+    """How the arithmetic rounds of what this rule is for."""
+    return _rounds[function]
 
 
 def rule_class(module: torch.nn.Module) -> type[torch.nn.Module] | None:

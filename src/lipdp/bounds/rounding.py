@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from lipdp.bounds.propagate import Forward, as_bound
-from lipdp.bounds.registry import find_function_rule, find_module_rule
+from lipdp.bounds.registry import find_function_rule, find_module_rule, rounds_like
 
 __all__ = ["Units", "passes_excess"]
 
@@ -143,31 +143,27 @@ def _adapts(traced: _Graph, node: fx.Node) -> bool:
     return node.op == "call_module" and bool(getattr(traced.modules[str(node.target)], "adaptive", False))
 
 
-# By the file that an operation's rule is in: whether it moves numbers, or works element by element.
-_MOVES = {"rules_shapes", "propagate"}
-_EACH = {"rules_elementwise", "activation", "learned", "container", "standardize", "views"}
-_BALLS = {"boundary", "settling"}
 _MOVING = {"where", "masked_fill", "amax", "amin", "maximum", "minimum"}
 
 
 def _sums_of(node: fx.Node, traced: _Graph, forward: Forward) -> _Sums:
     module = traced.modules[str(node.target)] if node.op == "call_module" else None
     rule = find_function_rule(node.target) if module is None else find_module_rule(module)
-    home = "propagate" if rule is None else rule.__module__.rpartition(".")[2]
+    rounds = "moves" if rule is None else rounds_like(rule)
     inputs = [as_bound(forward.bounds[source]) for source in forward.sources[node]]
     entries = max([as_bound(forward.bounds[node]).size, *(x.size for x in inputs)])
-    if home in _MOVES:
+    if rounds == "moves":
         return _Sums(0, _repeats(node, forward))
-    if home in _EACH:
+    if rounds == "each":
         return _Sums(_ELEMENTWISE, _ELEMENTWISE)
-    if home in _BALLS:
+    if rounds == "ball":
         return _Sums(_NORM + _ELEMENTWISE, entries + _ELEMENTWISE, 4.0, anew=bool(getattr(module, "norm", None)))
-    if home == "rules_functions":
+    if rounds == "arithmetic":
         return _arithmetic(node, inputs, entries)
     weight = _weight(node, module, traced)
     if weight is not None:
         groups: Any = getattr(module, "groups", 1) if module is not None else node.kwargs.get("groups", 1)
-        return _weighted(weight, int(groups), transposed="ranspose" in str(type(module)), counted=home == "conv")
+        return _weighted(weight, int(groups), transposed="ranspose" in str(type(module)), counted=rounds == "counted")
     window = _window(module)
     if window:
         return _Sums(window + _ELEMENTWISE, window + _ELEMENTWISE)

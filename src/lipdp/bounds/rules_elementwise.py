@@ -62,11 +62,11 @@ _FIXED: list[tuple[Elementwise, tuple[Any, ...], tuple[type[torch.nn.Module], ..
 
 
 def _register(f: Elementwise, targets: tuple[Any, ...], classes: tuple[type[torch.nn.Module], ...]) -> None:
-    @rule_for_function(*targets)
+    @rule_for_function(*targets, rounds="each")
     def _function(call: Call) -> Transfer:
         return elementwise_transfer(f, call.inputs[0])
 
-    @rule(*classes)
+    @rule(*classes, rounds="each")
     def _module(module: torch.nn.Module, call: Call) -> Transfer:
         return elementwise_transfer(f, call.inputs[0])
 
@@ -93,22 +93,22 @@ def _hardtanh(low: float, high: float, call: Call) -> Elementwise:
     return Elementwise(ceiling=max(-low, high))
 
 
-@rule(torch.nn.LeakyReLU)
+@rule(torch.nn.LeakyReLU, rounds="each")
 def _leaky_module(module: torch.nn.LeakyReLU, call: Call) -> Transfer:
     return elementwise_transfer(_leaky(module.negative_slope), call.inputs[0])
 
 
-@rule_for_function(F.leaky_relu)
+@rule_for_function(F.leaky_relu, rounds="each")
 def _leaky_function(call: Call) -> Transfer:
     return elementwise_transfer(_leaky(call.argument(1, "negative_slope", 0.01)), call.inputs[0])
 
 
-@rule(torch.nn.ELU)
+@rule(torch.nn.ELU, rounds="each")
 def _elu_module(module: torch.nn.ELU, call: Call) -> Transfer:
     return elementwise_transfer(_leaky(module.alpha), call.inputs[0])
 
 
-@rule_for_function(F.elu)
+@rule_for_function(F.elu, rounds="each")
 def _elu_function(call: Call) -> Transfer:
     return elementwise_transfer(_leaky(call.argument(1, "alpha", 1.0)), call.inputs[0])
 
@@ -119,32 +119,32 @@ def _celu(alpha: float, call: Call) -> Elementwise:
     return Elementwise()
 
 
-@rule(torch.nn.CELU)
+@rule(torch.nn.CELU, rounds="each")
 def _celu_module(module: torch.nn.CELU, call: Call) -> Transfer:
     return elementwise_transfer(_celu(module.alpha, call), call.inputs[0])
 
 
-@rule_for_function(F.celu, torch.celu)
+@rule_for_function(F.celu, torch.celu, rounds="each")
 def _celu_function(call: Call) -> Transfer:
     return elementwise_transfer(_celu(float(call.argument(1, "alpha", 1.0)), call), call.inputs[0])
 
 
-@rule(torch.nn.Softplus)
+@rule(torch.nn.Softplus, rounds="each")
 def _softplus_module(module: torch.nn.Softplus, call: Call) -> Transfer:
     return elementwise_transfer(_softplus(float(module.beta), call), call.inputs[0])
 
 
-@rule_for_function(F.softplus)
+@rule_for_function(F.softplus, rounds="each")
 def _softplus_function(call: Call) -> Transfer:
     return elementwise_transfer(_softplus(float(call.argument(1, "beta", 1.0)), call), call.inputs[0])
 
 
-@rule(torch.nn.Hardtanh)
+@rule(torch.nn.Hardtanh, rounds="each")
 def _hardtanh_module(module: torch.nn.Hardtanh, call: Call) -> Transfer:
     return elementwise_transfer(_hardtanh(module.min_val, module.max_val, call), call.inputs[0])
 
 
-@rule_for_function(F.hardtanh)
+@rule_for_function(F.hardtanh, rounds="each")
 def _hardtanh_function(call: Call) -> Transfer:
     low, high = call.argument(1, "min_val", -1.0), call.argument(2, "max_val", 1.0)
     return elementwise_transfer(_hardtanh(low, high, call), call.inputs[0])
@@ -160,17 +160,17 @@ def _clamp(low: float | None, high: float | None, call: Call) -> Elementwise:
     return Elementwise(offset=max(below, -above, 0.0), ceiling=max(abs(below), abs(above)))
 
 
-@rule_for_function(torch.clamp, torch.clip, "clamp", "clip")
+@rule_for_function(torch.clamp, torch.clip, "clamp", "clip", rounds="each")
 def _clamp_function(call: Call) -> Transfer:
     return elementwise_transfer(_clamp(call.argument(1, "min"), call.argument(2, "max"), call), call.inputs[0])
 
 
-@rule_for_function(torch.clamp_min, "clamp_min")
+@rule_for_function(torch.clamp_min, "clamp_min", rounds="each")
 def _clamp_min_function(call: Call) -> Transfer:
     return elementwise_transfer(_clamp(call.argument(1, "min"), None, call), call.inputs[0])
 
 
-@rule_for_function(torch.clamp_max, "clamp_max")
+@rule_for_function(torch.clamp_max, "clamp_max", rounds="each")
 def _clamp_max_function(call: Call) -> Transfer:
     return elementwise_transfer(_clamp(None, call.argument(1, "max"), call), call.inputs[0])
 
@@ -184,12 +184,12 @@ def _prelu(x: Bound, name: str, weight: torch.Tensor | ParameterRef) -> Transfer
     return elementwise_transfer(Elementwise(steepest, steepest), x)
 
 
-@rule(torch.nn.PReLU)
+@rule(torch.nn.PReLU, rounds="each")
 def _prelu_module(module: torch.nn.PReLU, call: Call) -> Transfer:
     return _prelu(call.inputs[0], "weight", module.weight)
 
 
-@rule_for_function(F.prelu, torch.prelu, "prelu")
+@rule_for_function(F.prelu, torch.prelu, "prelu", rounds="each")
 def _prelu_function(call: Call) -> Transfer:
     weight = call.argument(1, "weight")
     return _prelu(call.inputs[0], weight.name if isinstance(weight, ParameterRef) else "", weight)
@@ -202,12 +202,12 @@ def _glu(call: Call, dim: int) -> Transfer:
     return Transfer(Bound(x.norm, call.output_shape, max_abs=x.max_abs), (math.hypot(1.0, x.peak / 4),), exact=False)
 
 
-@rule(torch.nn.GLU)
+@rule(torch.nn.GLU, rounds="each")
 def _glu_module(module: torch.nn.GLU, call: Call) -> Transfer:
     return _glu(call, module.dim)
 
 
-@rule_for_function(F.glu)
+@rule_for_function(F.glu, rounds="each")
 def _glu_function(call: Call) -> Transfer:
     return _glu(call, call.argument(1, "dim", -1))
 
@@ -220,11 +220,11 @@ def _dropout(p: float, training: bool, call: Call) -> Transfer:
     return elementwise_transfer(Elementwise(scale, scale), call.inputs[0])
 
 
-@rule(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d)
+@rule(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, rounds="each")
 def _dropout_module(module: torch.nn.Dropout, call: Call) -> Transfer:
     return _dropout(module.p, module.training, call)
 
 
-@rule_for_function(F.dropout)
+@rule_for_function(F.dropout, rounds="each")
 def _dropout_function(call: Call) -> Transfer:
     return _dropout(float(call.argument(1, "p", 0.5)), bool(call.argument(2, "training", True)), call)

@@ -62,7 +62,9 @@ def _operands(call: Call) -> tuple[Any, Any]:
     return values[0], values[1]
 
 
-@rule_for_function(torch.add, operator.add, operator.iadd, "add", torch.sub, operator.sub, "sub", "add_", operator.isub)
+@rule_for_function(
+    torch.add, operator.add, operator.iadd, "add", torch.sub, operator.sub, "sub", "add_", operator.isub, rounds="arithmetic"
+)
 def _add(call: Call) -> Transfer:
     """‖a ± b‖ ≤ X_a + X_b, and each summand receives the cotangent, √r times where it is broadcast r times."""
     _same_rank(call)
@@ -100,7 +102,7 @@ def _add(call: Call) -> Transfer:
     return Transfer(Bound(norm, out, row, peak), gains, parameters, why_infinite="it adds a trainable parameter without a bound")
 
 
-@rule_for_function(torch.mul, operator.mul, operator.imul, "mul")
+@rule_for_function(torch.mul, operator.mul, operator.imul, "mul", rounds="arithmetic")
 def _multiply(call: Call) -> Transfer:
     _same_rank(call)
     first, second = _operands(call)
@@ -118,7 +120,7 @@ def _gate(call: Call, a: Bound, b: Bound) -> Transfer:
     return Transfer(Bound(norm, call.output_shape, max_abs=peak), (times(ra, b.peak), times(rb, a.peak)), exact=False)
 
 
-@rule_for_function(torch.div, operator.truediv, operator.itruediv, "div")
+@rule_for_function(torch.div, operator.truediv, operator.itruediv, "div", rounds="arithmetic")
 def _divide(call: Call) -> Transfer:
     x, divisor = _operands(call)
     if not isinstance(x, Bound) or isinstance(divisor, Bound) or call.kwargs.get("rounding_mode"):
@@ -159,12 +161,12 @@ def _scale(call: Call, x: Bound, factor: Any, invert: bool) -> Transfer:
     )
 
 
-@rule_for_function(operator.neg)
+@rule_for_function(operator.neg, rounds="arithmetic")
 def _negate(call: Call) -> Transfer:
     return Transfer(call.inputs[0])
 
 
-@rule_for_function(torch.maximum, torch.minimum, "maximum", "minimum")
+@rule_for_function(torch.maximum, torch.minimum, "maximum", "minimum", rounds="arithmetic")
 def _extremum(call: Call) -> Transfer:
     """|max(a, b)| ≤ √(a²+b²) entry by entry; the cotangent goes to one of the two, or half to each."""
     if len(call.inputs) != 2 or any(x.shape != call.output_shape for x in call.inputs):
@@ -174,7 +176,7 @@ def _extremum(call: Call) -> Transfer:
     return Transfer(Bound(math.hypot(a.norm, b.norm), call.output_shape, max_abs=peak), (1.0, 1.0), exact=False)
 
 
-@rule_for_function(torch.where)
+@rule_for_function(torch.where, rounds="arithmetic")
 def _where(call: Call) -> Transfer:
     """A constant mask takes disjoint entries of a and of b: ‖y‖² ≤ ‖a‖² + ‖b‖²; each cotangent is masked."""
     mask, *values = call.args
@@ -204,7 +206,7 @@ def _where(call: Call) -> Transfer:
     return Transfer(Bound(math.sqrt(squares), call.output_shape, max_abs=peak), gains)
 
 
-@rule_for_function(torch.masked_fill, "masked_fill")
+@rule_for_function(torch.masked_fill, "masked_fill", rounds="arithmetic")
 def _masked_fill(call: Call) -> Transfer:
     """A constant mask: kept entries are x's, the others a constant; ‖y‖² ≤ ‖x‖² + count·value²."""
     mask, value = call.argument(1, "mask"), call.argument(2, "value")
@@ -219,13 +221,13 @@ def _masked_fill(call: Call) -> Transfer:
     return Transfer(Bound(math.sqrt(x.norm**2 + count * value**2), call.output_shape, max_abs=peak))
 
 
-@rule_for_function(torch.mean, "mean")
+@rule_for_function(torch.mean, "mean", rounds="arithmetic")
 def _mean(call: Call) -> Transfer:
     """The mean over T entries has the norm X/√T at most, and spreads its cotangent evenly: G/√T."""
     return _reduce(call, power=-0.5)
 
 
-@rule_for_function(torch.sum, "sum")
+@rule_for_function(torch.sum, "sum", rounds="arithmetic")
 def _sum(call: Call) -> Transfer:
     """The sum over T entries: √T·X by Cauchy–Schwarz, and the cotangent is copied T times: √T·G."""
     return _reduce(call, power=0.5)
@@ -241,7 +243,7 @@ def _reduce(call: Call, power: float) -> Transfer:
     return Transfer(Bound(times(factor, x.norm), call.output_shape, row, times(each, x.max_abs)), (factor,))
 
 
-@rule_for_function(torch.amax, torch.amin, "amax", "amin")
+@rule_for_function(torch.amax, torch.amin, "amax", "amin", rounds="arithmetic")
 def _largest(call: Call) -> Transfer:
     """One entry of each of disjoint groups: at most X, and the cotangent goes back to it (spread evenly over ties)."""
     call.dims(call.argument(1, "dim"))
@@ -249,7 +251,7 @@ def _largest(call: Call) -> Transfer:
     return Transfer(Bound(x.norm, call.output_shape, max_abs=x.max_abs))
 
 
-@rule_for_function(torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm")
+@rule_for_function(torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm", rounds="arithmetic")
 def _matmul(call: Call) -> Transfer:
     """Two activations: ‖AB‖_F ≤ ‖A‖_F‖B‖_F, ∂A = G·Bᵀ, ∂B = Aᵀ·G, so gains X_B and X_A."""
     if len(call.inputs) != 2 or any(len(bound.shape) < 2 for bound in call.inputs):

@@ -33,8 +33,7 @@ def _moved(x: Bound, shape: tuple[int, ...], rows_kept: bool = False) -> Bound:
 
 @rule_for_function(
     torch.flatten, torch.reshape, torch.unsqueeze, torch.unflatten,
-    "flatten", "reshape", "view", "unsqueeze", "contiguous", "clone", "unflatten",
-)  # fmt: skip
+    "flatten", "reshape", "view", "unsqueeze", "contiguous", "clone", "unflatten", rounds="moves",)  # fmt: skip
 def _rearrange(call: Call) -> Transfer:
     """Entries of each example rearranged: a reshape whose first dimension is the batch keeps examples apart."""
     if any(isinstance(value, torch.dtype) for value in (*call.args, *call.kwargs.values())):
@@ -43,14 +42,20 @@ def _rearrange(call: Call) -> Transfer:
 
 
 @rule_for_function(
-    F.pixel_shuffle, F.pixel_unshuffle, torch.pixel_shuffle, torch.pixel_unshuffle, F.channel_shuffle, torch.channel_shuffle
+    F.pixel_shuffle,
+    F.pixel_unshuffle,
+    torch.pixel_shuffle,
+    torch.pixel_unshuffle,
+    F.channel_shuffle,
+    torch.channel_shuffle,
+    rounds="moves",
 )
 def _pixels(call: Call) -> Transfer:
     """A permutation of the entries of each example."""
     return Transfer(_moved(call.inputs[0], call.output_shape))
 
 
-@rule_for_function(torch.squeeze, "squeeze")
+@rule_for_function(torch.squeeze, "squeeze", rounds="moves")
 def _squeeze(call: Call) -> Transfer:
     """Dimensions of size 1 dropped. The batch may have size 1 too, so the dimensions must be named."""
     call.dims(call.argument(1, "dim"))
@@ -64,7 +69,7 @@ def _several(call: Call, name: str) -> tuple[Any, ...]:
     return tuple(call.args[1:]) or tuple(call.kwargs.get(name, ()))
 
 
-@rule_for_function(torch.permute, "permute")
+@rule_for_function(torch.permute, "permute", rounds="moves")
 def _permute(call: Call) -> Transfer:
     dims = [int(d) % call.rank for d in _several(call, "dims")]
     if dims[0] != 0:
@@ -72,27 +77,27 @@ def _permute(call: Call) -> Transfer:
     return Transfer(_moved(call.inputs[0], call.output_shape, dims[-1] == call.rank - 1))
 
 
-@rule_for_function(torch.transpose, torch.swapaxes, "transpose", "swapaxes")
+@rule_for_function(torch.transpose, torch.swapaxes, "transpose", "swapaxes", rounds="moves")
 def _transpose(call: Call) -> Transfer:
     dims = call.dims((call.argument(1, "dim0", call.kwargs.get("axis0")), call.argument(2, "dim1", call.kwargs.get("axis1"))))
     return Transfer(_moved(call.inputs[0], call.output_shape, call.rank - 1 not in dims))
 
 
-@rule_for_function(torch.flip, "flip")
+@rule_for_function(torch.flip, "flip", rounds="moves")
 def _flip(call: Call) -> Transfer:
     """Entries of each example in another order."""
     call.dims(_several(call, "dims"))
     return Transfer(_moved(call.inputs[0], call.output_shape))
 
 
-@rule_for_function(torch.roll, "roll")
+@rule_for_function(torch.roll, "roll", rounds="moves")
 def _roll(call: Call) -> Transfer:
     """Entries of each example in another order. Without dims torch rolls the flattened batch."""
     call.dims(call.argument(2, "dims") or None)
     return Transfer(_moved(call.inputs[0], call.output_shape))
 
 
-@rule_for_function(torch.cat, torch.concat, torch.stack)
+@rule_for_function(torch.cat, torch.concat, torch.stack, rounds="moves")
 def _concatenate(call: Call) -> Transfer:
     """‖[a, b]‖² = ‖a‖² + ‖b‖²; each part receives its part of the cotangent."""
     rank = len(call.output_shape) + 1
@@ -106,7 +111,7 @@ def _concatenate(call: Call) -> Transfer:
     return Transfer(Bound(norm, call.output_shape, row, peak), (1.0,) * len(call.inputs))
 
 
-@rule_for_function(torch.chunk, torch.split, "chunk", "split", torch.tensor_split, "tensor_split")
+@rule_for_function(torch.chunk, torch.split, "chunk", "split", torch.tensor_split, "tensor_split", rounds="moves")
 def _split(call: Call) -> Transfer:
     """Disjoint parts: each at most X, and their cotangents combine to √(ΣG_i²).
 
@@ -118,14 +123,14 @@ def _split(call: Call) -> Transfer:
     return Transfer(tuple(_moved(call.inputs[0], shape, True) for shape in call.output_shapes))
 
 
-@rule_for_function(torch.unbind, "unbind")
+@rule_for_function(torch.unbind, "unbind", rounds="moves")
 def _unbind(call: Call) -> Transfer:
     """A split into slices of size 1."""
     (dim,) = call.dims(call.argument(1, "dim", 0))
     return Transfer(tuple(_moved(call.inputs[0], shape, dim != call.rank - 1) for shape in call.output_shapes))
 
 
-@rule_for_function(operator.getitem)
+@rule_for_function(operator.getitem, rounds="moves")
 def _slice(call: Call) -> Transfer:
     """Basic indexing of each example: a selection of distinct entries."""
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
@@ -142,14 +147,14 @@ def _slice(call: Call) -> Transfer:
     return Transfer(_moved(call.inputs[0], call.output_shape, rows_kept))
 
 
-@rule_for_function(torch.narrow, "narrow", torch.select, "select")
+@rule_for_function(torch.narrow, "narrow", torch.select, "select", rounds="moves")
 def _take(call: Call) -> Transfer:
     """A range, or one place, along a dimension: distinct entries."""
     (dim,) = call.dims(call.argument(1, "dim"))
     return Transfer(_moved(call.inputs[0], call.output_shape, dim != call.rank - 1))
 
 
-@rule_for_function(F.pad)
+@rule_for_function(F.pad, rounds="moves")
 def _pad(call: Call) -> Transfer:
     mode, value = call.argument(2, "mode", "constant"), call.argument(3, "value", None)
     if mode != "constant" or value not in (None, 0, 0.0):
@@ -160,7 +165,9 @@ def _pad(call: Call) -> Transfer:
     return Transfer(_moved(call.inputs[0], call.output_shape, True))
 
 
-@rule_for_function("expand", "repeat", torch.tile, "tile", torch.repeat_interleave, "repeat_interleave", torch.broadcast_to)
+@rule_for_function(
+    "expand", "repeat", torch.tile, "tile", torch.repeat_interleave, "repeat_interleave", torch.broadcast_to, rounds="moves"
+)
 def _repeat(call: Call) -> Transfer:
     """Each entry copied r times: √r·X, and the r cotangents of a copy add up: √r·G."""
     x = call.inputs[0]

@@ -81,7 +81,7 @@ def _moved(x: Tensor, shift: int, mode: Padding) -> Tensor:
     return torch.cat([x[..., -shift:], come], -1)
 
 
-@rule(Shift)
+@rule(Shift, rounds="each")
 def _shift(layer: Shift, call: Call) -> Transfer:
     """A selection of pixels, each read at most m = m_rows·m_columns times: ‖y‖² ≤ m·‖x‖², reached by a pixel that is read so often.
 
@@ -117,7 +117,7 @@ class Copy(torch.nn.Module):
         return f"{self.number} of {self.copies}"
 
 
-@rule(Copy)
+@rule(Copy, rounds="each")
 def _copy(layer: Copy, call: Call) -> Transfer:
     """A slice: norms can only fall."""
     x = call.inputs[0]

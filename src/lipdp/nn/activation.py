@@ -78,7 +78,7 @@ class FullSort(GroupSort):
         super().__init__(None, dim)
 
 
-@rule(GroupSort)
+@rule(GroupSort, rounds="each")
 def _group_sort(layer: GroupSort, call: Call) -> Transfer:
     """A permutation P(x), constant around almost every x: ‖P(x)x‖ = ‖x‖ and ‖P(x)ᵀδ‖ = ‖δ‖."""
     (dim,) = call.dims(layer.dim)

@@ -140,7 +140,7 @@ class BoundedInput(torch.nn.Module):
         return f"{self.input_shape}, norm={self.norm:g}, mode={self.mode!r}{floor}"
 
 
-@rule(BoundedInput)
+@rule(BoundedInput, rounds="ball")
 def _bounded_input(layer: BoundedInput, call: Call) -> Transfer:
     """‖y‖ ≤ norm by construction. The ball's projection is 1-Lipschitz; the sphere's is not Lipschitz at 0 (gain ∞).
 
@@ -198,7 +198,7 @@ class ClipGradient(torch.nn.Module):
         return f"max_norm={self.max_norm:g}{flags}"
 
 
-@rule(ClipGradient)
+@rule(ClipGradient, rounds="ball")
 def _clip_gradient(layer: ClipGradient, call: Call) -> Transfer:
     """‖clipped‖ ≤ min(G, C). Normalising also lengthens: ‖·‖ = C whatever G > 0 was; going forward it stays the identity."""
     return Transfer(call.inputs[0], clip=layer.max_norm, normalises=layer.normalise)
@@ -243,7 +243,7 @@ class Boundary(torch.nn.Module):
         return f"norm={self.norm}, cotangent={self.cotangent}" + ("" if self.floor is None else f", floor={self.floor:g}")
 
 
-@rule(Boundary)
+@rule(Boundary, rounds="ball")
 def _boundary(layer: Boundary, call: Call) -> Transfer:
     x = call.inputs[0]
     clip = math.inf if layer.cotangent is None else layer.cotangent

@@ -79,7 +79,7 @@ class ConvexMix(Constrained, torch.nn.Module):
         return f"low={self.low:g}, high={self.high:g}, learned={self.learned}"
 
 
-@rule(ConvexMix)
+@rule(ConvexMix, rounds="each")
 def _convex_mix(layer: ConvexMix, call: Call) -> Transfer:
     """‖(1−a)x + ay‖ ≤ |1−a|X + |a|Y, largest at an end of [low, high]; ∂/∂a = ⟨δ, y − x⟩ ≤ G(X + Y).
 

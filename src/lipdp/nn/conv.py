@@ -267,7 +267,7 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
         return F.conv_transpose2d(input, kernel, self.bias, self.stride, padding, extra, self.groups, self.dilation)
 
 
-@rule(SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d)
+@rule(SpectralConv1d, SpectralConv2d, SpectralConv3d, SpectralConvTranspose2d, rounds="counted")
 def _spectral_conv(layer: _Spectral, call: Call) -> Transfer:
     """See ``transfer``."""
     return layer.transfer(call)

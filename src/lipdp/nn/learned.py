@@ -37,7 +37,7 @@ class BoundedPReLU(Constrained, torch.nn.PReLU):
             self.weight.copy_(project_box(self.weight, -1.0, 1.0))
 
 
-@rule(BoundedPReLU)
+@rule(BoundedPReLU, rounds="each")
 def _bounded_prelu(layer: BoundedPReLU, call: Call) -> Transfer:
     """Slopes 1 and a, |a| ≤ 1; ∂/∂a = Σ_t δ_t·min(x_t, 0) over the entries that share a, at most G·X."""
     x = call.inputs[0]
@@ -140,7 +140,7 @@ class LayerScale(Constrained, torch.nn.Module):
         return f"{self.shape}, bound={self.bound:g}"
 
 
-@rule(LayerScale)
+@rule(LayerScale, rounds="each")
 def _layer_scale(layer: LayerScale, call: Call) -> Transfer:
     """A diagonal map of norm ≤ bound; for each entry of γ |Σ_t δ_t·x_t| ≤ ‖δ‖‖x‖ over its places: Δ = G·X."""
     x, bound = call.inputs[0], layer.bound
@@ -148,7 +148,7 @@ def _layer_scale(layer: LayerScale, call: Call) -> Transfer:
     return Transfer(output, (bound,), {"weight": x.norm})
 
 
-@rule(Abs)
+@rule(Abs, rounds="each")
 def _abs(layer: Abs, call: Call) -> Transfer:
     """‖|x|‖ = ‖x‖, and slopes are ±1 (0 at 0)."""
     return Transfer(call.inputs[0])

@@ -80,7 +80,7 @@ class Standardize(torch.nn.Module):
         return f"{self.channels}, radius={self.radius:g}{deviations}"
 
 
-@rule(Standardize)
+@rule(Standardize, rounds="each")
 def _standardize(layer: Standardize, call: Call) -> Transfer:
     """‖(x−μ)/σ‖ ≤ ‖x‖/min σ + √T·‖μ/σ‖ over T positions; 1/min σ-Lipschitz. Unbounded until the statistics are known."""
     x = call.inputs[0]

@@ -53,7 +53,7 @@ class _StoredInput(nn.BoundedInput):
         return x if shaped and _is_true(example_norms(x.detach()) <= self.norm) else super().forward(x)
 
 
-@rule(_StoredInput)
+@rule(_StoredInput, rounds="ball")
 def _stored_input(layer: _StoredInput, call: Call) -> Transfer:
     """A projection on the ball: the identity inside, where the derivative is the identity too."""
     x = call.inputs[0]
