@@ -14,7 +14,7 @@ import torch
 from lipdp.mechanisms import Mixture, Problem
 from lipdp.mechanisms.distributions import draw
 from lipdp.mechanisms.experts import grid
-from lipdp.mechanisms.learn_utility import UtilitySettings, learn_utility
+from lipdp.mechanisms.learn_parts import UtilitySettings, learn_utility
 from lipdp.mechanisms.networks import L1Linear, LaplaceNetwork
 from lipdp.mechanisms.paper import (
     Training,

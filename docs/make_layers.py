@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lipdp import models, nn
-from lipdp.bounds import analyse, registry
+from lipdp.bounds import analyse, calculus
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Constrained, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize import constraint as C
@@ -230,9 +230,9 @@ median, over the layer's bounds, of the largest value found by attack ÷ the bou
 
 
 def _registered() -> str:
-    modules = sorted({cls.__name__ for cls in registry._module_rules if cls.__module__.startswith("torch.nn")})
+    modules = sorted({cls.__name__ for cls in calculus._module_rules if cls.__module__.startswith("torch.nn")})
     functions, methods = set(), set()
-    for target in registry._function_rules:
+    for target in calculus._function_rules:
         if isinstance(target, str):
             methods.add(f".{target}()")
         else:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from lipdp.bounds.bound import Shape
+from lipdp.bounds.calculus import Shape
 
 __all__ = ["Decision", "Outcome", "Twin", "Where", "find_twin", "keep_trained", "twin"]
 

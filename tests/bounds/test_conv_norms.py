@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipdp.bounds import analyse
-from lipdp.bounds.fourier import conv_norm_circular, conv_norm_fft, conv_norm_gram
+from lipdp.bounds.operator_norm import conv_norm_circular, conv_norm_fft, conv_norm_gram
 from lipdp.parametrize import AOC
 from lipdp.parametrize.convolution import ConvGeometry
 from tests.soundness.harness import impulse_jacobian, largest_singular_value

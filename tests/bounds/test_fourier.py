@@ -11,7 +11,7 @@ import torch
 
 from lipdp import nn
 from lipdp.bounds import analyse, conv_norm_fft
-from lipdp.bounds.fourier import grid_factor, grid_for
+from lipdp.bounds.operator_norm import grid_factor, grid_for
 from lipdp.errors import ConfigurationError, UnsupportedError
 from tests.soundness.harness import attack, impulse_jacobian, largest_singular_value, noisy_steps
 

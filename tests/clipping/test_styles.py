@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lipdp.clipping as clipping
-from lipdp.clipping.autotune import choices, forget_choices
+from lipdp.clipping.kernels import choices, forget_choices
 from lipdp.clipping.outer import OuterSum
 from lipdp.errors import ConfigurationError
 from tests.clipping.helpers import METHODS, assert_close, quadratic, reference

@@ -140,16 +140,16 @@ def test_unbounded_parameters_are_shown_without_a_bound() -> None:
 def test_a_broken_bound_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from lipdp.diagnose import measure
+    from lipdp.diagnose import diagnosis
 
-    real = measure.analyse
+    real = diagnosis.analyse
 
     def halved(*arguments: object, **settings: object) -> object:
         found = real(*arguments, **settings)  # type: ignore[arg-type]
         rows = tuple(dataclasses.replace(row, sensitivity=row.sensitivity / 2) for row in found.parameters)
         return dataclasses.replace(found, parameters=rows)
 
-    monkeypatch.setattr(measure, "analyse", halved)
+    monkeypatch.setattr(diagnosis, "analyse", halved)
     found = diagnose(_mlp(), losses.MulticlassKR(), _batch(8))
     assert found.violations
     assert "ABOVE THE BOUND" in str(found)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lipdp.mechanisms import Comparison, Mixture, Problem, Settings, compare
 from lipdp.mechanisms.distributions import draw
-from lipdp.mechanisms.learn_sum import SumSettings
-from lipdp.mechanisms.learn_utility import UtilitySettings
+from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings
 
 N, BOUNDS = 20, (0.0, 10.0)
 

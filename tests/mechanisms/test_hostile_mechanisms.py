@@ -23,7 +23,7 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
 from lipdp.mechanisms.networks import LaplaceNetwork, UtilityNetwork
 from lipdp.mechanisms.paper import laplace_mechanism, utility_mechanism
 from lipdp.mechanisms.postprocess import Network, Sample
-from lipdp.mechanisms.queries import Query
+from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility
 from lipdp.mechanisms.vector import VectorMechanism

@@ -12,13 +12,11 @@ from torch import Tensor
 from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.mechanisms import BudgetLedger, Mixture, compare, learn, load
 from lipdp.mechanisms.experts import additive, best_experts, moments, rank_utility
-from lipdp.mechanisms.learn_sum import SumSettings, expert_table, learn_sums, starts
-from lipdp.mechanisms.learn_utility import UtilitySettings, grid_size, learn_utility
+from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, expert_table, grid_size, learn_sums, learn_utility, starts
 from lipdp.mechanisms.learning import _beats, _Judge, expert_draws
 from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, SelectionMechanism
 from lipdp.mechanisms.postprocess import Sample
-from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.queries import Query
+from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, knot_sensitivity
 from lipdp.mechanisms.utilities import LearnedUtility
 from tests.mechanisms.common import BOUNDS, TINY, N, compared, datasets, private

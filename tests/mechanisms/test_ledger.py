@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lipdp.errors import BudgetError, ConfigurationError, DataError
-from lipdp.mechanisms.ledger import BudgetLedger
+from lipdp.mechanisms.files import BudgetLedger
 
 
 def test_it_counts_decimals_and_refuses_the_rest(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lipdp.errors import ConfigurationError
-from lipdp.mechanisms.queries import Query, parse_query
+from lipdp.mechanisms.problem import Query, parse_query
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 10, 100])

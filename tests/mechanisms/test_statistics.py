@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipdp.errors import ConfigurationError
-from lipdp.mechanisms.queries import parse_query
+from lipdp.mechanisms.problem import parse_query
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, hats, knot_sensitivity
 
 

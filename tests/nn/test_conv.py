@@ -11,7 +11,7 @@ import torch
 
 from lipdp import nn
 from lipdp.bounds import analyse
-from lipdp.bounds.rules_modules import conv_multiplicity
+from lipdp.bounds.rules_functions import conv_multiplicity
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.parametrize import Spectral
 from tests.soundness.harness import attack, impulse_jacobian, largest_singular_value

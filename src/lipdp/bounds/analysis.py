@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from lipdp._numerics import unit_roundoff
-from lipdp.bounds.bound import Bound, Shape, times
-from lipdp.bounds.propagate import Forward, as_bound, backward_pass, forward_pass, program_of
+from lipdp.bounds.calculus import Bound, Shape, times
+from lipdp.bounds.propagate import Forward, as_bound, backward_pass, forward_pass, program_of, refuse_ties
 from lipdp.bounds.rounding import Units, passes_excess
-from lipdp.bounds.ties import refuse_ties
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
 from lipdp.program import Program, check_program, describe
 

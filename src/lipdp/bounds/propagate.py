@@ -1,8 +1,13 @@
-"""The two passes over the graph: X forward, by the rule of each operation, and G backward, by their gains."""
+"""The two passes over the graph: X forward, by the rule of each operation, and G backward, by their gains.
+
+Parameters that several layers share, or that share memory, need bounds that hold for the one tensor there is. Layers that have no
+rule are refused, with what to do about them.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,13 +16,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from lipdp.bounds.bound import Bound, Shape, Transfer, times
-from lipdp.bounds.registry import Call, ParameterRef, find_function_rule, find_module_rule, has_rule, rule_class
-from lipdp.bounds.way_out import no_rule, way_out
+from lipdp.bounds.calculus import (
+    Bound,
+    Call,
+    ParameterRef,
+    Shape,
+    Transfer,
+    find_function_rule,
+    find_module_rule,
+    has_rule,
+    rule_class,
+    times,
+)
 from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.program import Program, describe, trace
 
-__all__ = ["Forward", "as_bound", "backward_pass", "forward_pass", "program_of"]
+__all__ = ["Forward", "as_bound", "backward_pass", "forward_pass", "no_rule", "program_of", "refuse_ties", "way_out"]
+
 
 # Operations that only rearrange, so that the batch's size may be among their arguments, as in x.view(x.shape[0], -1).
 _TAKES_SIZES = {"view", "reshape", "unflatten", "expand", torch.reshape, torch.unflatten}
@@ -232,3 +247,95 @@ def backward_pass(
             through = math.inf if clip and transfer.normalises and reaching > 0 else times(gain, reaching)
             cotangents[source].whole += min(through, limit)
     return {node: cotangent.total for node, cotangent in cotangents.items()}
+
+
+def refuse_ties(program: Program) -> None:
+    """Refuse a weight that lives in two different sets, and tensors that overlap in memory.
+
+    A constrained layer brings its weights back into its own set after every step. If two layers with different sets own one tensor,
+    projecting on the second leaves the first set again, so neither bound holds. Layers of the same class and settings have the same
+    set. Two tensors in the same memory are one tensor under two names: a projection or a step on one moves the other.
+    """
+    owners: dict[int, list[tuple[str, torch.nn.Module]]] = {}
+    for name, module in program.modules.items():
+        for local, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((f"{name}.{local}" if name else local, module))
+    for sharing in owners.values():
+        constrained = [(name, module) for name, module in sharing if hasattr(module, "project_")]
+        for name, module in constrained[1:]:
+            first, other = constrained[0]
+            local = name.rpartition(".")[2]
+            if _set_of(module, local) != _set_of(other, local) or first.rpartition(".")[2] != local:
+                raise UnsupportedError(
+                    f"'{first}' ({type(other).__name__}) and '{name}' ({type(module).__name__}) are one parameter in two different "
+                    "constraint sets: bringing it into the second leaves the first, and its bound does not hold. Tie layers of "
+                    "the same class and settings, or do not tie them."
+                )
+    _refuse_overlaps(program)
+
+
+def _set_of(module: torch.nn.Module, local: str) -> tuple[type, str]:
+    """What the set of a parameter follows from: the class and its settings; a bias says nothing of the weight beside it."""
+    settings = module.extra_repr()
+    return type(module), settings if local == "bias" else re.sub(r"bias(_norm)?=[^,]*(, )?", "", settings)
+
+
+def _refuse_overlaps(program: Program) -> None:
+    places: list[tuple[int, int, str, bool]] = []
+    seen: set[int] = set()
+    for name, tensor in (*program.model.named_parameters(), *program.model.named_buffers()):
+        if id(tensor) in seen or tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta:
+            continue
+        seen.add(id(tensor))
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        places.append((start, start + extent * tensor.element_size(), name, tensor.requires_grad))
+        if tensor.requires_grad and tensor.numel() > extent:
+            raise UnsupportedError(
+                f"parameter '{name}' uses some of its memory several times (an expanded view): one entry's gradient is the sum of "
+                "several. Make it contiguous: torch.nn.Parameter(tensor.clone())."
+            )
+    places.sort()
+    reach, before, trained = 0, "", False
+    for start, end, name, requires_grad in places:
+        if start < reach and (trained or requires_grad):
+            raise UnsupportedError(
+                f"'{before}' and '{name}' share memory, but are different tensors: a step or projection on one moves the other "
+                "behind the bounds' back. Use one parameter in both places, or clone one of them."
+            )
+        if end > reach:
+            reach, before, trained = end, name, requires_grad
+
+
+_RECURRENT = (
+    "A recurrence multiplies the cotangent by its weights at every step, so not even lipdp.nn.Boundary around it bounds its "
+    "gradients. Train such a model with method='bookkeeping' (or another clipping method), which takes RNN, LSTM and GRU as they "
+    "are; or put lipdp.nn.TransformerBlock or SpectralConv1d in its place"
+)
+_WAYS_OUT: tuple[tuple[type[torch.nn.Module] | tuple[type[torch.nn.Module], ...], str], ...] = (
+    (
+        torch.nn.MultiheadAttention,
+        "Dot-product attention on unbounded tokens with unconstrained projections has no Lipschitz constant: use "
+        "lipdp.nn.LipschitzAttention(embed_dim, num_heads, tokens=…), as lipdp.convert does",
+    ),
+    (
+        (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder),
+        "Its attention has no Lipschitz constant: use lipdp.nn.TransformerBlock(embed_dim, num_heads, tokens=…), as lipdp.convert "
+        "does",
+    ),
+    ((torch.nn.RNNBase, torch.nn.RNNCellBase), _RECURRENT),
+)
+
+
+def way_out(module: torch.nn.Module) -> str:
+    """Why nothing bounds this kind of layer and what to use, or an empty text where there is nothing particular to say."""
+    return next((text for classes, text in _WAYS_OUT if isinstance(module, classes)), "")
+
+
+def no_rule(where: str, module: torch.nn.Module) -> UnsupportedError:
+    """The error for a layer without a rule."""
+    particular = way_out(module)
+    return UnsupportedError(
+        f"{where} has no rule, so nothing bounds it. {particular + '. Otherwise: r' if particular else 'R'}eplace it by a layer of "
+        "lipdp.nn, register a rule for its class (lipdp.bounds.rule), or use a clipping method for this model."
+    )

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from lipdp.bounds.calculus import find_function_rule, find_module_rule, rounds_like
 from lipdp.bounds.propagate import Forward, as_bound
-from lipdp.bounds.registry import find_function_rule, find_module_rule, rounds_like
 
 __all__ = ["Units", "passes_excess"]
 

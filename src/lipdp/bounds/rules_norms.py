@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
+from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_function, times
 from lipdp.errors import UnsupportedError
 
 __all__ = ["Affine", "centred_rows", "channel_groups", "normalised_transfer", "plain_rows"]

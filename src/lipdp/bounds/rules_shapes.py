@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.registry import Call, rule_for_function
+from lipdp.bounds.calculus import Bound, Call, Transfer, rule_for_function, times
 
 __all__ = ["reshaped"]
 

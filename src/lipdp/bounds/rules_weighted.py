@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lipdp.bounds.bound import Bound, Transfer, times
-from lipdp.bounds.fourier import affordable, conv_norm_circular, grid_for, tighter_norm
-from lipdp.bounds.operator_norm import certified_norm
-from lipdp.bounds.registry import Call, ParameterRef, rule, rule_for_function
+from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_function, times
+from lipdp.bounds.operator_norm import affordable, certified_norm, conv_norm_circular, grid_for, tighter_norm
 from lipdp.bounds.windows import as_tuple, multiplicity, padding_sides
 
 __all__ = [

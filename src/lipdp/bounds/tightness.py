@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lipdp.bounds.bound import Shape
+from lipdp.bounds.calculus import Shape
 from lipdp.bounds.propagate import forward_pass, program_of
 
 __all__ = ["ConvolutionNote", "convolution_notes", "lower_norm"]

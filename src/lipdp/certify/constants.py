@@ -15,9 +15,8 @@ from lipdp._numerics import unit_roundoff
 from lipdp.bounds import Analysis, Shape, analyse, certified_norm
 from lipdp.bounds.propagate import program_of
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
-from lipdp.export.graph import Builder, Seen
 from lipdp.export.lowering import Lowering, find_lowering, used_weight
-from lipdp.export.plain import check_same, lower
+from lipdp.export.plain import Builder, Seen, check_same, lower
 from lipdp.parametrize import Constrained
 from lipdp.program import Program, check_program, describe
 

@@ -3,24 +3,30 @@
 With the same random numbers, an example's loss stays the same *to the bit* when others are replaced: those whose number has some
 binary digit in common, digit by digit. Any two examples differ in one, so whoever depends on whom, it shows. So it does for what
 layers show of an example in the backward pass. A training step whose records have seats of their own rests on it.
+
+What goes on around these checks is here too: the model untouched, random numbers repeated, other examples of the same kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from lipdp._numerics import HALF
-from lipdp.clipping.checking import checking, fitting, in_double_if_refused, made_up, others_like, put_back, same_randomness
+from lipdp._numerics import HALF, no_autocast
+from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 
-__all__ = ["verify_company"]
+__all__ = ["checking", "fitting", "in_double_if_refused", "made_up", "others_like", "put_back", "same_randomness", "verify_company"]
+
 
 # Examples whose gradients are compared at a time, and rows up to which every set of others is replaced in the backward pass too.
 _EXAMPLES, _SMALL = 3, 8
@@ -150,3 +156,120 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     a, b = torch.nan_to_num(one.double()), torch.nan_to_num(other.double())
     tolerance = 0.05 if one.dtype in HALF else 256 * float(torch.finfo(one.dtype).eps)
     return bool((a - b).abs().max() > tolerance * a.abs().max().clamp_min(1e-30))
+
+
+def in_double_if_refused(
+    check: Callable[..., bool], model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor
+) -> bool:
+    """``check(model, loss, x, y)``; where it refuses a model in float32, the same in float64."""
+    try:
+        return check(model, loss, x, y)
+    except UnsupportedError as error:
+        if any(tensor.dtype != torch.float32 for tensor in _real_tensors(model)):
+            raise
+        # Deep networks turn rounding into visible differences (a ReLU at its kink). In float64, only what is real remains.
+        try:
+            with _in_double(model, loss):
+                wide_x, wide_y = (part.double() if part.is_floating_point() else part for part in (x, y))
+                return check(model, loss, wide_x, wide_y)
+        except UnsupportedError:
+            raise
+        except Exception:  # the model can't be evaluated in float64: what was found stands
+            raise error from None
+
+
+@contextmanager
+def checking(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Gradients on, in float32 proper; the model is the same afterwards: parameters, buffers, modes, random numbers."""
+    with (
+        torch.enable_grad(),
+        no_autocast(device),
+        matmuls(device, tf32=False),
+        _differentiable_recurrence(model),
+        _untouched(model),
+    ):
+        yield
+
+
+def fitting(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Inputs in half precision are meant for an autocast, which is off here."""
+    half = inputs.dtype in HALF and not any(parameter.dtype in HALF for parameter in model.parameters())
+    return inputs.float() if half else inputs
+
+
+def others_like(inputs: torch.Tensor) -> torch.Tensor:
+    """Other inputs of the same kind: what a gradient must not depend on."""
+    rolled = inputs.roll(1, 0)
+    return made_up(inputs) if bool((rolled == inputs).reshape(len(inputs), -1).all(1)[1:].any()) else rolled
+
+
+def made_up(inputs: torch.Tensor) -> torch.Tensor:
+    """Different inputs, column by column in the same range (numbers may stand for categories)."""
+    if inputs.is_floating_point():
+        return 0.5 * inputs + 0.1
+    return ~inputs if inputs.dtype == torch.bool else inputs // 2
+
+
+@contextmanager
+def _differentiable_recurrence(model: torch.nn.Module) -> Iterator[None]:
+    """cuDNN's recurrent layers have no backward pass in evaluation mode; torch's own do."""
+    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
+def _real_tensors(module: object) -> list[torch.Tensor]:
+    """Parameters and buffers that hold real numbers."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
+
+
+@contextmanager
+def _in_double(*modules: object) -> Iterator[None]:
+    """Parameters and buffers in float64; their very storages are put back afterwards."""
+    kept = [(tensor, tensor.data) for module in modules for tensor in _real_tensors(module)]
+    try:
+        for tensor, value in kept:
+            tensor.data = value.double()
+        yield
+    finally:
+        for tensor, value in kept:
+            tensor.data = value
+
+
+@contextmanager
+def _untouched(model: torch.nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    values = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({parameter.device.index or 0 for parameter, _ in values if parameter.device.type == "cuda"})
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+            for module, mode in modes:
+                module.training = mode
+            for parameter, value in values:
+                parameter.data = value
+            put_back(buffers)
+
+
+def same_randomness() -> None:
+    """From here on, random numbers are those that followed the last call."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+
+
+def put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Buffers as they were."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)

@@ -5,13 +5,16 @@ written and read once; the Gram form costs two T×T matrices. Here both live in 
 the two Gram matrices, is computed by tensor cores, squared (or multiplied), added up, and forgotten.
 
 Products are in TF32 where that is allowed or exact, else in three TF32 products that make up one of float32 ("3xTF32").
+
+Which of several ways to the same number is quickest is measured, once per shape (:func:`quickest`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -28,12 +31,16 @@ __all__ = [
     "Precision",
     "Tiles",
     "available",
+    "choices",
     "convolution_norms",
     "cotangent_sums",
+    "forget_choices",
     "gram_sums",
     "gram_tiles",
+    "quickest",
     "row_squares",
 ]
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 Precision = Literal["tf32", "tf32x3"]
@@ -282,3 +289,49 @@ def row_squares(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     totals = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
     _triton().row_squares[(batch, parts)](x, totals, size, share, _TINY * share, N=inner, num_warps=4)
     return totals[:, 0] if parts == 1 else totals.sum(1), inner + -(-share // inner) + parts + 2
+
+
+_choices: dict[Hashable, str] = {}
+_REPEATS = 3
+
+
+def quickest(key: Hashable, candidates: Mapping[str, Callable[[], object]], untimed: str, device: torch.device) -> str:
+    """The name of the quickest candidate for ``key``, timed on the first call and remembered for this process.
+
+    Where nothing can be timed (in a CUDA graph, in a compiled function) the answer is ``untimed``, and nothing is remembered.
+    """
+    known = _choices.get(key)
+    if known is not None:
+        return known
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return untimed
+    times = {name: _best_time(function, device) for name, function in candidates.items()}
+    _choices[key] = min(times, key=times.__getitem__)
+    return _choices[key]
+
+
+def choices() -> dict[Hashable, str]:
+    """What was measured so far in this process."""
+    return dict(_choices)
+
+
+def forget_choices() -> None:
+    """Measure again from here on."""
+    _choices.clear()
+
+
+def _best_time(function: Callable[[], object], device: torch.device) -> float:
+    function()  # allocations, kernels being loaded
+    best = float("inf")
+    for _ in range(_REPEATS):
+        _wait(device)
+        start = time.perf_counter()
+        function()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -20,8 +20,8 @@ from lipdp._numerics import HALF, gamma, wide
 from lipdp._sums import contract_apart
 from lipdp.clipping import kernels
 from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, matmuls, squared
-from lipdp.clipping.autotune import quickest
 from lipdp.clipping.contribution import Contribution, Form, runs, zeroed
+from lipdp.clipping.kernels import quickest
 
 __all__ = ["OuterSum", "gram_margin", "kernel_margin", "sum_rounding"]
 

@@ -23,8 +23,16 @@ from typing import Any
 import torch
 
 from lipdp._numerics import HALF
-from lipdp.clipping.checking import checking, fitting, in_double_if_refused, made_up, others_like, put_back, same_randomness
-from lipdp.clipping.company import verify_company
+from lipdp.clipping.company import (
+    checking,
+    fitting,
+    in_double_if_refused,
+    made_up,
+    others_like,
+    put_back,
+    same_randomness,
+    verify_company,
+)
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording

@@ -1,11 +1,15 @@
-"""The Lipschitz twin of an ordinary network."""
+"""The Lipschitz twin of an ordinary network: what a conversion decides, layer by layer, and what it did.
+
+What becomes of a layer is what one of lipdp's layers registered for it (:mod:`lipdp.twins`), or why nothing does.
+"""
 
 from __future__ import annotations
 
 import copy
 import operator
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,15 +18,123 @@ from torch.nn import functional as F
 
 from lipdp import nn
 from lipdp.bounds import analyse
-from lipdp.bounds.registry import find_function_rule, has_rule
-from lipdp.convert.replacements import FUNCTIONS, decide
-from lipdp.convert.report import Conversion, ConversionReport, Row
+from lipdp.bounds.calculus import find_function_rule, has_rule
+from lipdp.bounds.propagate import way_out
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
-from lipdp.export.graph import Builder, Seen, record, token_dtype
+from lipdp.export.plain import Builder, Seen, record, token_dtype
 from lipdp.program import describe, trace_graph
-from lipdp.twins import Decision, Where
+from lipdp.twins import Decision, Outcome, Where, find_twin, twin
 
-__all__ = ["convert"]
+__all__ = ["FUNCTIONS", "Conversion", "ConversionReport", "Row", "convert", "decide"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation: where it is, what it was, what became of it, and why."""
+
+    where: str
+    before: str
+    outcome: Outcome
+    after: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Every replacement, and everything that could not be converted.
+
+    Attributes:
+        rows: in the order of execution. Operations that need no change (flatten, reshape, concatenation …) have none.
+        bounded: whether every parameter of the twin has a finite sensitivity.
+        verdict: that in words: the largest sensitivity, or the calculus's own message.
+    """
+
+    rows: tuple[Row, ...]
+    bounded: bool
+    verdict: str
+
+    @property
+    def unconverted(self) -> tuple[Row, ...]:
+        """What could not be converted and stands in the twin as it was."""
+        return tuple(row for row in self.rows if row.outcome == "not converted")
+
+    def __str__(self) -> str:
+        header = ("layer", "was", "", "now", "note")
+        table = [header, *((row.where, row.before, row.outcome, row.after, row.note) for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines.insert(1, "─" * max(map(len, lines)))
+        return "\n".join((*lines, "", self.verdict))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The Lipschitz twin of a model, and the report of how it came about. Unpacks as ``twin, report = lipdp.convert(…)``."""
+
+    model: torch.nn.Module
+    report: ConversionReport
+
+    def __iter__(self) -> Iterator[torch.nn.Module | ConversionReport]:
+        return iter((self.model, self.report))
+
+
+# Functions and methods, as the module that does the same. The module's arguments are those of the call, by name.
+FUNCTIONS: dict[Any, Callable[..., torch.nn.Module]] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"), lambda **_: torch.nn.ReLU()),
+    F.relu6: lambda **_: torch.nn.ReLU6(),
+    F.leaky_relu: lambda negative_slope=0.01, **_: torch.nn.LeakyReLU(negative_slope),
+    F.elu: lambda alpha=1.0, **_: torch.nn.ELU(alpha),
+    F.celu: lambda alpha=1.0, **_: torch.nn.CELU(alpha),
+    F.selu: lambda **_: torch.nn.SELU(),
+    F.gelu: lambda approximate="none", **_: torch.nn.GELU(approximate),
+    F.silu: lambda **_: torch.nn.SiLU(),
+    F.mish: lambda **_: torch.nn.Mish(),
+    F.hardswish: lambda **_: torch.nn.Hardswish(),
+    F.softplus: lambda beta=1, threshold=20, **_: torch.nn.Softplus(beta, threshold),
+    F.max_pool2d: lambda kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, **_: (
+        torch.nn.MaxPool2d(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
+    ),
+    F.avg_pool2d: lambda kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None, **_: (
+        torch.nn.AvgPool2d(kernel_size, stride or None, padding, ceil_mode, count_include_pad, divisor_override)
+    ),
+    F.adaptive_avg_pool2d: lambda output_size, **_: torch.nn.AdaptiveAvgPool2d(output_size),
+    F.adaptive_max_pool2d: lambda output_size, return_indices=False, **_: torch.nn.AdaptiveMaxPool2d(output_size, return_indices),
+    F.dropout: lambda p=0.5, **_: torch.nn.Dropout(p),
+    F.dropout2d: lambda p=0.5, **_: torch.nn.Dropout2d(p),
+}
+
+
+def decide(module: torch.nn.Module, where: Where) -> Decision | None:
+    """What becomes of ``module``; ``None`` if it stays and there is nothing to say."""
+    rule = find_twin(module)
+    if rule is not None:
+        return rule(module, where)
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    if not has_rule(module) and way_out(module):
+        return Decision("not converted", module, way_out(module))
+    if not has_rule(module):
+        return Decision("not converted", module, "nothing bounds it: give its class a rule (lipdp.bounds.rule), or replace it")
+    if trained and type(module).__module__.startswith("torch.nn"):
+        return Decision("not converted", module, "its weights stay unconstrained: put lipdp.nn.Boundary around it, or replace it")
+    return None
+
+
+@twin(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d)
+def _dropout(module: torch.nn.Dropout, where: Where) -> Decision:
+    module.inplace = False
+    if not 0 < module.p < 1:
+        return Decision("removed", None, f"p={module.p:g}")
+    return Decision("kept", module, f"it multiplies the sensitivities around it by {1 / (1 - module.p):.3g}: consider removing it")
+
+
+@twin(torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.Sigmoid)
+def _softmax(module: torch.nn.Module, where: Where) -> Decision | None:
+    if where.last:
+        return Decision("removed", None, "lipdp's losses take logits")
+    if has_rule(module):
+        return None
+    return Decision("not converted", module, "nothing bounds it here: use torch.softmax, or give its class a rule")
+
 
 _ADDITIONS = {torch.add, operator.add, operator.iadd, "add", "add_"}
 _FINAL = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.sigmoid, F.sigmoid, "softmax", "log_softmax", "sigmoid"}

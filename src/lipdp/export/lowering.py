@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from lipdp.behaviour import ByClass
-from lipdp.bounds.bound import Shape
+from lipdp.bounds.calculus import Shape
 from lipdp.errors import ConfigurationError
 
 __all__ = ["Lowering", "Site", "find_lowering", "lowering", "narrowed", "placed", "used_weight", "widened"]

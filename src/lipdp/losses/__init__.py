@@ -9,8 +9,7 @@ from __future__ import annotations
 from lipdp.losses.base import Loss
 from lipdp.losses.classification import BCE, CrossEntropy
 from lipdp.losses.margin import HKR, KR, CosineSimilarity, Hinge, MulticlassHinge, MulticlassKR
-from lipdp.losses.regression import MAE, MSE, Huber, SmoothL1
-from lipdp.losses.squares import Squares
+from lipdp.losses.regression import MAE, MSE, Huber, SmoothL1, Squares
 from lipdp.losses.torch_losses import as_loss
 
 __all__ = [

@@ -5,11 +5,10 @@ answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsil
 """
 
 from lipdp.mechanisms.distributions import Distribution, Mixture
+from lipdp.mechanisms.files import BudgetLedger
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
-from lipdp.mechanisms.ledger import BudgetLedger
 from lipdp.mechanisms.mechanism import Mechanism, load
-from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.queries import Query
+from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
 
 __all__ = [

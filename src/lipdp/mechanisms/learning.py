@@ -15,11 +15,9 @@ from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
-from lipdp.mechanisms.learn_sum import SumSettings, learn_sums
-from lipdp.mechanisms.learn_utility import UtilitySettings, learn_utility
+from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sums, learn_utility
 from lipdp.mechanisms.mechanism import Mechanism
-from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.queries import Query
+from lipdp.mechanisms.problem import Problem, Query
 
 __all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn"]
 

@@ -2,8 +2,7 @@
 
 Releases are integers plus integer noise, by :mod:`lipdp.privacy.exact`: without rounding, from the same cryptographic stream as all
 other releases. opendp (extra ``mechanisms``) draws Laplace noise of the same distribution where it is asked for; staircase noise is
-not in it.
-"""
+not in it."""
 
 from __future__ import annotations
 
@@ -33,6 +32,7 @@ __all__ = [
     "release_selection",
     "staircase_step",
 ]
+
 
 NoiseKind = Literal["laplace", "staircase"]
 Sampler = Literal["auto", "opendp", "exact"]

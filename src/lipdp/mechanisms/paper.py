@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.experts import additive
-from lipdp.mechanisms.losses import response_loss
 from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
 from lipdp.mechanisms.networks import Activation, LaplaceNetwork, NetworkStatistic, NetworkUtility, UtilityNetwork
 from lipdp.mechanisms.postprocess import Sample, Table
-from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.problem import Problem, response_loss
 
 __all__ = [
     "NetworkStatistic",

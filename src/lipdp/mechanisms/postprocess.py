@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, check_weights, read
-from lipdp.mechanisms.losses import Loss, response_loss
-from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.problem import Loss, Problem, response_loss
 
 __all__ = [
     "Decoder",

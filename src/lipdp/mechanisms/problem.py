@@ -1,12 +1,21 @@
-"""What is asked: the query, the budget, the size and range of the data, and the loss."""
+"""What is asked: a statistic with its exact sensitivity under replacing one record, on so many records in public bounds, and what
+an answer costs that is off.
+
+Inside this package every dataset is in *unit* form: t = (x − lo)/(hi − lo), sorted along the last axis. Both steps are harmless:
+the scaling is public, and all queries are symmetric (sorting is non-expansive in L1).
+
+squared:  (q(x) − r)²
+quantile: #{i : min(q(x), r) < x_i < max(q(x), r)}, the number of points between the truth and the answer
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,10 +23,151 @@ from torch import Tensor
 from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
-from lipdp.mechanisms.losses import Loss, check_loss
-from lipdp.mechanisms.queries import Query, parse_query
 
-__all__ = ["Problem"]
+__all__ = ["Loss", "Problem", "Query", "check_loss", "parse_query", "rank_between", "response_loss", "smooth_loss", "with_ends"]
+
+
+Loss = Literal["squared", "quantile"]
+
+
+def check_loss(loss: str, query: Query) -> Loss:
+    """The loss's name, or why it makes no sense here."""
+    if loss not in get_args(Loss):
+        raise ConfigurationError(f"loss is {loss!r}: choose one of {', '.join(get_args(Loss))}.")
+    if loss == "quantile" and query.kind == "variance":
+        raise ConfigurationError(
+            "loss='quantile' counts data points between truth and answer, but a variance is no point of the data's axis. "
+            "Use loss='squared' for the variance."
+        )
+    return loss  # type: ignore[return-value]
+
+
+def response_loss(loss: Loss, t: Tensor, truth: Tensor, answer: Tensor) -> Tensor:
+    """L(x, q(x), r) for sorted unit datasets (batch, n), truths (batch,) and answers (batch, R), as (batch, R)."""
+    q = truth[:, None]
+    if loss == "squared":
+        return (answer - q) ** 2
+    low, high = torch.minimum(q, answer).contiguous(), torch.maximum(q, answer).contiguous()
+    data = t.contiguous()
+    inside = torch.searchsorted(data, high) - torch.searchsorted(data, low, right=True)
+    return inside.clamp(min=0).to(t.dtype)
+
+
+def smooth_loss(loss: Loss, t: Tensor, truth: Tensor, answer: Tensor) -> Tensor:
+    """The same with a useful derivative in the answer, for training; answers (batch, R) too.
+
+    For the quantile error, counts become ranks: the piecewise-linear interpolation of the empirical distribution between
+    neighbouring points (0 at the low end of the domain, n at the high end).
+    """
+    if loss == "squared":
+        return (answer - truth[:, None]) ** 2
+    ends = with_ends(t)
+    return (rank_between(ends, answer) - rank_between(ends, truth[:, None])).abs()
+
+
+def with_ends(t: Tensor) -> Tensor:
+    """Sorted unit datasets with 0 before and 1 behind, (batch, n + 2)."""
+    batch = t.shape[0]
+    return torch.cat([t.new_zeros(batch, 1), t, t.new_ones(batch, 1)], 1)
+
+
+def rank_between(ends: Tensor, value: Tensor) -> Tensor:
+    """How many points lie below each value, interpolated between neighbouring points; from :func:`with_ends`."""
+    n = ends.shape[1] - 2
+    inside = value.detach().clamp(0, 1).contiguous()
+    place = (torch.searchsorted(ends, inside, right=True) - 1).clamp(0, n)
+    left, right = ends.gather(1, place), ends.gather(1, place + 1)
+    # Outside of [0, 1] the slope continues, so that a stray answer is drawn back in.
+    part = (value - left) / (right - left).clamp(min=1e-6)
+    inner = place + part
+    outside = torch.where(value < 0, value * n, n + (value - 1) * n)
+    return torch.where((value < 0) | (value > 1), outside, inner)
+
+
+@dataclass(frozen=True)
+class Query:
+    """One statistic of n points of [0, 1]: ``mean``, ``variance`` (÷ n) or ``quantile`` of level ``p``.
+
+    The p-quantile of sorted points x_1 ≤ … ≤ x_n is (x_k + x_{k+1})/2 where k = np is whole, and x_⌈np⌉ elsewhere; the
+    median is p = ½ and "p10" is p = 0.1.
+
+    Sensitivities on [0, 1]: mean 1/n; variance (n−1)/n² (from one point away from n−1 equal ones to none); quantile ½ for
+    the midpoint, 1 elsewhere. Proof for the midpoint: replacing a point shifts the order by at most one place, so the answer
+    moves by at most (x_{k+2} − x_k)/2 or (x_{k+1} − x_{k−1})/2 ≤ ½; half the points at 0 and half at 1 reach it.
+    """
+
+    kind: Literal["mean", "variance", "quantile"]
+    p: Annotated[Fraction, Range(least=0, most=1)] = Fraction(1, 2)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a query")
+
+    @property
+    def name(self) -> str:
+        """How it is written."""
+        if self.kind != "quantile":
+            return self.kind
+        return "median" if self.p == Fraction(1, 2) else f"p{float(self.p * 100):g}"
+
+    @property
+    def power(self) -> int:
+        """By which power of hi − lo the answer scales: 2 for the variance (which does not shift), else 1."""
+        return 2 if self.kind == "variance" else 1
+
+    def rank(self, n: int) -> float:
+        """np: how many points lie below the answer."""
+        return float(self.p * n)
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """The answers for sorted datasets (batch, n), as (batch,)."""
+        if self.kind == "mean":
+            return t.mean(-1)
+        if self.kind == "variance":
+            return t.var(-1, correction=0)
+        low, high = self._places(t.shape[-1])
+        return (t[..., low] + t[..., high]) / 2
+
+    def sensitivity(self, n: int) -> Fraction:
+        """The exact global sensitivity for n points of [0, 1]."""
+        if self.kind == "mean":
+            return Fraction(1, n)
+        if self.kind == "variance":
+            return Fraction(n - 1, n * n)
+        low, high = self._places(n)
+        return Fraction(1, 1 + high - low)
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"kind": self.kind, "p": str(self.p)}
+
+    def _places(self, n: int) -> tuple[int, int]:
+        """Zero-based places of the two order statistics that are averaged."""
+        k = self.p * n
+        if k.denominator == 1 and 0 < k < n:
+            return int(k) - 1, int(k)
+        place = min(max(-((-k.numerator) // k.denominator), 1), n) - 1
+        return place, place
+
+
+def parse_query(query: str | Query) -> Query:
+    """``"mean"``, ``"variance"``, ``"median"``, ``"p10"``, ``"quantile:0.25"`` or a :class:`Query`."""
+    if isinstance(query, Query):
+        made = query
+    else:
+        text = str(query).strip().lower()
+        percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", text)
+        level = re.fullmatch(r"quantile:(\d*\.?\d+(?:e-?\d+)?)", text)
+        if text in ("mean", "variance"):
+            made = Query(text)  # type: ignore[arg-type]
+        elif text == "median":
+            made = Query("quantile")
+        elif percent or level:
+            made = Query("quantile", Fraction(percent[1]) / 100 if percent else Fraction(level[1] if level else "0"))
+        else:
+            raise ConfigurationError(
+                f"query {query!r} is unknown: choose 'mean', 'variance', 'median', 'p10' (any percentile) or 'quantile:0.25'."
+            )
+    return made
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import UnsupportedError
-from lipdp.mechanisms.losses import response_loss
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Table
-from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.problem import Problem, response_loss
 
 __all__ = ["SmoothSensitivity", "heavy_density", "heavy_quantile", "smooth_sensitivity"]
 

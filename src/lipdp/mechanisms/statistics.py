@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, check_fields
-from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.queries import Query
+from lipdp.mechanisms.problem import Problem, Query
 
 __all__ = ["PiecewiseSum", "QueryState", "QueryStatistic", "Statistic", "SumState", "hats", "knot_sensitivity"]
 

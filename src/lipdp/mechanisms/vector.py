@@ -21,15 +21,13 @@ from lipdp._checks import positive
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import read
 from lipdp.mechanisms.distributions import Distribution, Mixture, draw
-from lipdp.mechanisms.files import load_file, save_file
-from lipdp.mechanisms.learn_sum import train_joint
+from lipdp.mechanisms.files import load_file, payer, save_file
+from lipdp.mechanisms.learn_parts import train_joint
 from lipdp.mechanisms.learning import Settings, learn
-from lipdp.mechanisms.ledger import payer
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, checked_report, from_content
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, NetworkState
-from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.queries import Query, parse_query
+from lipdp.mechanisms.problem import Problem, Query, parse_query
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 

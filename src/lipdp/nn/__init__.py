@@ -16,8 +16,7 @@ from lipdp.nn.embedding import (
 from lipdp.nn.fourier_conv import FourierConv2d
 from lipdp.nn.learned import Abs, BoundedPReLU, Householder, LayerScale
 from lipdp.nn.linear import FrobeniusLinear, L1Linear, SpectralLinear
-from lipdp.nn.normalization import LayerCentering
-from lipdp.nn.norms import GroupNorm, LayerNorm, Normalize, RMSNorm
+from lipdp.nn.norms import GroupNorm, LayerCentering, LayerNorm, Normalize, RMSNorm, Standardize
 from lipdp.nn.pooling import (
     GlobalL2NormPool,
     InvertibleDownsampling,
@@ -28,7 +27,6 @@ from lipdp.nn.pooling import (
     ScaledAvgPool1d,
     ScaledAvgPool2d,
 )
-from lipdp.nn.standardize import Standardize
 
 __all__ = [
     "Abs",

@@ -9,7 +9,7 @@ import torch
 
 from lipdp._numerics import unit_roundoff
 from lipdp.bounds import Call, Transfer, conv_norm_fft, rule, times
-from lipdp.bounds.fourier import grid_factor, grid_for
+from lipdp.bounds.operator_norm import grid_factor, grid_for
 from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity, weighted_transfer
 from lipdp.errors import ConfigurationError
 from lipdp.export.lowering import Site, lowering, placed

@@ -13,7 +13,7 @@ from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import weighted_transfer
 from lipdp.clipping.registry import norm_rule, refuse
-from lipdp.clipping.rules_dense import linear
+from lipdp.clipping.rules_layers import linear
 from lipdp.errors import ConfigurationError
 from lipdp.export.lowering import Site, lowering, placed
 from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised

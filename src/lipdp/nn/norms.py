@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,8 +14,9 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.lowering import Site, lowering, placed
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_box
+from lipdp.twins import Decision, Where, twin
 
-__all__ = ["GroupNorm", "LayerNorm", "Normalize", "RMSNorm"]
+__all__ = ["GroupNorm", "LayerCentering", "LayerNorm", "Normalize", "RMSNorm", "Standardize"]
 
 
 def _checked(name: str, eps: float, scale: float, bias_norm: float) -> tuple[float, float]:
@@ -214,5 +215,158 @@ def _plain_group_norm(layer: GroupNorm, site: Site) -> torch.nn.Module:
 
 @lowering(Normalize)
 def _plain_normalize(layer: Normalize, site: Site) -> torch.Tensor:
+    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
+    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
+
+
+class LayerCentering(torch.nn.Module):
+    """Subtracts each example's own mean: ``y = x − mean(x)`` over ``dim``.
+
+    An orthogonal projection (‖y‖ ≤ ‖x‖, and so for cotangents). It takes batch normalisation's place: the mean is over the
+    example's features, never over the batch.
+
+    Args:
+        dim: dimensions to average over; ``None``: all but the batch. ``1`` centres over channels, ``(2, 3)`` each map.
+    """
+
+    def __init__(self, dim: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.dim = None if dim is None else ((dim,) if isinstance(dim, int) else tuple(dim))
+        if self.dim is not None and (0 in self.dim or not self.dim):
+            raise ConfigurationError(
+                "LayerCentering over dimension 0, or over none, would average over the batch; use dimensions from 1 on"
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Centre each example."""
+        if x.ndim < 2:  # mean over no dimension is torch's mean over all of them, the batch included
+            raise DataError(f"LayerCentering needs examples of at least one dimension, got a tensor of shape {tuple(x.shape)}")
+        return x - x.mean(dim=tuple(range(1, x.ndim)) if self.dim is None else self.dim, keepdim=True)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"dim={self.dim}"
+
+
+@rule(LayerCentering)
+def _layer_centering(layer: LayerCentering, call: Call) -> Transfer:
+    """I − 11ᵀ/n is an orthogonal projection: symmetric, of norm 1."""
+    x = call.inputs[0]
+    dims = tuple(range(1, call.rank)) if layer.dim is None else call.dims(layer.dim)
+    return Transfer(Bound(x.norm, x.shape, x.row_norm if dims == (call.rank - 1,) else math.inf))
+
+
+@lowering(LayerCentering)
+def _plain_centering(layer: LayerCentering, site: Site) -> torch.Tensor:
+    dims = tuple(range(1, len(site.shape) + 1)) if layer.dim is None else layer.dim
+    return site.x - torch.mean(site.x, dim=dims, keepdim=True)
+
+
+@twin(
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.modules.instancenorm._InstanceNorm,
+    torch.nn.LayerNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RMSNorm,
+)
+def _twin_of_norm(module: torch.nn.Module, where: Where) -> Decision:
+    """Centring over the same features, without the division by a standard deviation, whose slope has no useful bound."""
+    dims: tuple[int, ...] | None = None
+    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        dims = tuple(range(-len(module.normalized_shape), 0))
+    elif isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
+        dims = tuple(range(2, len(where.shape) + 1))
+    averaged = math.prod(where.shape if dims is None else where.shape[dims[0] if dims[0] < 0 else dims[0] - 1 :])
+    if averaged == 1:
+        return Decision("removed", None, "centring one number would leave nothing of it")
+    mixing = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    return Decision("replaced", LayerCentering(dims), "over each example, never the batch" if mixing else "without scaling")
+
+
+class Standardize(torch.nn.Module):
+    """``y_c = (x_c − μ_c)/σ_c`` per channel (dimension 1), with μ and σ that were paid for; or ``y_c = x_c − μ_c`` with μ alone.
+
+    Means and deviations of private data are a query about them. ``lipdp.plan(…, statistics_budget=0.05)`` sets a part of the
+    budget aside for it, and :func:`lipdp.fit` (or :meth:`lipdp.PrivacyEngine.release_statistics`) releases them once, before
+    the first step, and puts them here. Until then nothing bounds this layer's output, so a
+    :class:`~lipdp.nn.BoundedInput` or :class:`~lipdp.nn.Boundary` has to follow; with it no Δ depends on the statistics.
+
+    Args:
+        channels: size of dimension 1.
+        radius: R, a public bound: for the statistics (only) each record is scaled into the ball of this radius.
+        floor: the least σ, so that a constant channel is not blown up.
+        moments: 2 releases means and deviations. 1 releases the means alone, and leaves σ = 1: one vector instead of two, so at
+            the same cost each mean has √2 times less noise. For features that something public has evened out before.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    ready: torch.Tensor
+
+    def __init__(self, channels: int, radius: float, *, floor: float = 1e-3, moments: Literal[1, 2] = 2) -> None:
+        super().__init__()
+        if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
+            raise ConfigurationError(f"Standardize needs a number of channels of at least 1, not {channels!r}")
+        for name, value in (("radius", radius), ("floor", floor)):
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ConfigurationError(f"Standardize {name} must be a positive finite number, not {value!r}")
+        if isinstance(moments, bool) or moments not in (1, 2):
+            raise ConfigurationError(f"Standardize releases 1 moment (means) or 2 (and deviations), not {moments!r}")
+        self.channels, self.radius, self.floor, self.moments = channels, float(radius), float(floor), moments
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("std", torch.ones(channels))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def set_statistics(self, mean: torch.Tensor, variance: torch.Tensor | None = None) -> None:
+        """Use these: private statistics, or public ones. No variance for a layer of one moment."""
+        if (variance is None) != (self.moments == 1):
+            raise DataError(
+                f"Standardize of {self.moments} moment(s) takes a mean and {'no' if self.moments == 1 else 'a'} variance"
+            )
+        given = (mean,) if variance is None else (mean, variance)
+        if any(values.shape != self.mean.shape for values in given):
+            raise DataError(
+                f"Standardize has {self.channels} channels; the statistics are of shape "
+                + " and ".join(str(tuple(values.shape)) for values in given)
+            )
+        if not all(bool(torch.isfinite(values).all()) for values in given):
+            raise DataError("the statistics hold a NaN or an infinity")
+        self.mean.copy_(mean)
+        if variance is not None:
+            self.std.copy_(variance.clamp_min(self.floor**2).sqrt())
+        self.ready.fill_(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Standardise each channel."""
+        if x.ndim < 2 or x.shape[1] != self.channels:
+            raise DataError(f"Standardize expects {self.channels} channels in dimension 1, got a tensor of shape {tuple(x.shape)}")
+        shape = (1, -1, *([1] * (x.ndim - 2)))
+        return (x - self.mean.to(x.dtype).reshape(shape)) / self.std.to(x.dtype).reshape(shape)
+
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        deviations = f", floor={self.floor:g}" if self.moments == 2 else ", moments=1"
+        return f"{self.channels}, radius={self.radius:g}{deviations}"
+
+
+@rule(Standardize, rounds="each")
+def _standardize(layer: Standardize, call: Call) -> Transfer:
+    """‖(x−μ)/σ‖ ≤ ‖x‖/min σ + √T·‖μ/σ‖ over T positions; 1/min σ-Lipschitz. Unbounded until the statistics are known."""
+    x = call.inputs[0]
+    if not bool(layer.ready):
+        return Transfer(
+            Bound(math.inf, x.shape),
+            (math.inf,),
+            why_infinite="its statistics are not released yet; put BoundedInput or Boundary(norm=…) behind it",
+        )
+    if not bool((torch.isfinite(layer.mean) & torch.isfinite(layer.std) & (layer.std > 0)).all()):
+        raise call.refuse("its statistics are not finite means and positive finite deviations; they were changed. Set them again.")
+    gain = 1 / float(layer.std.min())
+    shift = math.sqrt(math.prod(x.shape[1:])) * float(torch.linalg.vector_norm((layer.mean / layer.std).double()))
+    return Transfer(Bound(times(gain, x.norm) + shift, x.shape), (gain,), exact=False)
+
+
+@lowering(Standardize)
+def _plain_standardize(layer: Standardize, site: Site) -> torch.Tensor:
     mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
     return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
-from lipdp.bounds.registry import has_rule
+from lipdp.bounds.calculus import has_rule
 from lipdp.bounds.rules_weighted import channels_and_spatial
 from lipdp.bounds.windows import as_tuple, multiplicity
 from lipdp.errors import ConfigurationError, DataError

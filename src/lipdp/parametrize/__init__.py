@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from lipdp.parametrize import constraint
-from lipdp.parametrize.block_conv import AOC, BCOP
-from lipdp.parametrize.circular import CircularFFT
 from lipdp.parametrize.constraint import Bjorck, Constraint, Spectral
-from lipdp.parametrize.convolution import ConvGeometry, ConvParametrisation
+from lipdp.parametrize.convolution import CircularFFT, ConvGeometry, ConvParametrisation
 from lipdp.parametrize.effective import Reparametrised, effective_leaves, pull_back
 from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Parametrisation, Polar
-from lipdp.parametrize.skew_conv import SOC
+from lipdp.parametrize.orthogonal_conv import AOC, BCOP, SOC
 
 __all__ = [
     "AOC",

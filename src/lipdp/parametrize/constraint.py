@@ -16,10 +16,9 @@ from lipdp._deferred import holds, is_deferring
 from lipdp._numerics import unit_roundoff
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
-from lipdp.parametrize.block_conv import AOC, BCOP
-from lipdp.parametrize.circular import CircularFFT
+from lipdp.parametrize.convolution import CircularFFT
 from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Polar
-from lipdp.parametrize.skew_conv import SOC
+from lipdp.parametrize.orthogonal_conv import AOC, BCOP, SOC
 
 __all__ = [
     "AOC",
