@@ -13,8 +13,8 @@ from torch import nn
 
 import lipdp.clipping as clipping
 from lipdp.clipping import kernels
-from lipdp.clipping.contribution import Dense, PositionSum, Scatter, combine
-from lipdp.clipping.outer import OuterSum
+from lipdp.clipping.contribution import Dense, PositionSum, Scatter
+from lipdp.clipping.outer import OuterSum, combine
 from lipdp.clipping.rules_conv import ConvSum
 from lipdp.errors import UnsupportedError
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms.experts import probabilities
 from lipdp.mechanisms.networks import LaplaceNetwork, UtilityNetwork
 from lipdp.mechanisms.paper import NetworkStatistic, NetworkUtility, utility_probabilities
+from lipdp.mechanisms.selection import probabilities
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility, RankUtility, Utility
 
 N, R, EPSILON = 12, 16, 1.0

@@ -28,11 +28,8 @@ __all__ = [
 
 # Imported for their effect: they register the rules of torch's own layers and functions.
 from lipdp.bounds import (  # noqa: F401
-    rules_attention,
     rules_elementwise,
     rules_functions,
-    rules_interpolate,
-    rules_modules,
     rules_norms,
     rules_pools,
     rules_shapes,

@@ -1,14 +1,6 @@
 """Fast per-example clipping for any PyTorch model: the norm of every example's gradient, without computing the gradients."""
 
-from lipdp.clipping import (  # noqa: F401  (they register rules)
-    rules_attention,
-    rules_cells,
-    rules_conv,
-    rules_dense,
-    rules_embedding,
-    rules_normalisation,
-    rules_recurrent,
-)
+from lipdp.clipping import rules_conv, rules_layers, rules_sequence  # noqa: F401  (they register rules)
 from lipdp.clipping.clipper import Clipped, Clipper, Method, Pending, clip_batch, clipped_gradients, per_example_norms
 from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter
 from lipdp.clipping.outer import OuterSum

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp._numerics import no_autocast
 from lipdp.behaviour import ByClass
-from lipdp.clipping.contribution import Contribution, combine
+from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.fallback import own_parameters, per_example_fallback
+from lipdp.clipping.outer import combine
 from lipdp.clipping.registry import Contributions, find_norm_rule, find_refusal, is_at_once
 from lipdp.errors import DataError, UnsupportedError
 

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lipdp.clipping.contribution import Contribution, Rows
+from lipdp.clipping.contribution import Contribution
+from lipdp.clipping.outer import Rows
 from lipdp.clipping.record import watched_forward
 from lipdp.clipping.registry import refuse
 from lipdp.clipping.rules_layers import affine

@@ -17,7 +17,7 @@ from torch import Tensor
 from lipdp._checks import whole
 from lipdp.bounds import Analysis, analyse
 from lipdp.data.norms import NOT_PRIVATE
-from lipdp.diagnose.callback import Measured, measure_gradients
+from lipdp.diagnose.norms import Measured, measure_gradients
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import as_loss
 from lipdp.program.dtypes import Types

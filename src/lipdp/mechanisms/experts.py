@@ -4,45 +4,29 @@ Textbook: a constant; Laplace and staircase noise on the query; exponential mech
 utility on the paper's grid of 50; smooth sensitivity; for the variance, both moments. Tuned adds clip windows, grid sizes, a
 noisy clipped mean decoded to a quantile (hard to beat at small ε), and, for the variance, clipped moments (λ·z, z²) whose joint
 L1 sensitivity is calibrated exactly. Strong adds the same moments decoded to quantiles. Each level contains the one before; the
-best of a level is chosen on validation datasets."""
+best of a level is chosen on validation datasets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import NoiseKind, density
 from lipdp.mechanisms.postprocess import Sample, best_responses, tabulate
 from lipdp.mechanisms.problem import Problem, Query
+from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.smooth import SmoothSensitivity, heavy_density, smooth_sensitivity
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic
 from lipdp.mechanisms.utilities import RankUtility, Utility
 
-__all__ = [
-    "Expert",
-    "Level",
-    "Selection",
-    "additive",
-    "best_expert",
-    "best_experts",
-    "catalogue",
-    "experts",
-    "exponential_probabilities",
-    "flip_probabilities",
-    "levels_to",
-    "probabilities",
-    "selection",
-]
-
+__all__ = ["Expert", "Level", "additive", "best_expert", "best_experts", "catalogue", "experts", "levels_to", "selection"]
 
 Level = Literal["textbook", "tuned", "strong"]
 _AXIS = 401  # grid points of decoders over one coordinate
@@ -213,73 +197,3 @@ def best_experts(
 def best_expert(problem: Problem, t: Tensor, validation: Tensor, level: Level = "strong", releasable: bool = True) -> Mechanism:
     """The best expert of one level."""
     return best_experts(problem, t, validation, (level,), releasable)[level]
-
-
-Selection = Literal["exponential", "permute_and_flip"]
-ENOUGH_NODES = 24
-"""Quadrature nodes that are as good as exact (10⁻⁸ for 300 responses at ε = 0.1, less elsewhere), where speed counts."""
-_CHUNK = 200_000  # numbers in one intermediate tensor: what fits in a core's own cache is three times faster
-
-
-@cache
-def _legendre(count: int) -> tuple[np.ndarray, np.ndarray]:
-    places, weights = np.polynomial.legendre.leggauss(count)
-    return (places + 1) / 2, weights / 2
-
-
-def exponential_probabilities(logits: Tensor) -> Tensor:
-    """P_r = a_r / Σ_s a_s, from log a_r (batch, R)."""
-    return torch.softmax(logits, -1)
-
-
-def flip_probabilities(logits: Tensor, nodes: int | None = None) -> Tensor:
-    """P_r = a_r ∫₀¹ Π_{s≠r} (1 − w·a_s) dw, from log a_r ≤ 0 (batch, R) whose largest is 0; differentiable.
-
-    Why: give each candidate a uniform arrival time w; r is the answer where its own coin says stop and no earlier one did.
-    The integrand is a polynomial of degree R−1 in w, so ⌈R/2⌉ Gauss–Legendre nodes are exact. Fewer ``nodes`` serve training.
-    """
-    count = nodes if nodes is not None else (logits.shape[-1] + 1) // 2
-    made: Tensor = _Flip.apply(logits, count)  # type: ignore[no-untyped-call]
-    return made
-
-
-class _Flip(torch.autograd.Function):
-    """The quadrature, with its gradient in closed form: one (batch, nodes, R) tensor is kept instead of five.
-
-    With q_wr = 1/(1 − w·a_r) and E_w = c_w·Π_s(1 − w·a_s): P_r = a_r Σ_w E_w q_wr. Since ∂E_w/∂a_s = −w·E_w·q_ws and
-    q + w·a·q² = q², a gradient g on P gives Σ_w E_w q_ws (g_s·q_ws − w·Σ_r g_r a_r q_wr) on a_s.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, nodes: int) -> Tensor:
-        places, weights = _legendre(nodes)
-        w, c = torch.as_tensor(places, dtype=logits.dtype), torch.as_tensor(weights, dtype=logits.dtype)
-        # Training is in float32, where less than e^-60 is nothing beside 1 but ends in subnormals, which are slow.
-        a = (logits.clamp(min=-60.0) if logits.dtype == torch.float32 else logits).exp()
-        miss = 1 - w[:, None] * a[:, None, :]  # (batch, nodes, R); w < 1 keeps it above 0
-        product = c * miss.log().sum(-1).exp()
-        inverse = miss.reciprocal_()
-        ctx.save_for_backward(a, inverse, product, w)
-        return a * torch.bmm(product[:, None], inverse)[:, 0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        a, inverse, product, w = ctx.saved_tensors
-        (given,) = gradients
-        total = torch.bmm(inverse, (given * a)[:, :, None])[..., 0]
-        own = given * torch.bmm(product[:, None], inverse * inverse)[:, 0]
-        others = torch.bmm((product * total * w)[:, None], inverse)[:, 0]
-        return a * (own - others), None
-
-
-def probabilities(method: Selection, utilities: Tensor, sensitivity: float, epsilon: float, nodes: int | None = None) -> Tensor:
-    """P(r | x) for utilities (batch, R) of sensitivity Δ, as (batch, R)."""
-    if method not in get_args(Selection):
-        raise ConfigurationError(f"method is {method!r}: choose one of {', '.join(get_args(Selection))}.")
-    logits = (utilities - utilities.amax(-1, keepdim=True)) * (epsilon / (2 * sensitivity))
-    if method == "exponential":
-        return exponential_probabilities(logits)
-    exact = (logits.shape[-1] + 1) // 2
-    used = exact if nodes is None else min(nodes, exact)
-    rows = max(_CHUNK // (used * logits.shape[-1]), 1)
-    return torch.cat([flip_probabilities(part, used) for part in torch.split(logits, rows)])

@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms.experts import additive, grid, moments, probabilities, rank_utility, selection
+from lipdp.mechanisms.experts import additive, grid, moments, rank_utility, selection
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import NoiseKind, draw_noise
 from lipdp.mechanisms.postprocess import Network, Sample
 from lipdp.mechanisms.problem import Problem, Query, rank_between, response_loss, with_ends
+from lipdp.mechanisms.selection import probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, hats, knot_sensitivity
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
-from lipdp.mechanisms.experts import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
 from lipdp.mechanisms.postprocess import Decoder, NetworkState, TableState
 from lipdp.mechanisms.problem import Problem, response_loss
+from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
 from lipdp.mechanisms.utilities import LearnedState, RankState, Utility
 from lipdp.privacy.budget import AnyBudget, Budget
