@@ -71,10 +71,9 @@ def twin(*classes: type[torch.nn.Module]) -> Callable[[T], T]:
 
 
 def find_twin(module: torch.nn.Module) -> Twin | None:
-    """What decides about the module: that of its class, or of the nearest base class that has one; only of torch's own layers."""
-    if not type(module).__module__.startswith("torch.nn"):
-        return None
-    return next((_twins[cls] for cls in type(module).__mro__ if cls in _twins), None)
+    """What decides about the module: what its very class was given; of torch's own layers, also that of the nearest base class."""
+    classes = type(module).__mro__ if type(module).__module__.startswith("torch.nn") else (type(module),)
+    return next((_twins[cls] for cls in classes if cls in _twins), None)
 
 
 def keep_trained(new: torch.nn.Module, module: torch.nn.Module) -> None:

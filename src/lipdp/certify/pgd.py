@@ -7,8 +7,8 @@ import copy
 import torch
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.losses import predict
 from lipdp.program.dtypes import Types
-from lipdp.training.evaluation import predict
 
 __all__ = ["attack"]
 

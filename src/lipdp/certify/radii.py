@@ -10,8 +10,8 @@ import torch
 from lipdp._numerics import arithmetic, unit_roundoff
 from lipdp.certify.constants import Network, freeze
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.losses import predict
 from lipdp.program.dtypes import Types
-from lipdp.training.evaluation import predict
 
 __all__ = ["certified_accuracy", "certify"]
 

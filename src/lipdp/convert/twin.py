@@ -190,7 +190,7 @@ def convert(
         own = torch.nn.Sequential(own)
     graph = trace_graph(
         own,
-        has_rule,
+        lambda module: has_rule(module) or find_twin(module) is not None,
         "A conversion needs a forward without data-dependent control flow. Convert the parts that have none, or write the twin "
         "with lipdp.nn by hand.",
     )

@@ -6,7 +6,7 @@ the set the proof assumes (see each loss) and can't buy a larger gradient. Nothi
 
 from __future__ import annotations
 
-from lipdp.losses.base import Loss
+from lipdp.losses.base import Loss, predict
 from lipdp.losses.classification import BCE, CrossEntropy
 from lipdp.losses.margin import HKR, KR, CosineSimilarity, Hinge, MulticlassHinge, MulticlassKR
 from lipdp.losses.regression import MAE, MSE, Huber, SmoothL1, Squares
@@ -28,4 +28,5 @@ __all__ = [
     "SmoothL1",
     "Squares",
     "as_loss",
+    "predict",
 ]

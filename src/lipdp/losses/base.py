@@ -225,3 +225,10 @@ def reduce(values: Tensor, reduction: str) -> Tensor:
     """Sum or average everything but the batch."""
     values = values.flatten(1) if values.ndim > 1 else values.unsqueeze(1)
     return values.mean(1) if reduction == "mean" else values.sum(1)
+
+
+def predict(outputs: torch.Tensor) -> torch.Tensor:
+    """The class with the largest output; for one output, whether it is positive."""
+    if outputs.ndim == 1 or outputs.shape[1] == 1:
+        return (outputs.reshape(len(outputs)) > 0).long()
+    return outputs.argmax(dim=1)

@@ -1,9 +1,10 @@
 """Private training: the plan, the engine, the whole run in one call."""
 
+from lipdp.losses import predict
 from lipdp.training.callbacks import Callback, ProgressBar, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
-from lipdp.training.evaluation import evaluate, predict
+from lipdp.training.evaluation import evaluate
 from lipdp.training.fit import fit
 from lipdp.training.history import History
 from lipdp.training.phases import Phase, cosine_schedule, linear_schedule

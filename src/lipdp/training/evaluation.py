@@ -6,18 +6,12 @@ from typing import Any
 
 import torch
 
+from lipdp.losses import predict
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather
 from lipdp.training.settings import per_example_loss
 
-__all__ = ["evaluate", "predict"]
-
-
-def predict(outputs: torch.Tensor) -> torch.Tensor:
-    """The class with the largest output; for one output, whether it is positive."""
-    if outputs.ndim == 1 or outputs.shape[1] == 1:
-        return (outputs.reshape(len(outputs)) > 0).long()
-    return outputs.argmax(dim=1)
+__all__ = ["evaluate"]
 
 
 def evaluate(
