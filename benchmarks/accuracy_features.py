@@ -28,13 +28,13 @@ from torch import Tensor
 from accuracy_columns import best_by_epsilon, grid, train_columns
 from accuracy_feature_sets import LISTS, START, changes_of
 from lipdp import data
-from lipdp.models.leaves import leaf_images
-from lipdp.models.patches import PatchFeatures
-from lipdp.models.random_relu import RandomReLU
-from lipdp.models.scattering import Scattering2d
-from lipdp.models.scattering_front import channel_weights
-from lipdp.models.scattering_textures import texture_images
-from lipdp.models.straighten import Straightening, straighten_layers
+from lipdp.features.drawn import leaf_images
+from lipdp.features.patches import PatchFeatures
+from lipdp.features.kernels import RandomReLU
+from lipdp.features.scattering import Scattering2d
+from lipdp.features.stacks import channel_weights
+from lipdp.features.drawn import texture_images
+from lipdp.features.straighten import Straightening, straighten_layers
 
 Block = dict[str, Any]
 STATISTICS = 20.0

@@ -190,7 +190,7 @@ def as_recipe(dataset: str, epsilon: float, made: dict[str, Any], setting: dict[
 
 
 def library_block(block: dict[str, Any], flip: bool) -> dict[str, Any]:
-    """A block's settings as lipdp.models.feature_blocks names them."""
+    """A block's settings as lipdp.features.stacks names them."""
     own = {name: value for name, value in block.items() if name not in ("kind", "mix", "shifts", "orders")}
     own["decorrelate"] = block["mix"]
     if block["kind"] == "patch":

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from accuracy_columns import gaussian_mu
 from lipdp import data
 from lipdp.data import Shifts
-from lipdp.models.scattering import Scattering2d
-from lipdp.models.scattering_textures import texture_images
+from lipdp.features.scattering import Scattering2d
+from lipdp.features.drawn import texture_images
 
 Config = dict[str, Any]
 

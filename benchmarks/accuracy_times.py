@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accuracy_columns import Setting, train_columns
 from lipdp import data, models, nn
-from lipdp.models.features import extract_features, split_front
+from lipdp.features.front import extract_features, split_front
 from lipdp.recipes.patches import patch_recipe
 
 STATISTICS = 20.0

@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import data, models
-from lipdp.models.features import split_front
+from lipdp.features.front import split_front
 from lipdp.recipes.features import FeatureRecipe, plan_head, train_on_features
 from lipdp.recipes.handwriting import HANDWRITING
 from lipdp.recipes.mixtures import LARGE, MIXTURES

@@ -16,11 +16,11 @@ from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.data import info as data_info
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.models.feature_blocks import PatchBlock, ScatteringBlock, block_of, feature_front
-from lipdp.models.features import extract_features, split_front
-from lipdp.models.leaves import leaf_images
-from lipdp.models.patches import PatchFeatures, pooling_windows
-from lipdp.models.scattering_textures import texture_images
+from lipdp.features.stacks import PatchBlock, ScatteringBlock, block_of, feature_front
+from lipdp.features.front import extract_features, split_front
+from lipdp.features.drawn import leaf_images
+from lipdp.features.patches import PatchFeatures, pooling_windows
+from lipdp.features.drawn import texture_images
 from lipdp.recipes.catalog import best_recipe
 from lipdp.recipes.features import FeatureRecipe, train_on_features
 from lipdp.recipes.mixtures import MIXTURES

@@ -14,7 +14,7 @@ import lipdp
 from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.models.random_relu import RandomReLU
+from lipdp.features.kernels import RandomReLU
 from lipdp.recipes.features import FeatureRecipe, train_on_features
 from tests.soundness.harness import attack
 

@@ -14,8 +14,8 @@ import lipdp
 from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.models.scattering import Scattering2d
-from lipdp.models.scattering_filters import Spectrum, filter_bank, layer_norm_squared, padded_size
+from lipdp.features.scattering import Scattering2d
+from lipdp.features.scattering import Spectrum, filter_bank, layer_norm_squared, padded_size
 
 
 def wave_image() -> np.ndarray:

@@ -9,9 +9,9 @@ import torch
 
 from lipdp import models, nn
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.models.features import split_front
-from lipdp.models.scattering_front import scattering_front
-from lipdp.models.scattering_layers import Compress, FromGrid, Mix, SideBySide, ToGrid, Window, window
+from lipdp.features.front import split_front
+from lipdp.features.stacks import scattering_front
+from lipdp.features.layers import Compress, FromGrid, Mix, SideBySide, ToGrid, Window, window
 from tests.soundness.harness import attack, impulse_jacobian
 
 
@@ -85,7 +85,7 @@ def test_weights_of_orders_and_colours() -> None:
 
 
 def test_whitening_decorrelates_textures() -> None:
-    from lipdp.models.scattering_textures import texture_images
+    from lipdp.features.drawn import texture_images
 
     def spread(whiten: float) -> float:
         layers, _ = scattering_front((1, 16, 16), scales=((2, 4),), whiten=whiten)

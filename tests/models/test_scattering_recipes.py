@@ -10,7 +10,7 @@ import torch
 
 from lipdp import models
 from lipdp.errors import ConfigurationError
-from lipdp.models.features import split_front
+from lipdp.features.front import split_front
 from lipdp.recipes.features import FeatureRecipe, head_optimizer, plan_head, train_on_features
 
 SMALL: dict[str, Any] = {"scales": ((1, 2),), "order": 1}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipdp import data
-from lipdp.cli.settings import training_size
+from lipdp.cli.options import training_size
 from lipdp.errors import ConfigurationError
 from lipdp.recipes import get, names, prepare
 from lipdp.recipes.parts import batch_of

@@ -15,8 +15,8 @@ from lipdp import data, losses, models
 from lipdp.bounds import analyse
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.models.landmarks import Landmarks
-from lipdp.models.tabular import Asinh, Constant, RandomFourier
+from lipdp.features.kernels import Landmarks
+from lipdp.features.kernels import Asinh, Constant, RandomFourier
 from lipdp.recipes import get, names
 from lipdp.recipes.spaces import RandomSuggester, changed, default_space
 from lipdp.recipes.tabular import AUROC, TabularRecipe, auroc, prepare_table, train_table, worth_settling

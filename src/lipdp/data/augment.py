@@ -34,6 +34,7 @@ __all__ = [
     "Shifts",
     "TestTimeAverage",
     "fixed_views",
+    "is_fixed",
 ]
 
 
@@ -207,6 +208,13 @@ class Compose:
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(repr, self.augmentations))})"
+
+
+def is_fixed(augmentation: object) -> bool:
+    """Whether it makes the same copies every time: nothing is drawn."""
+    if isinstance(augmentation, Compose):
+        return all(map(is_fixed, augmentation.augmentations))
+    return isinstance(augmentation, FixedAugmentation)
 
 
 def fixed_views(augmentation: Augmentation) -> tuple[torch.nn.Module, ...]:
