@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import losses, nn
-from lipdp.data import Flip, PrecomputedCopies
+from lipdp.data import PrecomputedCopies, RandomCrop
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
+from lipdp.features.front import fixed_layers
 from lipdp.training.batches import gather_lazily
 from lipdp.training.query import Sample
-from lipdp.features.front import fixed_layers
 
 from .common import SIZE, engine_of, planned, weights
 
@@ -62,7 +62,7 @@ def test_the_run_is_the_same(copies, hidden, mode):
         for name, value in models[0].state_dict().items():
             assert torch.allclose(model.state_dict()[name].double(), value.double(), atol=1e-5), name
     start = weights(head(mode=mode, hidden=hidden))
-    assert all(float((value - start[name]).norm()) > 0.05 for name, value in weights(models[1]).items())
+    assert all(float((value - start[name]).norm()) > 0.01 for name, value in weights(models[1]).items())
 
 
 def test_clipping_methods_and_mixed_ones_too():
@@ -235,7 +235,7 @@ def test_when_a_run_can_not_be_settled():
     with pytest.raises(ConfigurationError, match="already"):
         engine.settle(stored)
     with pytest.raises(ConfigurationError, match="PrecomputedCopies"):
-        settled(augmentation=Flip())
+        settled(augmentation=RandomCrop(0, 2))
     trained = nn.Sequential(torch.nn.Linear(6, 3), nn.ClipGradient(1.0))
     clipped = planned(trained, method="bookkeeping", max_grad_norm=1.0)
     with pytest.raises(ConfigurationError, match="'0'"):

@@ -141,14 +141,13 @@ class Recipe:
         """T, on the whole training set."""
         return math.ceil(self.epochs * data.info(self.dataset).train_size / self.batch_size - 1e-9)
 
-    def batch_for(self, records: int) -> int:
-        """The expected batch size for a run on so many records.
+    def batch_for(self, records: int, train_size: int) -> int:
+        """The expected batch size for a run on so many records of a training set.
 
         It is the recipe's; or all of them, where a part of the training set is held out and leaves fewer. A batch that the whole
         training set could not give either is left as it is, for the plan to refuse.
         """
-        all_records = data.info(self.dataset).train_size if self.dataset in data.names() else records
-        return min(self.batch_size, records) if self.batch_size <= all_records else self.batch_size
+        return min(self.batch_size, records) if self.batch_size <= train_size else self.batch_size
 
     def make_loss(self) -> Loss:
         """The loss."""
@@ -191,14 +190,14 @@ def _augmentation(value: Any) -> Augmentation | None:
         if value is not None and not isinstance(value, Augmentation):
             raise ConfigurationError(f"augmentation is {value!r}: it has to be one of lipdp.data, or none")
         return value
-    kind, arguments = value.get("kind"), {name: part for name, part in value.items() if name != "kind"}
+    kind, arguments = value.get("kind"), {name: _plain(part) for name, part in value.items() if name != "kind"}
     if kind not in _AUGMENTATIONS:
         raise ConfigurationError(f"augmentation.kind is {kind!r}: it has to be one of {', '.join(_AUGMENTATIONS)}")
     try:
-        made: Augmentation = getattr(data, kind)(**arguments)
+        copies: Augmentation = getattr(data, kind)(**arguments)
     except TypeError as error:
         raise ConfigurationError(f"augmentation does not fit {kind}: {error}") from None
-    return made
+    return copies
 
 
 def _plain(value: Any) -> Any:

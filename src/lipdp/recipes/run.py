@@ -123,7 +123,7 @@ def prepare(
         model,
         loss,
         dataset_size=size,
-        batch_size=chosen.batch_for(size),
+        batch_size=chosen.batch_for(size, known.train_size),
         delta=chosen.delta,
         epochs=None if both else chosen.epochs,
         allocation=chosen.allocation,

@@ -14,17 +14,11 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp import losses, models, nn
 from lipdp.bounds import analyse
-from lipdp.data import info as data_info
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.features.stacks import PatchBlock, ScatteringBlock, block_of, feature_front
+from lipdp.features.drawn import leaf_images, texture_images
 from lipdp.features.front import extract_features, split_front
-from lipdp.features.drawn import leaf_images
 from lipdp.features.patches import PatchFeatures, pooling_windows
-from lipdp.features.drawn import texture_images
-from lipdp.recipes.catalog import best_recipe
-from lipdp.recipes.features import FeatureRecipe, train_on_features
-from lipdp.recipes.mixtures import MIXTURES
-from lipdp.recipes.patches import PATCHES, patch_recipe
+from lipdp.features.stacks import PatchBlock, ScatteringBlock, block_of, feature_front
 from tests.soundness.harness import attack
 
 SMALL: dict[str, Any] = {"patch": 3, "filters": 6, "grid": 2}
@@ -255,31 +249,3 @@ def test_training_on_stored_features() -> None:
     lipdp.fit(head, loss, torch.optim.SGD(head.parameters(), lr=1.0), plan, features, seed=0, reproducible=True)
     assert torch.allclose(model(data.tensors[0]), head(features.tensors[0]), atol=1e-5)
     assert torch.count_nonzero(model(data.tensors[0])) > 0
-
-
-# ------------------------------------------------------------------ recipes
-
-
-def test_a_run_on_digits() -> None:
-    options = {"blocks": [{"kind": "patches", "patch": 3, "filters": 20, "grid": 3, "mirror": False}], "centre": "private"}
-    tiny = FeatureRecipe("tiny", "digits", "patches-linear", options, batch_size=1438, steps=30, delta=1e-4, statistics_budget=0.1)
-    result = train_on_features(tiny.but(learning_rate=30.0), epsilon=8.0, seed=0, reproducible=True, accountant="rdp")
-    assert result.accuracy > 0.85
-    assert result.epsilon <= 8
-    assert [release.name for release in result.plan.releases] == ["statistics"]
-
-
-def test_recipes_take_all_of_the_training_set() -> None:
-    assert {dataset for dataset, _ in PATCHES} == {"cifar10", "fashion_mnist"}
-    for (dataset, epsilon), recipe in PATCHES.items():
-        assert recipe.batch_size == data_info(dataset).train_size
-        assert recipe.name == f"{dataset.replace('_', '-')}-patches-eps{epsilon:g}"
-        assert recipe.statistics_budget == pytest.approx(0.16 / epsilon)
-        assert [block_of(block) for block in recipe.options["blocks"]]
-        assert recipe.provenance
-    assert patch_recipe("cifar10", 4.0) is PATCHES["cifar10", 3.0]
-    assert patch_recipe("cifar10", 6.0) is PATCHES["cifar10", 8.0]
-    assert best_recipe("fashion_mnist", 0.1) is PATCHES["fashion_mnist", 1.0]
-    assert best_recipe("cifar10", 2.0) is MIXTURES["cifar10", 3.0]
-    with pytest.raises(ConfigurationError, match="no recipe"):
-        patch_recipe("digits", 1.0)

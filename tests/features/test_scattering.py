@@ -14,8 +14,7 @@ import lipdp
 from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.features.scattering import Scattering2d
-from lipdp.features.scattering import Spectrum, filter_bank, layer_norm_squared, padded_size
+from lipdp.features.scattering import Scattering2d, Spectrum, filter_bank, layer_norm_squared, padded_size
 
 
 def wave_image() -> np.ndarray:

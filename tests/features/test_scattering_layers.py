@@ -10,8 +10,8 @@ import torch
 from lipdp import models, nn
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.features.front import split_front
-from lipdp.features.stacks import scattering_front
 from lipdp.features.layers import Compress, FromGrid, Mix, SideBySide, ToGrid, Window, window
+from lipdp.features.stacks import scattering_front
 from tests.soundness.harness import attack, impulse_jacobian
 
 

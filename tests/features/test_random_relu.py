@@ -15,7 +15,6 @@ from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.features.kernels import RandomReLU
-from lipdp.recipes.features import FeatureRecipe, train_on_features
 from tests.soundness.harness import attack
 
 
@@ -135,18 +134,3 @@ def test_heads_of_squares() -> None:
     free = models.create("patches-linear", input_shape=(1, 8, 8), classes=3, blocks=BLOCKS, clip=None)
     with pytest.raises(lipdp.errors.UnboundedError):
         lipdp.sensitivities(free, losses.Squares())
-
-
-def test_a_run_on_digits() -> None:
-    options: dict[str, Any] = {"blocks": [{**BLOCKS[0], "L": 6}], "centre": "private", "radius": 1.8, "clip": 0.3, "relu": 1}
-    recipe = FeatureRecipe(
-        "tiny", "digits", "patches-linear", options, batch_size=1438, steps=40, delta=1e-4, statistics_budget=0.05,
-        schedule="linear", learning_rate=2.0, loss="squares",
-    )  # fmt: skip
-    result = train_on_features(recipe, epsilon=8.0, seed=0, reproducible=True, accountant="rdp")
-    assert result.accuracy > 0.93
-    assert result.epsilon <= 8
-    assert isinstance(recipe.make_loss(), losses.Squares)
-    assert isinstance(recipe.but(loss="cross_entropy").make_loss(), losses.CrossEntropy)
-    with pytest.raises(ConfigurationError, match="loss must be"):
-        recipe.but(loss="hinge")

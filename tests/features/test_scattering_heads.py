@@ -15,9 +15,9 @@ from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.data import Flip, PrecomputedCopies, RandomCrop, Shifts
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
+from lipdp.features.drawn import texture_images, texture_statistics
 from lipdp.features.front import FrozenFeatures, extract_features, split_front
 from lipdp.features.scattering import Scattering2d
-from lipdp.features.drawn import texture_images, texture_statistics
 from tests.soundness.harness import attack
 
 SMALL: dict[str, Any] = {"scales": ((1, 2),), "order": 1}
