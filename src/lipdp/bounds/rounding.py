@@ -145,7 +145,7 @@ def _adapts(traced: _Graph, node: fx.Node) -> bool:
 
 # By the file that an operation's rule is in: whether it moves numbers, or works element by element.
 _MOVES = {"rules_shapes", "propagate"}
-_EACH = {"rules_elementwise", "activation", "learned", "container", "standardize", "views"}
+_EACH = {"rules_elementwise", "activation", "learned", "container", "standardize", "augment"}
 _BALLS = {"boundary", "front"}
 _MOVING = {"where", "masked_fill", "amax", "amin", "maximum", "minimum"}
 
