@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import losses, nn
-from lipdp.data import PrecomputedCopies, RandomCrop
+from lipdp.data import Flip, PrecomputedCopies, RandomCrop
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, UnsupportedError
 from lipdp.features.front import fixed_layers
 from lipdp.training.batches import gather_lazily
@@ -252,6 +252,73 @@ def test_when_a_run_can_not_be_settled():
     wrapped = Wrapped()
     with pytest.raises(ConfigurationError, match="Sequential"):
         engine_of(wrapped, planned(wrapped)).settle(records())
+
+
+def test_a_cache_is_for_stored_outputs_of_tensors(tmp_path):
+    with pytest.raises(ConfigurationError, match="settle=True"):
+        run(head(), records(), False, cache=tmp_path)
+    model = nn.Sequential(nn.BoundedInput((12,)), torch.nn.Linear(12, 3), nn.ClipGradient(0.5))
+    listed = [(x.flatten(), y) for x, y in records()]
+    with pytest.raises(ConfigurationError, match="TensorDataset"):
+        run(model, listed, True, plan=planned(model), cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class _Doubled(torch.nn.Module):
+    """Fixed, in front of a Standardize: what a first stage applies."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def test_two_stages_are_the_same_run_and_both_are_watched(tmp_path):
+    def staged():
+        return nn.Sequential(_Doubled(), *head())
+
+    models = []
+    for settle, cache in ((False, None), (True, None), (True, tmp_path), (True, tmp_path)):
+        models.append(staged())
+        run(models[-1], records(), settle, cache=cache, input_shape=(4, 3), plan=plan_of(models[-1]))
+    for model in models[1:]:
+        for name, value in models[0].state_dict().items():
+            assert torch.allclose(model.state_dict()[name].double(), value.double(), atol=1e-5), name
+    (file,) = tmp_path.iterdir()
+    assert torch.equal(torch.load(file, weights_only=True), 2 * records().tensors[0])  # nothing of the statistics
+    model, data = staged(), records()
+    engine = engine_of(model, plan_of(model), input_shape=(4, 3))
+    first = engine.settle(data)
+    assert first.tensors[0].shape == (SIZE, 4, 3)
+    with pytest.raises(ConfigurationError, match="release the statistics"):
+        engine.settle(first)
+    with pytest.raises(ConfigurationError, match="already"):
+        engine.settle(data)
+    engine.release_statistics(first)
+    second = engine.settle(first)
+    assert second.tensors[0].shape == (SIZE, 12)
+    assert second.tensors[0].data_ptr() == first.tensors[0].data_ptr()  # the library's own memory is used again
+    engine.step(*next(engine.batches(second)))
+    engine.model[1].mean.add_(0.5)
+    with pytest.raises(ConfigurationError, match="has changed"):
+        engine.step(*next(engine.batches(second)))
+
+
+def plan_of(model):
+    return planned(model, epsilon=8.0, steps=10, statistics_budget=0.2, input_shape=(4, 3))
+
+
+def test_fixed_copies_go_through_the_front_once():
+    models = []
+    for settle in (False, True):
+        model = nn.Sequential(
+            nn.Standardize(4, radius=4.0), nn.BoundedInput((4, 3)), nn.Flatten(), torch.nn.Linear(12, 3), nn.ClipGradient(0.5)
+        )
+        torch.nn.init.zeros_(model[3].weight)
+        torch.nn.init.zeros_(model[3].bias)
+        run(model, records(), settle, augmentation=Flip())
+        models.append(model)
+    for name, value in models[0].state_dict().items():
+        assert torch.allclose(models[1].state_dict()[name].double(), value.double(), atol=1e-5), name
+    assert float((models[0][3].weight - head()[3].weight).detach().norm()) > 0.01
 
 
 def test_what_is_fixed():

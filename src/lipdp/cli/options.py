@@ -43,7 +43,12 @@ __all__ = [
 _BUDGET, _RECIPE, _OUTPUT = "Privacy", "Recipe settings", "Output"
 
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A name that `lipdp recipes` lists, e.g. digits.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",
+        show_default=False,
+    ),
 ]
 Epsilon = Annotated[
     float | None,

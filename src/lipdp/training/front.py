@@ -179,10 +179,10 @@ def settle(
 
 
 def _why_nothing(layers: list[tuple[str, Any]], before: Settled | None, waiting: bool) -> str:
-    if before is not None:
-        return "this run is settled already: its steps are on the dataset that engine.settle() gave"
     if waiting:
         return "release the statistics before you settle: the layer that gets them is not fixed until then, and comes first"
+    if before is not None:
+        return "this run is settled already: its steps are on the dataset that engine.settle() gave"
     return f"nothing in this model is fixed: its first layer, '{layers[0][0]}', is trained, random or clips"
 
 

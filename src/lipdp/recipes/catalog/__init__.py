@@ -27,6 +27,7 @@ __all__ = ["get", "names", "nearest_budget", "read_recipes", "save_recipe", "to_
 _BEST, _WITHOUT = "best", "without"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 120
+_IN_FILE = re.compile(r"\.toml(:|$)")
 
 
 def names() -> tuple[str, ...]:
@@ -36,12 +37,25 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str, epsilon: float | None = None) -> Recipe:
-    """A recipe by name; a dataset's name means the best recipe for it, at the budget nearest to ``epsilon`` (by default 3)."""
+    """A recipe by name; a dataset's name means the best recipe for it, at the budget nearest to ``epsilon`` (by default 3).
+
+    ``FILE.toml:NAME`` is a recipe of a file, and ``FILE.toml`` its only one.
+    """
+    if isinstance(name, str) and _IN_FILE.search(name):
+        return _of_file(name)
     recipes, best = _shipped()
     short = ", ".join(best)
     choices = f"{short} mean the best recipe for the dataset; `lipdp recipes` (or lipdp.recipes.names()) lists all {len(names())}."
     meant = choose("recipe", name, names(), choices)
     return nearest_budget(best[meant], Recipe.epsilon if epsilon is None else epsilon) if meant in best else recipes[meant]
+
+
+def _of_file(name: str) -> Recipe:
+    file, _, own = name.partition(".toml")
+    known = read_recipes(f"{file}.toml")
+    if own == "" and len(known) == 1:
+        return next(iter(known.values()))
+    return known[choose(f"recipe in '{file}.toml'", own.removeprefix(":"), known)]
 
 
 def nearest_budget(recipes: Iterable[Recipe], epsilon: float) -> Recipe:
