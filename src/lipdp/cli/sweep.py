@@ -159,15 +159,15 @@ def _search(
     from lipdp.recipes.sweep import final_test, search
 
     with _bar(trials) as progress:
-        found = search(wanted, trials=trials, minutes=minutes, workers=workers, progress=progress)
-    report = _report(wanted, found)
+        finding = search(wanted, trials=trials, minutes=minutes, workers=workers, progress=progress)
+    report = _report(wanted, finding)
     if saved is not None:
-        save_recipe(found.to_recipe(wanted, saved[1]), saved[0])
+        save_recipe(finding.to_recipe(wanted, saved[1]), saved[0])
         report["saved"] = {"file": str(saved[0]), "recipe": saved[1]}
     if seeds:
-        figures = final_test(wanted, found.recipe, seeds)
+        figures = final_test(wanted, finding.recipe, seeds)
         report["test"] = {
-            "metric": found.metric,
+            "metric": finding.metric,
             "mean": figures.mean,
             "std": figures.std,
             "scores": list(figures.scores),
@@ -177,11 +177,11 @@ def _search(
     if as_json:
         print_json(report)
         return
-    counts = f"{found.complete} complete, {found.pruned} stopped early, {found.failed} refused; {duration(found.seconds)}"
+    counts = f"{finding.complete} complete, {finding.pruned} stopped early, {finding.failed} refused; {duration(finding.seconds)}"
     fields = [
         ("search", f"{wanted.study}: {counts}"),
-        ("best", f"held-out {found.metric} {100 * found.score:.2f}% (the best of many: optimistic)"),
-        ("settings", _settings(found.settings)),
+        ("best", f"held-out {finding.metric} {100 * finding.score:.2f}% (the best of many: optimistic)"),
+        ("settings", _settings(finding.settings)),
     ]
     if seeds:
         shown = report["test"]
@@ -201,61 +201,61 @@ def _tune(
     from lipdp.privacy.tuning import Repetitions
     from lipdp.recipes.private_tuning import tune_privately
 
-    found = tune_privately(wanted, Repetitions(trials, _shape(distribution)), budget=budget)
+    finding = tune_privately(wanted, Repetitions(trials, _shape(distribution)), budget=budget)
     report: dict[str, Any] = {
         "recipe": wanted.recipe.name,
         "space": wanted.chosen_space.name,
         "private_tuning": True,
-        "epsilon": found.epsilon,
-        "delta": found.delta,
-        "run_epsilon": found.run_epsilon,
+        "epsilon": finding.epsilon,
+        "delta": finding.delta,
+        "run_epsilon": finding.run_epsilon,
         "mean_trials": trials,
         "repetitions": distribution,
         "metric": "accuracy",
-        "score": found.score,
-        "score_noise": found.score_noise,
-        "settings": found.settings,
+        "score": finding.score,
+        "score_noise": finding.score_noise,
+        "settings": finding.settings,
     }
     if weights is not None:
         weights.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({name: tensor.cpu() for name, tensor in found.model.state_dict().items()}, weights)
+        torch.save({name: tensor.cpu() for name, tensor in finding.model.state_dict().items()}, weights)
     if test:
         from lipdp import data
         from lipdp.losses import CrossEntropy
         from lipdp.training import evaluate
 
         held = data.load(wanted.recipe.dataset, root=wanted.root)[1]
-        report["test"] = {"accuracy": evaluate(found.model, CrossEntropy(), held, device=wanted.device)["accuracy"]}
+        report["test"] = {"accuracy": evaluate(finding.model, CrossEntropy(), held, device=wanted.device)["accuracy"]}
     if as_json:
         print_json(report)
         return
     fields = [
         (
             "guarantee",
-            f"{guarantee(found.epsilon, found.delta)} for settings, model and score; one run alone {found.run_epsilon:.3g}",
+            f"{guarantee(finding.epsilon, finding.delta)} for settings, model and score; one run alone {finding.run_epsilon:.3g}",
         ),
-        ("best", f"held-out accuracy {100 * found.score:.2f}%, of which noise about ±{100 * found.score_noise:.2g}"),
-        ("settings", _settings(found.settings)),
+        ("best", f"held-out accuracy {100 * finding.score:.2f}%, of which noise about ±{100 * finding.score_noise:.2g}"),
+        ("settings", _settings(finding.settings)),
     ]
     if test:
         fields.append(("test", f"accuracy {100 * report['test']['accuracy']:.2f}%, of the chosen model"))
     print_fields(console(), fields)
 
 
-def _report(wanted: Sweep, found: Finding) -> dict[str, Any]:
+def _report(wanted: Sweep, finding: Finding) -> dict[str, Any]:
     return {
         "recipe": wanted.recipe.name,
         "space": wanted.chosen_space.name,
         "private_tuning": False,
         "epsilon": wanted.epsilon,
-        "metric": found.metric,
-        "score": found.score,
-        "settings": found.settings,
-        "complete": found.complete,
-        "pruned": found.pruned,
-        "failed": found.failed,
-        "failure": found.failure,
-        "seconds": found.seconds,
+        "metric": finding.metric,
+        "score": finding.score,
+        "settings": finding.settings,
+        "complete": finding.complete,
+        "pruned": finding.pruned,
+        "failed": finding.failed,
+        "failure": finding.failure,
+        "seconds": finding.seconds,
         "storage": wanted.storage,
         "histories": wanted.histories,
     }

@@ -207,8 +207,8 @@ class Compose:
         """In order; the parts draw from the one generator, in order."""
         copies = x.unsqueeze(1)
         for augmentation in self.augmentations:
-            made = augmentation(copies.flatten(0, 1), generator)
-            copies = made.reshape(len(x), copies.shape[1] * augmentation.copies, *made.shape[2:])
+            more = augmentation(copies.flatten(0, 1), generator)
+            copies = more.reshape(len(x), copies.shape[1] * augmentation.copies, *more.shape[2:])
         return copies
 
     def __repr__(self) -> str:

@@ -207,11 +207,11 @@ def read_batch(path: Path, *, rows: int, row_size: int, classes: int) -> tuple[B
     array = content.get(b"data", content.get("data"))
     labels = content.get(b"labels", content.get("labels"))
     if not isinstance(array, _Array) or array.value.shape != (rows, row_size):
-        found = array.value.shape if isinstance(array, _Array) else type(array).__name__
-        raise _bad(path, f"its data should be an array of shape {(rows, row_size)}, and is {found}")
+        what = array.value.shape if isinstance(array, _Array) else type(array).__name__
+        raise _bad(path, f"its data should be an array of shape {(rows, row_size)}, and is {what}")
     if not isinstance(labels, list) or len(labels) != rows:
-        found = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
-        raise _bad(path, f"its labels should be a list of {rows}, and are {found}")
+        what = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
+        raise _bad(path, f"its labels should be a list of {rows}, and are {what}")
     for label in labels:
         if type(label) is not int or not 0 <= label < classes:
             raise _bad(path, f"it has the label {label!r}, and labels are 0 to {classes - 1}")

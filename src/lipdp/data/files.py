@@ -68,12 +68,12 @@ def verify(dataset: str, remote: RemoteFile, path: Path) -> None:
     """Compare the sha256 of a file on disk with the published one."""
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{dataset}: {path} cannot be read ({error}). Check its permissions.") from error
-    if found != remote.sha256:
+    if digest != remote.sha256:
         raise DataError(
-            f"{dataset}: {path} is corrupt: its sha256 is {found}, but that of the published file is {remote.sha256}. "
+            f"{dataset}: {path} is corrupt: its sha256 is {digest}, but that of the published file is {remote.sha256}. "
             "Delete it and load again."
         )
 

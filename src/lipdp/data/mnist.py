@@ -150,8 +150,8 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
     except (OSError, EOFError, zlib.error, OverflowError, MemoryError) as error:
         raise _bad(path, f"it cannot be unpacked ({type(error).__name__}: {error})") from error
     if len(content) != count:
-        found = "holds more" if len(content) > count else f"is truncated after {len(content)}"
-        raise _bad(path, f"it announces {'×'.join(map(str, shape))} = {count} bytes and {found}")
+        held = "holds more" if len(content) > count else f"is truncated after {len(content)}"
+        raise _bad(path, f"it announces {'×'.join(map(str, shape))} = {count} bytes and {held}")
     # A copy: what frombuffer gives is read-only, and torch warns of that.
     return np.frombuffer(content, dtype=np.uint8).reshape(shape).copy()
 

@@ -76,19 +76,21 @@ def map_inputs(
     inputs, *rest = dataset.tensors
     with torch.no_grad():
         parts = [function(part.to(device)).to(inputs.device) for part in torch.split(inputs, whole("batch_size", batch_size))]
-    made = torch.cat(parts)
-    if len(made) != len(inputs):
-        raise DataError(f"the function made {len(made)} examples of {len(inputs)}; it has to keep their number and order")
-    _refuse_mixing(inputs, made, function, device)
-    return TensorDataset(made, *rest)
+    outputs = torch.cat(parts)
+    if len(outputs) != len(inputs):
+        raise DataError(f"the function made {len(outputs)} examples of {len(inputs)}; it has to keep their number and order")
+    _refuse_mixing(inputs, outputs, function, device)
+    return TensorDataset(outputs, *rest)
 
 
-def _refuse_mixing(inputs: Tensor, made: Tensor, function: Callable[[Tensor], Tensor], device: torch.device | str | None) -> None:
+def _refuse_mixing(
+    inputs: Tensor, outputs: Tensor, function: Callable[[Tensor], Tensor], device: torch.device | str | None
+) -> None:
     for index in range(min(3, len(inputs))):
         with torch.no_grad():
-            alone = function(inputs[index : index + 1].to(device)).to(made.device)[0]
-        together = made[index]
-        if made.is_floating_point():
+            alone = function(inputs[index : index + 1].to(device)).to(outputs.device)[0]
+        together = outputs[index]
+        if outputs.is_floating_point():
             scale = float(together.abs().max()) if together.numel() else 0.0
             # Matrix products round differently in batches of another size.
             same = torch.allclose(alone, together, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)

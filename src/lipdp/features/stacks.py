@@ -344,10 +344,10 @@ def feature_front(
         raise ConfigurationError("features need at least one block")
     if not all(math.isfinite(block.weight) and block.weight > 0 for block in chosen):
         raise ConfigurationError(f"the weights of blocks are positive numbers, not {[block.weight for block in chosen]}")
-    made = [_layers(tuple(input_shape), block) for block in chosen]
-    width = sum(size for _, size in made)
+    stacks = [_layers(tuple(input_shape), block) for block in chosen]
+    width = sum(size for _, size in stacks)
     layers: list[torch.nn.Module] = straighten_layers(input_shape, straighten)
-    layers.append(SideBySide(*(nn.Sequential(*parts) for parts, _ in made)))
+    layers.append(SideBySide(*(nn.Sequential(*parts) for parts, _ in stacks)))
     if centre == "private":
         length = radius * math.sqrt(sum(block.weight**2 for block in chosen))
         layers.append(nn.Standardize(width, radius=length, moments=1))

@@ -96,16 +96,16 @@ def tune_privately(
     charge(budget, Approximate(total, recipe.delta, "add_remove"), f"private tuning of {recipe.name}")
     for number in range(repetitions.draw(generator(key, 0, "repetitions"))):
         settings = space.settings(RandomSuggester(derive_seed(key, number, "settings")), recipe)
-        made = ready(settings, one, derive_seed(key, number, "weights"))
-        if made.plan.run != reference:
+        trial = ready(settings, one, derive_seed(key, number, "weights"))
+        if trial.plan.run != reference:
             raise BudgetError(f"the settings {settings} change what a run releases: its curve is not the one accounted for")
-        figure = _accuracy(made, learn, held_out, sweep.device, derive_seed(key, number, "run"))
+        figure = _accuracy(trial, learn, held_out, sweep.device, derive_seed(key, number, "run"))
         # The count of correct records is a whole number, so it lies on the noise's grid.
         correct = {"score": torch.tensor(float(round(figure * len(held_out))), dtype=torch.float64)}
         noised = add_noise(correct, {"score": noise * len(held_out)}, generator(key, number, "score"))
         score = float(noised["score"]) / len(held_out)
         if best is None or score > best.score:
-            best = PrivateFinding(made.recipe, settings, score, total, recipe.delta, one, repetitions, noise, made.model)
+            best = PrivateFinding(trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model)
         if progress is not None:
             progress()
     if best is None:
@@ -133,6 +133,6 @@ def _parts(sweep: Sweep, recipe: Recipe) -> tuple[TensorDataset, TensorDataset, 
 
 
 @several_runs()  # they are accounted for together
-def _accuracy(made: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
-    fit_prepared(made, learn, seed=seed, device=device, evaluations=1)
-    return evaluate(made.model, made.loss, held_out, device=device)["accuracy"]
+def _accuracy(ready: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
+    fit_prepared(ready, learn, seed=seed, device=device, evaluations=1)
+    return evaluate(ready.model, ready.loss, held_out, device=device)["accuracy"]
