@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from lipdp import data, models, recipes
 from lipdp._names import match
 from lipdp.errors import ConfigurationError
-from lipdp.recipes.catalog import best_recipe
 from lipdp.recipes.spaces import default_space, get_space, space_names
 
 LOOKUPS = {
@@ -86,5 +85,5 @@ def test_recipes_keep_the_listed_names():
     table = recipes.get("ADBENCH_yeast")
     assert default_space(table.but(dataset="AdBench-Yeast")).name == default_space(table).name == "tabular-small"
     assert recipes.get("mnist-mlp").but(model="LeNet").model == "lenet"
-    assert best_recipe("Fashion-MNIST", 3.0).dataset == "fashion_mnist"
+    assert recipes.get("Fashion-MNIST", 3.0).dataset == "fashion_mnist"
     assert models.create("Plain_CNN", input_shape=(1, 28, 28), classes=10).lipdp_config["name"] == "plain-cnn"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lipdp import models
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError, LipdpWarning
 from lipdp.fields import Count, check_weights, read
 from lipdp.parametrize import project_outside_
@@ -119,6 +118,8 @@ class _Saved:
 
 def _build(saved: _Saved, path: str | Path) -> torch.nn.Module:
     """The model as it was made, without the weights; nothing in it may be far larger than what the file holds."""
+    from lipdp import models  # whose layers bring their rules for export
+
     config = saved.config
     if not _plain(config.options) or not _moderate(config.options):
         raise CheckpointError(

@@ -11,7 +11,7 @@ from lipdp import models, nn, parametrize
 from lipdp.certify import attack, certified_accuracy, certify
 from lipdp.certify.radii import chord_radius
 from lipdp.errors import ConfigurationError, DataError, UnboundedError, UnsupportedError
-from lipdp.training.evaluation import predict
+from lipdp.losses import predict
 
 
 class Net(torch.nn.Module):

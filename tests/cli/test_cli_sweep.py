@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lipdp.recipes import spaces
+from lipdp.recipes import get, read_recipes, spaces
 from lipdp.recipes.spaces import Choice, Range, Space
 
 pytest.importorskip("optuna")
@@ -43,6 +43,30 @@ def test_sweep_then_test(lipdp):
     assert "not paid for" in done.stdout
 
 
+def test_what_was_found_is_saved_as_a_recipe_and_can_be_run(lipdp, tmp_path):
+    file = tmp_path / "mine.toml"
+    search = ("sweep", "digits", *FIXED, "--epsilon", 5, "--space", "small", "--trials", 1, "--no-prune", "--save", file)
+    done = lipdp(*search, "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["saved"] == {"file": str(file), "recipe": "digits-mlp-found"}
+    (saved,) = read_recipes(file).values()
+    changes = {**done.json["settings"], "options.hidden": tuple(done.json["settings"]["options.hidden"])}
+    found = get("digits").but(batch_size=512, epochs=1).changed(changes)
+    assert saved == found.but(name="digits-mlp-found", epsilon=5.0, provenance=saved.provenance)
+    assert "best of 1 trials of lipdp sweep digits-mlp" in saved.provenance
+    assert "held out" in saved.provenance
+    again = lipdp(*search)  # refused before anything is trained
+    assert again.code == 2
+    assert "another --name" in again.stderr
+    assert lipdp(*search, "--name", "other").code == 0
+    assert list(read_recipes(file)) == ["digits-mlp-found", "other"]
+    run = lipdp("train", f"{file}:other", "--json")
+    assert run.code == 0, run.stderr
+    assert (run.json["recipe"], run.json["epsilon"] <= 5) == ("other", True)
+    assert run.json["epsilon"] > 4.9  # the recipe's own budget
+    assert "'other'" in lipdp("train", f"{file}:othr").stderr
+
+
 def test_private_tuning(lipdp, tmp_path):
     weights = tmp_path / "chosen.pt"
     done = lipdp(
@@ -77,6 +101,8 @@ def test_private_tuning(lipdp, tmp_path):
         (("digits", "--trials", "2", "--space", "moon"), "paper-cifar10"),
         (("digits", "--trials", "2", "--private-tuning", "--storage", "x"), "random and secret"),
         (("digits", "--private-tuning"), "--trials"),
+        (("digits", "--trials", "2", "--private-tuning", "--save", "x.toml"), "secret"),
+        (("digits", "--trials", "2", "--name", "mine"), "--save"),
         (("digits", "--trials", "2", "--private-tuning", "--repetitions", "uniform"), "geometric"),
         (("digits", "--trials", "2", "--weights", "x"), "--private-tuning"),
         (("digits", "--trials", "2", "--radii", "a"), "--radii"),

@@ -13,7 +13,7 @@ from lipdp import losses, nn
 from lipdp.bounds import analyse
 from lipdp.clipping import per_example_norms
 from lipdp.data import Augmentation, Compose, Flip, Identity, PrecomputedCopies, RandomCrop, Shifts, TestTimeAverage
-from lipdp.data.views import Shift
+from lipdp.data.augment import Shift
 from lipdp.errors import ConfigurationError, DataError
 
 SIX = Shifts([(0, 0), (2, 2), (-2, -2)], flip=True)

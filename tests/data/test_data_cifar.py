@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipdp.data.batches import read_batch
-from lipdp.data.cifar10 import CIFAR10, CifarBatches
+from lipdp.data.cifar10 import CIFAR10, CifarBatches, read_batch
 from lipdp.data.files import RemoteFile
 from lipdp.data.info import DatasetInfo
 from lipdp.errors import DataError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lipdp import data
-from lipdp.data import files, progress
+from lipdp.data import files
 from lipdp.data.files import RemoteFile, ensure
 from lipdp.errors import DataError
 
@@ -151,8 +151,8 @@ def test_progress_bar_on_a_terminal(
 def test_no_bar_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
-    with progress.download_bar("a") as bar:
+    with files.download_bar("a") as bar:
         assert bar is False
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with progress.download_bar("a") as bar:
+    with files.download_bar("a") as bar:
         assert bar is False

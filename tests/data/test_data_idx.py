@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lipdp.data.files import RemoteFile
-from lipdp.data.idx import read_idx
 from lipdp.data.info import DatasetInfo
-from lipdp.data.mnist import FASHION_MNIST, MNIST, IdxImages
+from lipdp.data.mnist import FASHION_MNIST, MNIST, IdxImages, read_idx
 from lipdp.errors import DataError
 
 

@@ -18,7 +18,7 @@ from lipdp import models
 from lipdp.certify import certified_accuracy, certify
 from lipdp.parametrize import project_
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "accuracy"
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipdp import data
-from lipdp.cli.settings import training_size
+from lipdp.cli.options import training_size
 from lipdp.errors import ConfigurationError
 from lipdp.recipes import get, names, prepare
-from lipdp.recipes.parts import batch_of
-from lipdp.recipes.spaces import Choice, RandomSuggester, Range, Space, changed, default_space, get_space, space_names
+from lipdp.recipes.spaces import Choice, RandomSuggester, Range, Space, default_space, get_space, space_names
 from lipdp.recipes.sweep import Sweep, search
 
 
@@ -54,11 +53,11 @@ def test_every_recipe_with_every_space_gets_batches_that_there_are(space):
             continue  # it has no setting of this recipe
         sizes = set()
         for seed in range(8):
-            trial = changed(recipe, chosen.settings(RandomSuggester(seed), recipe))
+            trial = recipe.changed(chosen.settings(RandomSuggester(seed), recipe))
             assert 1 <= trial.batch_size <= records, (name, chosen.name)
             for held_out in (None, 0.2, 0.5):
                 left = training_size(data.info(recipe.dataset), held_out)
-                assert batch_of(trial, left) == min(trial.batch_size, left)
+                assert trial.batch_for(left, records) == min(trial.batch_size, left)
             sizes.add(trial.batch_size)
         assert len(sizes) > 1 or all(p.name != "batch_size" for p in chosen.fitting(recipe)), (name, chosen.name)
 

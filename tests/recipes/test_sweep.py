@@ -12,13 +12,11 @@ import torch
 from lipdp.data import info
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
 from lipdp.privacy.tuning import Repetitions, tuning_epsilon
-from lipdp.recipes import get, prepare, private_tuning, studies, train
+from lipdp.recipes import Recipe, Result, get, prepare, private_tuning, train
 from lipdp.recipes import sweep as sweeps
-from lipdp.recipes.features import FeatureRecipe
 from lipdp.recipes.pareto import read_dots
 from lipdp.recipes.private_tuning import tune_privately
-from lipdp.recipes.recipe import Result
-from lipdp.recipes.spaces import Choice, RandomSuggester, Range, Space, changed, default_space, get_space, space_names
+from lipdp.recipes.spaces import Choice, RandomSuggester, Range, Space, default_space, get_space, space_names
 from lipdp.recipes.sweep import Sweep, final_test, search
 from lipdp.training import History
 
@@ -45,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         history = History(1e-5, metrics={"step": [1.0], "epsilon": [1.0], "validation_accuracy": [landscape(recipe)]})
         return Result(recipe.name, landscape(recipe), 3.0, 1e-5, 1, 0.1, "clipless", None, history, torch.nn.Identity(), None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(studies, "train", run)
+    monkeypatch.setattr(sweeps, "train", run)
     return asked
 
 
@@ -86,7 +84,7 @@ def test_when_nothing_works_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
     def refuse(recipe: Any, **arguments: Any) -> Result:
         raise BudgetError("the purse is empty")
 
-    monkeypatch.setattr(studies, "train", refuse)
+    monkeypatch.setattr(sweeps, "train", refuse)
     with pytest.raises(ConfigurationError, match=r"none of the 3 trials .*the purse is empty"):
         search(Sweep(RECIPE, 3.0, SPACE), trials=3)
 
@@ -113,11 +111,11 @@ def test_runs_that_fall_behind_are_stopped(monkeypatch: pytest.MonkeyPatch) -> N
         def should_prune(self) -> bool:
             return True
 
-    monkeypatch.setattr(studies, "train", functools.partial(train, accountant="rdp"))
+    monkeypatch.setattr(sweeps, "train", functools.partial(train, accountant="rdp"))
     trial = Impatient()
     sweep = Sweep(RECIPE.but(epochs=4), 3.0, SPACE, seed=0)
     with pytest.raises(optuna.TrialPruned):
-        studies._objective(sweep, trial)
+        sweeps._objective(sweep, trial)
     assert len(trial.reported) == 1
     assert trial.reported[0][1] == 1
 
@@ -144,10 +142,10 @@ def test_spaces_give_recipes(name: str) -> None:
     if name.startswith(("tabular", "paper-tabular")):
         recipe = get("adbench-yeast" if name.endswith("small") else "adbench-magic")
     if name == "features":
-        recipe = FeatureRecipe("f", "digits", "scattering-linear", {"J": 1, "L": 2})
+        recipe = Recipe("f", "digits", "scattering-linear", {"scales": ((1, 2),)}, front="stored")
     settings = space.settings(RandomSuggester(3), recipe)
     assert settings.keys() == {p.name for p in space.fitting(recipe)}
-    made = changed(recipe, settings)
+    made = recipe.changed(settings)
     for key, value in settings.items():
         assert (made.options[key.removeprefix("options.")] if key.startswith("options.") else getattr(made, key)) == value
     for parameter in space.fitting(recipe):
@@ -209,9 +207,9 @@ def test_private_tuning_stays_within_its_budget() -> None:
 
 
 def test_private_tuning_refuses_what_it_can_not_account_for() -> None:
-    feature = FeatureRecipe("f", "digits", "scattering-linear", {"J": 1, "L": 2})
-    with pytest.raises(UnsupportedError, match="count of correct"):
-        tune_privately(Sweep(feature, 3.0), Repetitions(2.0))
+    for change in ({"metric": "auroc"}, {"test_copies": "flip"}):
+        with pytest.raises(UnsupportedError, match="count of correct"):
+            tune_privately(Sweep(RECIPE.but(**change), 3.0, SPACE), Repetitions(2.0))
     with pytest.raises(ConfigurationError, match="no setting"):
         tune_privately(Sweep(RECIPE, 3.0, Space("sizes", "", (Choice("batch_size", (64,)),))), Repetitions(2.0))
 

@@ -15,15 +15,15 @@ from lipdp import data, losses, models
 from lipdp.bounds import analyse
 from lipdp.data import DatasetInfo
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.models.landmarks import Landmarks
-from lipdp.models.tabular import Asinh, Constant, RandomFourier
-from lipdp.recipes import get, names
-from lipdp.recipes.spaces import RandomSuggester, changed, default_space
-from lipdp.recipes.tabular import AUROC, TabularRecipe, auroc, prepare_table, train_table, worth_settling
+from lipdp.features.kernels import Asinh, Constant, Landmarks, RandomFourier
+from lipdp.recipes import Recipe, get, names, prepare, train
+from lipdp.recipes.run import AUROC, auroc
+from lipdp.recipes.spaces import RandomSuggester, default_space
 
-TINY = TabularRecipe(
+TINY = Recipe(
     "tiny-table", "adbench/tiny", "tabular", {"fourier": 60, "scale": 1.0, "clip": 0.3}, temperature=2.0, batch_size=256,
     epochs=12, learning_rate=8.0, ema_decay=0.9, delta=1e-4, schedule="cosine",
+    front="stored", metric="auroc",
 )  # fmt: skip
 
 
@@ -211,11 +211,11 @@ def test_the_model_exports(options: dict) -> None:
 
 
 def test_a_run_learns_what_a_line_cannot(tiny: DatasetInfo) -> None:
-    result = train_table(TINY, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
+    result = train(TINY, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
     assert result.auroc > 0.93
     assert result.summary()["auroc"] == result.auroc
     assert result.epsilon <= 4.0
-    line = train_table(TINY.but(options={"clip": 0.3}), epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
+    line = train(TINY.but(options={"clip": 0.3}), epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
     assert line.auroc < 0.7
 
 
@@ -235,7 +235,7 @@ def test_features_of_few_columns_estimate_the_sum_of_their_kernels() -> None:
 def test_centred_features_are_paid_for(tiny: DatasetInfo) -> None:
     options = {"fourier": 60, "scale": 2.0, "clip": 0.3, "centre": True}
     recipe = TINY.but(options=options, statistics_budget=0.1)
-    result = train_table(recipe, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
+    result = train(recipe, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=1)
     assert [release.name for release in result.plan.releases] == ["statistics"]
     assert result.epsilon <= 4.0
     assert result.auroc > 0.93
@@ -252,34 +252,31 @@ def test_centred_features_are_paid_for(tiny: DatasetInfo) -> None:
             models.create("tabular", input_shape=(2,), classes=2, **{**options, **wrong})
 
 
-def test_features_are_computed_once_where_that_pays(tiny: DatasetInfo) -> None:
-    model = prepare_table(TINY, tiny, noise_multiplier=2.0, accountant="rdp").model
-    assert worth_settling(TINY, model, 1200)
-    assert not worth_settling(TINY.but(epochs=1), model, 1200)
-    assert not worth_settling(TINY, model, 2**28)
-    once, anew = (
-        train_table(TINY.but(epochs=epochs), epsilon=4.0, seed=2, reproducible=True, accountant="rdp", evaluations=1)
-        for epochs in (1.6, 1.4)
-    )
-    assert once.steps > anew.steps
+def test_stored_and_computed_fronts_are_the_same_run(tiny: DatasetInfo) -> None:
+    runs = [
+        train(TINY.but(front=front, epochs=1.4), epsilon=4.0, seed=2, reproducible=True, accountant="rdp", evaluations=1)
+        for front in ("stored", "computed")
+    ]
+    assert [run.steps for run in runs] == [7, 7]
+    assert runs[0].auroc == pytest.approx(runs[1].auroc, abs=1e-3)
     # The same steps on the same batches, whether or not the features are stored.
     assert torch.allclose(_weights_after(TINY, tiny, settle=True), _weights_after(TINY, tiny, settle=False), atol=1e-5)
 
 
-def _weights_after(recipe: TabularRecipe, info: DatasetInfo, settle: bool) -> torch.Tensor:
+def _weights_after(recipe: Recipe, info: DatasetInfo, settle: bool) -> torch.Tensor:
     learn = data.load(recipe.dataset)[0]
-    ready = prepare_table(recipe, info, noise_multiplier=2.0, accountant="rdp", seed=4)
+    ready = prepare(recipe, info, noise_multiplier=2.0, accountant="rdp", seed=4)
     lipdp.fit(ready.model, ready.loss, ready.optimizer, ready.plan, learn, seed=4, reproducible=True, evaluations=1, settle=settle)
     return ready.model[-2].weight.detach()
 
 
 def test_a_batch_is_at_most_the_table(tiny: DatasetInfo) -> None:
-    ready = prepare_table(TINY.but(batch_size=1200), tiny, noise_multiplier=2.0, accountant="rdp", dataset_size=900)
+    ready = prepare(TINY.but(batch_size=1200), tiny, noise_multiplier=2.0, accountant="rdp", dataset_size=900)
     assert (ready.plan.batch_size, ready.plan.sampling_rate) == (900, 1.0)
 
 
 def test_the_history_has_the_validation_auroc(tiny: DatasetInfo) -> None:
-    result = train_table(TINY, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=3, validation_fraction=0.25)
+    result = train(TINY, epsilon=4.0, seed=1, reproducible=True, accountant="rdp", evaluations=3, validation_fraction=0.25)
     rows = result.history.metrics
     assert len(rows[AUROC]) == len(rows["step"]) == 3
     assert rows[AUROC][-1] == pytest.approx(result.auroc, abs=1e-9)
@@ -288,7 +285,7 @@ def test_the_history_has_the_validation_auroc(tiny: DatasetInfo) -> None:
 
 @pytest.mark.parametrize(("schedule", "half"), [("cosine", 0.5), ("constant", None)])
 def test_the_schedule_is_kept(tiny: DatasetInfo, schedule: str, half: float | None) -> None:
-    ready = prepare_table(TINY.but(schedule=schedule), tiny, noise_multiplier=1.0, accountant="rdp")
+    ready = prepare(TINY.but(schedule=schedule), tiny, noise_multiplier=1.0, accountant="rdp")
     if half is None:
         assert ready.scheduler is None
     else:
@@ -297,21 +294,21 @@ def test_the_schedule_is_kept(tiny: DatasetInfo, schedule: str, half: float | No
 
 
 def test_class_weights_and_statistics_reach_the_plan(tiny: DatasetInfo) -> None:
-    ready = prepare_table(
+    ready = prepare(
         TINY.but(class_weights=(0.1, 1.0), statistics_budget=0.1, options={"standardise": True, "radius": 4.0}),
         tiny, epsilon=2.0, accountant="rdp",
     )  # fmt: skip
     assert [release.name for release in ready.plan.releases] == ["statistics"]
     assert ready.loss.class_weights == (pytest.approx(0.1), 1.0)
     with pytest.raises(ConfigurationError, match="two classes"):
-        prepare_table(TINY, lipdp.data.info("digits"), epsilon=1.0)
+        prepare(TINY, lipdp.data.info("digits"), epsilon=1.0)
 
 
 @pytest.mark.parametrize("name", ["adbench-yeast", "adbench-yeast-bookkeeping", "adbench-magic"])
 def test_whatever_their_spaces_draw_is_a_model(name: str) -> None:
     recipe = get(name)
     for seed in range(4):
-        made = changed(recipe, default_space(recipe).settings(RandomSuggester(seed), recipe))
+        made = recipe.changed(default_space(recipe).settings(RandomSuggester(seed), recipe))
         assert len(models.create(made.model, input_shape=(8,), classes=2, **made.options)) >= 4
 
 
@@ -322,9 +319,9 @@ def test_every_adbench_table_has_its_recipes() -> None:
         assert (clipless.method, clipped.method) == ("clipless", "bookkeeping")
         assert clipless.dataset == clipped.dataset == f"adbench/{table}"
         for recipe in (clipless, clipped):
-            assert isinstance(recipe, TabularRecipe)
+            assert (recipe.metric, recipe.epsilon) == ("auroc", 1.0)
             assert recipe.provenance
             noise = {"epsilon": 1.0} if recipe.statistics_budget else {"noise_multiplier": 2.0}
-            ready = prepare_table(recipe, lipdp.data.info(recipe.dataset), **noise, accountant="rdp")
+            ready = prepare(recipe, lipdp.data.info(recipe.dataset), **noise, accountant="rdp")
             assert ready.plan.delta <= 1e-4
     assert {f"adbench-{table}" for table in tables} < set(names())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, budget, catalog, certify, mechanism, pareto, show, sweep, train
+from lipdp.cli import account, budget, certify, mechanism, pareto, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -33,8 +33,8 @@ app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
 app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
 app.add_typer(budget.app, name="budget")
 app.add_typer(mechanism.app, name="mechanism")
-app.command("data", epilog=catalog.DATA_EXAMPLE)(catalog.data)
-app.command("recipes", epilog=catalog.RECIPES_EXAMPLE)(catalog.recipes)
+app.command("data", epilog=show.DATA_EXAMPLE)(show.data)
+app.command("recipes", epilog=show.RECIPES_EXAMPLE)(show.recipes)
 
 
 def _version(wanted: bool) -> None:

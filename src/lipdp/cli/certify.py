@@ -53,13 +53,13 @@ def certify(
     _, test, info = lipdp.data.load(name, root=data)
     part: Dataset[Any] = Subset(test, range(min(len(test), examples or len(test))))
     x, y = gather(part, _numbers(len(part)))  # type: ignore[arg-type]
-    found = lipdp.certify(model, x, y)
-    shares = lipdp.certified_accuracy(found, [radius / 255 for radius in asked])
+    certified = lipdp.certify(model, x, y)
+    shares = lipdp.certified_accuracy(certified, [radius / 255 for radius in asked])
     report = {
         "model": str(file),
         "dataset": info.name,
         "examples": len(x),
-        "median_radius": float(found.median()),
+        "median_radius": float(certified.median()),
         "certified_accuracy": {f"{radius:g}/255": share for radius, share in zip(asked, shares.values(), strict=True)},
     }
     if as_json:
@@ -71,7 +71,7 @@ def certify(
         f"[bold]{file}[/bold] on {len(x):,} test examples of {info.name}; L2 radii in the units of pixels in [0, 1]", soft_wrap=True
     )
     out.print(table(("radius", "certified accuracy"), rows, right=("radius", "certified accuracy")))
-    out.print(f"median radius {float(found.median()):.4g}")
+    out.print(f"median radius {float(certified.median()):.4g}")
 
 
 def _found(path: Path) -> tuple[Path, str | None]:

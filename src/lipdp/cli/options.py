@@ -1,11 +1,17 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the recipe they make: names looked up, texts made values, contradictions refused."""
 
 from __future__ import annotations
 
+import ast
+import types
+import typing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lipdp.errors import ConfigurationError
 
 __all__ = [
     "Accountant",
@@ -27,18 +33,28 @@ __all__ = [
     "SamplingRate",
     "Settings",
     "ValidationFraction",
+    "check_budget",
+    "configured",
+    "dataset_info",
+    "training_size",
 ]
+
 
 _BUDGET, _RECIPE, _OUTPUT = "Privacy", "Recipe settings", "Output"
 
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A name that `lipdp recipes` lists, e.g. digits.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",
+        show_default=False,
+    ),
 ]
 Epsilon = Annotated[
     float | None,
     typer.Option(
         help="Target ε. Together with a noise multiplier, the run gets as long as this budget allows.",
-        show_default="3.0, without a noise multiplier",
+        show_default="the recipe's, without a noise multiplier",
         rich_help_panel=_BUDGET,
     ),
 ]
@@ -89,3 +105,122 @@ RunSteps = Annotated[int | None, typer.Option("--steps", help="Number of steps T
 RunEpochs = Annotated[float | None, typer.Option("--epochs", help="Instead of --steps: expected passes over the data.")]
 Accountant = Annotated[str, typer.Option(help="pld (tight) or rdp.")]
 Adjacency = Annotated[str, typer.Option(help="Neighbouring datasets: add_remove or replace_one.")]
+
+
+# From options to a recipe: names looked up, texts made values, contradictions refused.
+
+if TYPE_CHECKING:
+    from lipdp.data import DatasetInfo
+    from lipdp.recipes import Recipe
+
+_WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
+
+
+def configured(
+    name: str,
+    settings: Sequence[str] | None,
+    *,
+    delta: float | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+    validation_fraction: float | None = None,
+    epsilon: float | None = None,
+) -> Recipe:
+    """The recipe of this name with what the command line changes. An option of its own beats ``--set``.
+
+    Where a name stands for several recipes, one for each budget, ``epsilon`` chooses.
+    """
+    from lipdp import recipes
+
+    recipe = recipes.get(name, epsilon)
+    changes, options = _assignments(settings or (), recipe)
+    flags = {"delta": delta, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    changes.update({key: value for key, value in flags.items() if value is not None})
+    if options:
+        changes["options"] = {**recipe.options, **options}
+    changed = recipe.but(**changes)
+    size = training_size(dataset_info(changed.dataset), validation_fraction)
+    if "batch_size" in changes and changed.batch_size > size:
+        raise ConfigurationError(
+            f"batch_size={changed.batch_size} is larger than the {size} training records of {changed.dataset}: the sampling rate "
+            f"would exceed 1. Use at most {size}."
+        )
+    return changed
+
+
+def check_budget(epsilon: float | None, noise_multiplier: float | None, *, epochs: float | None) -> None:
+    """Refuse what says too much. Where nothing is said, ε is the recipe's own."""
+    if epsilon is not None and noise_multiplier is not None and epochs is not None:
+        raise ConfigurationError(
+            "give two of --epsilon, --noise-multiplier and --epochs: the third follows from them. Leave out the one to be found."
+        )
+
+
+def dataset_info(name: str) -> DatasetInfo:
+    """What is public about a dataset; reads none of it."""
+    from lipdp.data import info
+
+    return info(name)
+
+
+def training_size(info: DatasetInfo, validation_fraction: float | None) -> int:
+    """Records that are trained on."""
+    if validation_fraction is None:
+        return info.train_size
+    if not 0 < validation_fraction < 1:
+        raise ConfigurationError(f"--validation-fraction must lie between 0 and 1, not {validation_fraction!r}; try 0.1")
+    return info.train_size - round(validation_fraction * info.train_size)
+
+
+def _assignments(settings: Sequence[str], recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The changes that ``--set`` asks for: of the recipe, and of its model's options."""
+    hints = typing.get_type_hints(type(recipe))
+    changes: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, separator, text = (part.strip() for part in setting.partition("="))
+        if not (key and separator):
+            raise ConfigurationError(f"--set takes KEY=VALUE, e.g. --set momentum=0.8, not {setting!r}")
+        if key.startswith("options."):
+            option = key.removeprefix("options.")
+            value = _literal(text)
+            # 64 for a setting that is a list in the recipe is a list of one.
+            listed = isinstance(recipe.options.get(option), list | tuple) and not isinstance(value, list | tuple)
+            options[option] = (value,) if listed and value is not None else value
+        elif key == "options":
+            raise ConfigurationError("set the model's options one by one: --set options.NAME=VALUE")
+        else:
+            # An unknown name is refused by the recipe itself, with the list of those that it has.
+            changes[key] = _converted(key, text, hints.get(key, str))
+    return changes, options
+
+
+def _converted(key: str, text: str, hint: Any) -> Any:
+    """``text`` as the type that the recipe declares."""
+    choices = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    if type(None) in choices and _WORDS.get(text.lower(), text) is None:
+        return None
+    for choice in choices:
+        if typing.get_origin(choice) is typing.Literal:
+            allowed = typing.get_args(choice)
+            if text not in allowed:
+                raise ConfigurationError(f"{key} must be one of {', '.join(map(str, allowed))}, not {text!r}")
+            return text
+        if choice in (int, float):
+            try:
+                return choice(text)
+            except ValueError:
+                kind = "whole number" if choice is int else "number"
+                raise ConfigurationError(f"{key} must be a {kind}, not {text!r}") from None
+    return text if str in choices else _literal(text)
+
+
+def _literal(text: str) -> Any:
+    """A value of a model's option: a number, true, false, none, a list like 64,64; anything else is a text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

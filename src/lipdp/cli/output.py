@@ -38,8 +38,8 @@ def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal, or 100 columns into a pipe."""
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+    own = Console(stderr=stderr, highlight=False)
+    return own if own.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -94,13 +94,13 @@ def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, right: Itera
     from rich.table import Table
 
     numeric = set(right)
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, **options)
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False, **options)
     for header in headers:
         justify: Literal["left", "right"] = "right" if header in numeric else "left"
-        made.add_column(header, justify=justify, overflow="fold")
+        grid.add_column(header, justify=justify, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        grid.add_row(*row)
+    return grid
 
 
 def print_fields(where: Console, fields: Iterable[tuple[str, str]]) -> None:

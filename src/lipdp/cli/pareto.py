@@ -101,11 +101,11 @@ def _brief(dot: Dot) -> dict[str, Any]:
 def _certified(dots: list[Dot], budgets: list[float]) -> dict[str, Any]:
     from lipdp.recipes.pareto import best_by_epsilon
 
-    found = {}
+    shares = {}
     for radius in sorted({dot.radius for dot in dots if dot.radius > 0}):
         best = best_by_epsilon([dot for dot in dots if dot.radius == radius], budgets)
-        found[f"{radius:g}"] = {f"{budget:g}": dot.score for budget, dot in best.items()}
-    return found
+        shares[f"{radius:g}"] = {f"{budget:g}": dot.score for budget, dot in best.items()}
+    return shares
 
 
 def _write(dots: list[Dot], corners: list[Dot], by: str, folder: Path, plots: bool) -> list[str]:
@@ -116,12 +116,10 @@ def _write(dots: list[Dot], corners: list[Dot], by: str, folder: Path, plots: bo
     fronts.write_csv(corners, folder / "front.csv")
     files = ["dots.csv", "front.csv"]
     if plots:
-        from lipdp.recipes.pareto_plots import plot_by, plot_dots, plot_radii
-
-        plot_dots(dots, folder / "front.svg")
-        plot_by(dots, by, folder / f"by_{by}.svg")
+        fronts.plot_dots(dots, folder / "front.svg")
+        fronts.plot_by(dots, by, folder / f"by_{by}.svg")
         files += ["front.svg", f"by_{by}.svg"]
         if any(dot.radius > 0 for dot in dots):
-            plot_radii(dots, folder / "certified.svg")
+            fronts.plot_radii(dots, folder / "certified.svg")
             files.append("certified.svg")
     return files

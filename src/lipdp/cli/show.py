@@ -1,19 +1,22 @@
-"""``lipdp plan`` and ``lipdp bounds``: what a run would do, and why its sensitivities hold. Neither reads data."""
+"""What there is and what a run would do: ``lipdp plan``, ``bounds``, ``recipes``, ``data``. Only ``data`` reads any."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lipdp._names import match
 from lipdp.cli import options
-from lipdp.cli.output import console, number, print_json, print_plan, table
-from lipdp.cli.settings import DEFAULT_EPSILON, budget, configured, dataset_info, training_size
+from lipdp.cli.options import check_budget, configured, dataset_info, training_size
+from lipdp.cli.output import console, number, print_fields, print_json, print_plan, table
+from lipdp.errors import ConfigurationError
 
-__all__ = ["BOUNDS_EXAMPLE", "PLAN_EXAMPLE", "bounds", "plan"]
+__all__ = ["BOUNDS_EXAMPLE", "DATA_EXAMPLE", "PLAN_EXAMPLE", "RECIPES_EXAMPLE", "bounds", "data", "plan", "recipes"]
+
 
 PLAN_EXAMPLE = "Example: lipdp plan mnist --epsilon 1 --epochs 30 --output plan.json"
 BOUNDS_EXAMPLE = "Example: lipdp bounds mnist-lenet --set options.clip=0.1"
@@ -35,7 +38,7 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """The privacy plan of a run: its sensitivities, noise, length and cost, before any data is read."""
-    epsilon, noise_multiplier = budget(epsilon, noise_multiplier, epochs=epochs)
+    check_budget(epsilon, noise_multiplier, epochs=epochs)
     chosen = configured(
         recipe,
         settings,
@@ -50,14 +53,14 @@ def plan(
 
     info = dataset_info(chosen.dataset)
     size = training_size(info, validation_fraction)
-    made = recipes.prepare(chosen, info, epsilon=epsilon, noise_multiplier=noise_multiplier, dataset_size=size).plan
+    decided = recipes.prepare(chosen, info, epsilon=epsilon, noise_multiplier=noise_multiplier, dataset_size=size).plan
     if output is not None:
-        output.write_text(made.to_json() + "\n", encoding="utf-8")
+        output.write_text(decided.to_json() + "\n", encoding="utf-8")
     if as_json:
-        print_json(json.loads(made.to_json()))
+        print_json(json.loads(decided.to_json()))
         return
     out = console()
-    print_plan(out, made)
+    print_plan(out, decided)
     if output is not None:
         out.print(f"written to {output}", markup=False, soft_wrap=True)
 
@@ -71,31 +74,31 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
     from lipdp.bounds import analyse
 
     # Any noise will do: the plan is not looked at, the model and the loss are those of `lipdp train`. Statistics need a budget.
-    epsilon, noise = (None, 1.0) if chosen.statistics_budget is None else (DEFAULT_EPSILON, None)
+    epsilon, noise = (None, 1.0) if chosen.statistics_budget is None else (chosen.epsilon, None)
     ready = recipes.prepare(chosen, dataset_info(chosen.dataset), epsilon=epsilon, noise_multiplier=noise)
-    found = analyse(ready.model, ready.loss)
+    analysis = analyse(ready.model, ready.loss)
     total = ready.plan.sensitivity
     if as_json:
-        layers = [dataclasses.asdict(row) for row in found.layers]
-        parameters = [dataclasses.asdict(row) for row in found.parameters]
+        layers = [dataclasses.asdict(row) for row in analysis.layers]
+        parameters = [dataclasses.asdict(row) for row in analysis.parameters]
         print_json(
             {
                 "recipe": chosen.name,
                 "sensitivity": total,
-                "loss_lipschitz": found.loss_lipschitz,
-                "output_norm": found.output.norm,
-                "lipschitz": found.lipschitz,
+                "loss_lipschitz": analysis.loss_lipschitz,
+                "output_norm": analysis.output.norm,
+                "lipschitz": analysis.lipschitz,
                 "layers": layers,
                 "parameters": parameters,
             }
         )
         return
     out = console()
-    out.print(f"[bold]{chosen.name}[/bold]: {escape(str(ready.loss))}, Lipschitz constant {number(found.loss_lipschitz)}")
+    out.print(f"[bold]{chosen.name}[/bold]: {escape(str(ready.loss))}, Lipschitz constant {number(analysis.loss_lipschitz)}")
     out.print(
         table(
             ("operation", "output", "X", "G"),
-            [(row.where, "×".join(map(str, row.output)), number(row.norm), number(row.cotangent)) for row in found.layers],
+            [(row.where, "×".join(map(str, row.output)), number(row.norm), number(row.cotangent)) for row in analysis.layers],
             right=("X", "G"),
         )
     )
@@ -104,7 +107,7 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
             ("parameter", "X", "G", "Δ", "uses", "size"),
             [
                 (row.name, *map(number, (row.input_norm, row.cotangent_norm, row.sensitivity)), str(row.uses), f"{row.size:,}")
-                for row in found.parameters
+                for row in analysis.parameters
             ],
             right=("X", "G", "Δ", "uses", "size"),
         )
@@ -114,3 +117,151 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
         "[dim]X: bound on what leaves an operation (for a parameter, on what reaches it); G: on its cotangent; Δ: on one "
         "example's gradient, for every input, every target and all weights inside their constraints.[/dim]"
     )
+
+
+# ``lipdp data`` and ``lipdp recipes``: what there is.
+
+if TYPE_CHECKING:
+    from lipdp.recipes import Recipe
+
+DATA_EXAMPLE = """Example: lipdp data
+
+Example: lipdp data mnist --data /srv/datasets"""
+RECIPES_EXAMPLE = """Example: lipdp recipes cifar10 lenet
+
+Example: lipdp recipes cifar10-lenet-boundaries"""
+
+
+def data(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A dataset; without it, all are listed.", show_default=False)
+    ] = None,
+    root: options.DataRoot = None,
+    download: Annotated[bool, typer.Option(help="Fetch what is missing.")] = True,
+    as_json: options.Json = False,
+) -> None:
+    """List the datasets; or download one, verify it and describe it."""
+    if name is None:
+        _list_datasets(root, as_json)
+    else:
+        _describe_dataset(name, root, download, as_json)
+
+
+def _list_datasets(root: Path | None, as_json: bool) -> None:
+    from lipdp import data as datasets
+
+    known = [(dataset_info(name), where) for name, where in datasets.available(root).items()]
+    if as_json:
+        print_json(
+            {
+                "datasets": [
+                    {**dataclasses.asdict(info), "on_disk": where.on_disk, "path": where.path and str(where.path)}
+                    for info, where in known
+                ]
+            }
+        )
+        return
+    rows = [
+        (
+            info.name,
+            f"{info.train_size:,} + {info.test_size:,}",
+            "×".join(map(str, info.shape)),
+            str(info.classes),
+            "yes" if where.on_disk else "no",
+            "comes with scikit-learn" if where.path is None else str(where.path),
+        )
+        for info, where in known
+    ]
+    headers = ("dataset", "train + test", "shape", "classes", "on disk", "where")
+    console().print(table(headers, rows, right=("train + test", "classes")))
+
+
+def _describe_dataset(name: str, root: Path | None, download: bool, as_json: bool) -> None:
+    from lipdp import data as datasets
+
+    train, test, info = datasets.load(name, root=root, download=download)
+    datasets.require_finite(train)
+    datasets.require_finite(test)
+    where = datasets.available(root)[info.name].path
+    if as_json:
+        print_json({**dataclasses.asdict(info), "on_disk": True, "path": where and str(where), "verified": True})
+        return
+    out = console()
+    out.print(f"[bold]{info.name}[/bold]: verified")
+    print_fields(
+        out,
+        (
+            ("records", f"{len(train):,} to train, {len(test):,} to test"),
+            ("shape", "×".join(map(str, info.shape))),
+            ("classes", f"{info.classes}: {', '.join(info.class_names)}"),
+            ("where", "comes with scikit-learn" if where is None else str(where)),
+            ("licence", info.licence),
+            ("citation", info.citation),
+            ("source", info.source),
+        ),
+    )
+
+
+def recipes(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|WORDS]",
+            help="A recipe, to see all of it; or words, to list the recipes with all of them in their names.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the recipes that can be trained; or show one, with its settings and where they come from."""
+    from lipdp import recipes as catalogue
+
+    by_name = {name: catalogue.get(name) for name in catalogue.names()}
+    short = {recipe.name: name for name, recipe in by_name.items() if recipe.name != name}
+    wanted = [word.lower() for word in words or ()]
+    one = match(wanted[0], by_name) if len(wanted) == 1 else None
+    if one is not None:
+        _describe_recipe(by_name[one], short.get(by_name[one].name), as_json)
+        return
+    listed = [recipe for name, recipe in by_name.items() if recipe.name == name and all(word in name for word in wanted)]
+    if not listed:
+        raise ConfigurationError(
+            f"no recipe has {' and '.join(repr(word) for word in wanted)} in its name; `lipdp recipes` lists all of them"
+        )
+    if as_json:
+        print_json({"recipes": [{**dataclasses.asdict(recipe), "alias": short.get(recipe.name)} for recipe in listed]})
+        return
+    rows = [
+        (
+            recipe.name,
+            short.get(recipe.name, ""),
+            recipe.model,
+            recipe.method,
+            f"{recipe.batch_size:,}",
+            f"{recipe.epochs:.3g}",
+        )
+        for recipe in listed
+    ]
+    headers = ("recipe", "short name", "model", "method", "batch", "epochs")
+    out = console()
+    out.print(table(headers, rows, right=("batch", "epochs")))
+    out.print(
+        "[dim]`lipdp recipes NAME` shows one with its settings, `lipdp recipes WORD …` those with the words in their names.[/dim]"
+    )
+
+
+def _describe_recipe(recipe: Recipe, alias: str | None, as_json: bool) -> None:
+    if as_json:
+        print_json({**dataclasses.asdict(recipe), "alias": alias})
+        return
+    out = console()
+    out.print(f"[bold]{recipe.name}[/bold]" + ("" if alias is None else f", also {alias}"))
+    elsewhere = ("name", "options", "provenance")
+    fields = [(field.name, getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.name not in elsewhere]
+    fields += [(f"options.{name}", value) for name, value in recipe.options.items()]
+    fields.append(("provenance", recipe.provenance))
+    print_fields(out, [(name, _compact(value)) for name, value in fields if value is not None])
+
+
+def _compact(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

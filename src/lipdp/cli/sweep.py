@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp.cli import options
+from lipdp.cli.options import configured
 from lipdp.cli.output import console, duration, guarantee, print_fields, print_json
-from lipdp.cli.settings import configured
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ _SEARCH, _PRIVATE, _OUTPUT = "Search", "Private tuning", "Output"
 
 def sweep(
     recipe: options.RecipeName,
-    epsilon: Annotated[float, typer.Option(help="ε of every run; with --private-tuning, of the whole search.")] = 3.0,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="ε of every run; with --private-tuning, of the whole search.", show_default="the recipe's"),
+    ] = None,
     space: Annotated[
         str | None,
         typer.Option(help="Named search space; an unknown name lists them.", show_default="by recipe", rich_help_panel=_SEARCH),
@@ -59,6 +62,17 @@ def sweep(
             show_default="STORAGE.jsonl, beside a storage file",
             rich_help_panel=_OUTPUT,
         ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Add the best settings to this file of recipes (TOML), as NAME-found or under --name, with where they come from.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the recipe that --save writes.", show_default="NAME-found", rich_help_panel=_OUTPUT)
     ] = None,
     test: Annotated[bool, typer.Option("--test", help="At the end, run the best settings and look at the test set, once.")] = False,
     seeds: Annotated[int, typer.Option(help="Runs for --test.")] = 3,
@@ -98,15 +112,23 @@ def sweep(
         raise ConfigurationError(why)
     if budget_file is not None and not private_tuning:
         raise ConfigurationError("--budget goes with --private-tuning: an ordinary search is not paid for, whatever it spends")
+    if save is not None and private_tuning:
+        raise ConfigurationError("--save writes how many trials a search took, and private tuning keeps that secret: leave it out")
+    if name is not None and save is None:
+        raise ConfigurationError("--name is that of the recipe that --save writes: give --save FILE")
+    from lipdp.recipes import read_recipes
     from lipdp.recipes.spaces import get_space
     from lipdp.recipes.sweep import Sweep
 
     chosen = configured(recipe, settings, epsilon=epsilon)
+    target_name = f"{chosen.name}-found" if name is None else name
+    if save is not None and save.exists() and target_name in read_recipes(save):
+        raise ConfigurationError(f"'{save}' already holds a recipe {target_name!r}: give this one another --name")
     in_file = storage is not None and "://" not in storage
     target = str(histories) if histories is not None else f"{storage}.jsonl" if in_file else None
     wanted = Sweep(
         recipe=chosen,
-        epsilon=epsilon,
+        epsilon=chosen.epsilon if epsilon is None else epsilon,
         space=None if space is None else get_space(space),
         storage=storage,
         histories=None if private_tuning else target,
@@ -121,19 +143,31 @@ def sweep(
         assert trials is not None
         _tune(wanted, trials, repetitions, weights, test, budget_file, as_json)
     else:
-        _search(wanted, trials, minutes, workers, seeds if test else 0, as_json)
+        _search(wanted, trials, minutes, workers, seeds if test else 0, None if save is None else (save, target_name), as_json)
 
 
-def _search(wanted: Sweep, trials: int | None, minutes: float | None, workers: int, seeds: int, as_json: bool) -> None:
+def _search(
+    wanted: Sweep,
+    trials: int | None,
+    minutes: float | None,
+    workers: int,
+    seeds: int,
+    saved: tuple[Path, str] | None,
+    as_json: bool,
+) -> None:
+    from lipdp.recipes import save_recipe
     from lipdp.recipes.sweep import final_test, search
 
     with _bar(trials) as progress:
-        found = search(wanted, trials=trials, minutes=minutes, workers=workers, progress=progress)
-    report = _report(wanted, found)
+        finding = search(wanted, trials=trials, minutes=minutes, workers=workers, progress=progress)
+    report = _report(wanted, finding)
+    if saved is not None:
+        save_recipe(finding.to_recipe(wanted, saved[1]), saved[0])
+        report["saved"] = {"file": str(saved[0]), "recipe": saved[1]}
     if seeds:
-        figures = final_test(wanted, found.recipe, seeds)
+        figures = final_test(wanted, finding.recipe, seeds)
         report["test"] = {
-            "metric": found.metric,
+            "metric": finding.metric,
             "mean": figures.mean,
             "std": figures.std,
             "scores": list(figures.scores),
@@ -143,16 +177,18 @@ def _search(wanted: Sweep, trials: int | None, minutes: float | None, workers: i
     if as_json:
         print_json(report)
         return
-    counts = f"{found.complete} complete, {found.pruned} stopped early, {found.failed} refused; {duration(found.seconds)}"
+    counts = f"{finding.complete} complete, {finding.pruned} stopped early, {finding.failed} refused; {duration(finding.seconds)}"
     fields = [
         ("search", f"{wanted.study}: {counts}"),
-        ("best", f"held-out {found.metric} {100 * found.score:.2f}% (the best of many: optimistic)"),
-        ("settings", _settings(found.settings)),
+        ("best", f"held-out {finding.metric} {100 * finding.score:.2f}% (the best of many: optimistic)"),
+        ("settings", _settings(finding.settings)),
     ]
     if seeds:
         shown = report["test"]
         promise = guarantee(shown["epsilon"], shown["delta"])
         fields.append(("test", f"{100 * shown['mean']:.2f} ± {100 * shown['std']:.2f}% over {seeds} runs, each with {promise}"))
+    if saved is not None:
+        fields.append(("saved", f"recipe {saved[1]} in {saved[0]}"))
     fields.append(("not paid for", "the search itself; --private-tuning pays for it"))
     print_fields(console(), fields)
 
@@ -165,61 +201,61 @@ def _tune(
     from lipdp.privacy.tuning import Repetitions
     from lipdp.recipes.private_tuning import tune_privately
 
-    found = tune_privately(wanted, Repetitions(trials, _shape(distribution)), budget=budget)
+    finding = tune_privately(wanted, Repetitions(trials, _shape(distribution)), budget=budget)
     report: dict[str, Any] = {
         "recipe": wanted.recipe.name,
         "space": wanted.chosen_space.name,
         "private_tuning": True,
-        "epsilon": found.epsilon,
-        "delta": found.delta,
-        "run_epsilon": found.run_epsilon,
+        "epsilon": finding.epsilon,
+        "delta": finding.delta,
+        "run_epsilon": finding.run_epsilon,
         "mean_trials": trials,
         "repetitions": distribution,
         "metric": "accuracy",
-        "score": found.score,
-        "score_noise": found.score_noise,
-        "settings": found.settings,
+        "score": finding.score,
+        "score_noise": finding.score_noise,
+        "settings": finding.settings,
     }
     if weights is not None:
         weights.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({name: tensor.cpu() for name, tensor in found.model.state_dict().items()}, weights)
+        torch.save({name: tensor.cpu() for name, tensor in finding.model.state_dict().items()}, weights)
     if test:
         from lipdp import data
         from lipdp.losses import CrossEntropy
         from lipdp.training import evaluate
 
         held = data.load(wanted.recipe.dataset, root=wanted.root)[1]
-        report["test"] = {"accuracy": evaluate(found.model, CrossEntropy(), held, device=wanted.device)["accuracy"]}
+        report["test"] = {"accuracy": evaluate(finding.model, CrossEntropy(), held, device=wanted.device)["accuracy"]}
     if as_json:
         print_json(report)
         return
     fields = [
         (
             "guarantee",
-            f"{guarantee(found.epsilon, found.delta)} for settings, model and score; one run alone {found.run_epsilon:.3g}",
+            f"{guarantee(finding.epsilon, finding.delta)} for settings, model and score; one run alone {finding.run_epsilon:.3g}",
         ),
-        ("best", f"held-out accuracy {100 * found.score:.2f}%, of which noise about ±{100 * found.score_noise:.2g}"),
-        ("settings", _settings(found.settings)),
+        ("best", f"held-out accuracy {100 * finding.score:.2f}%, of which noise about ±{100 * finding.score_noise:.2g}"),
+        ("settings", _settings(finding.settings)),
     ]
     if test:
         fields.append(("test", f"accuracy {100 * report['test']['accuracy']:.2f}%, of the chosen model"))
     print_fields(console(), fields)
 
 
-def _report(wanted: Sweep, found: Finding) -> dict[str, Any]:
+def _report(wanted: Sweep, finding: Finding) -> dict[str, Any]:
     return {
         "recipe": wanted.recipe.name,
         "space": wanted.chosen_space.name,
         "private_tuning": False,
         "epsilon": wanted.epsilon,
-        "metric": found.metric,
-        "score": found.score,
-        "settings": found.settings,
-        "complete": found.complete,
-        "pruned": found.pruned,
-        "failed": found.failed,
-        "failure": found.failure,
-        "seconds": found.seconds,
+        "metric": finding.metric,
+        "score": finding.score,
+        "settings": finding.settings,
+        "complete": finding.complete,
+        "pruned": finding.pruned,
+        "failed": finding.failed,
+        "failure": finding.failure,
+        "seconds": finding.seconds,
         "storage": wanted.storage,
         "histories": wanted.histories,
     }

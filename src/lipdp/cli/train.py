@@ -14,13 +14,15 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.certify import MODEL
-from lipdp.cli.output import console, duration, guarantee, print_json, upwards
-from lipdp.cli.settings import budget, configured, dataset_info, training_size
+from lipdp.cli.options import check_budget, configured, dataset_info, training_size
+from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
 if TYPE_CHECKING:
-    from lipdp.recipes import Result
-    from lipdp.recipes.running import AnyRecipe
+    from rich.console import Console
+
+    from lipdp.recipes import Recipe, Result
+    from lipdp.training import Callback
 
 __all__ = ["EXAMPLE", "train"]
 
@@ -79,7 +81,7 @@ def train(
     as_json: options.Json = False,
 ) -> None:
     """Train a recipe's network privately and report its test accuracy with its (ε, δ)."""
-    epsilon, noise_multiplier = budget(epsilon, noise_multiplier, epochs=epochs)
+    check_budget(epsilon, noise_multiplier, epochs=epochs)
     chosen = configured(
         recipe,
         settings,
@@ -103,8 +105,7 @@ def train(
     from rich.markup import escape
 
     from lipdp import recipes
-    from lipdp.cli.live import ShowPlan
-    from lipdp.training import Callback, ProgressBar
+    from lipdp.training import ProgressBar
 
     out = console()
     callbacks: list[Callback] = [ProgressBar(console(stderr=True))]
@@ -112,7 +113,7 @@ def train(
         size = training_size(dataset_info(chosen.dataset), validation_fraction)
         given = "".join(f", {key}={value}" for key, value in chosen.options.items())
         out.print(f"[bold]{chosen.name}[/bold]: {chosen.model} on {size:,} records of {chosen.dataset}{escape(given)}; {place}")
-        callbacks.insert(0, ShowPlan(out))
+        callbacks.insert(0, _plan_printer(out))
     try:
         result = recipes.train(
             chosen,
@@ -157,13 +158,27 @@ def train(
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 
 
+def _plan_printer(out: Console) -> Callback:
+    """Prints the plan before the first step, and where the run continues if it does."""
+    from lipdp.training import Callback
+    from lipdp.training.callbacks import Run
+
+    class ShowPlan(Callback):
+        def on_start(self, run: Run) -> None:
+            print_plan(out, run.engine.plan)
+            if run.engine.steps:
+                out.print(f"resumed after {run.engine.steps:,} of {run.engine.plan.steps:,} steps")
+
+    return ShowPlan()
+
+
 def _how_to_resume(checkpoint: Path | None) -> str:
     """The command that continues the run."""
     words = ["lipdp", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
     return f"the same command with --resume continues from '{checkpoint}': {shlex.join(words)}"
 
 
-def _report(result: Result, recipe: AnyRecipe, validation_fraction: float | None, device: str) -> dict[str, Any]:
+def _report(result: Result, recipe: Recipe, validation_fraction: float | None, device: str) -> dict[str, Any]:
     return {
         **result.summary(),
         # Of the whole run, also where this call only resumed it.

@@ -20,7 +20,6 @@ from lipdp.data.augment import (
     Shifts,
     TestTimeAverage,
 )
-from lipdp.data.checks import require_finite
 from lipdp.data.colour import (
     COLOUR_SPACES,
     HSV,
@@ -35,11 +34,10 @@ from lipdp.data.colour import (
     rgb_to_yiq,
     rgb_to_yuv,
 )
-from lipdp.data.info import Availability, DatasetInfo
+from lipdp.data.info import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
-from lipdp.data.preprocess import Projection, map_inputs, project_inputs
+from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
 from lipdp.data.registry import available, info, load, names
-from lipdp.data.splitting import split
 
 __all__ = [
     "COLOUR_SPACES",

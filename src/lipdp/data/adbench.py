@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp.data.files import RemoteFile, ensure
-from lipdp.data.info import Availability, DatasetInfo, Loaded
-from lipdp.data.splitting import stratified
+from lipdp.data.info import Availability, DatasetInfo, Loaded, stratified
 from lipdp.errors import DataError
 
 __all__ = ["ADBENCH", "AnomalyTable"]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+import pickle
 import tarfile
 import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.data import TensorDataset
 
-from lipdp.data.batches import read_batch
 from lipdp.data.files import RemoteFile, ensure
-from lipdp.data.info import Availability, DatasetInfo, Loaded, images_dataset
+from lipdp.data.info import Availability, Bytes, DatasetInfo, Loaded, images_dataset
 from lipdp.errors import DataError
 
-__all__ = ["CIFAR10", "CifarBatches"]
+__all__ = ["CIFAR10", "CifarBatches", "read_batch"]
+
 
 _FOLDER = "cifar-10-batches-py"
 _TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
@@ -108,3 +110,113 @@ CIFAR10 = CifarBatches(
         ("https://www.cs.toronto.edu/~kriz/",),
     ),
 )
+
+
+# The pickled batches are read without trusting them. A pickle may call anything that it can name. These files need to name
+# five things of numpy, and here even those are stand-ins of our own: numpy itself is called once, on bytes and a shape checked.
+
+
+class _DType:
+    """In place of numpy.dtype: bytes are the only type such a file holds."""
+
+    def __init__(self, kind: object, *_: object) -> None:
+        if kind not in ("u1", b"u1"):
+            raise pickle.UnpicklingError(f"an array of {kind!r}, where the images are u1")
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and alignment: nothing that concerns single bytes."""
+
+
+class _Array:
+    """In place of numpy.ndarray: an array of bytes, empty until its state is set."""
+
+    # Of the class, because a pickle can make an instance without calling __init__.
+    value: Bytes = np.empty(0, dtype=np.uint8)
+
+    def __setstate__(self, state: tuple[object, Any, object, object, object]) -> None:
+        _version, shape, dtype, fortran, content = state
+        self.value = _bytes_array(content, dtype, shape, "F" if fortran else "C")
+
+
+def _bytes_array(content: object, dtype: object, shape: Any, order: Any) -> Bytes:
+    if not isinstance(content, bytes | bytearray) or not isinstance(dtype, _DType) or order not in ("C", "F"):
+        raise pickle.UnpicklingError("an array that is not made of bytes")
+    if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != len(content):
+        raise pickle.UnpicklingError(f"an array of shape {shape} with {len(content)} bytes")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape, order=order)
+
+
+def _reconstruct(kind: object, *_: object) -> _Array:
+    if kind is not _Array:
+        raise pickle.UnpicklingError("an array of an unknown class")
+    return _Array()
+
+
+def _frombuffer(content: object, dtype: object, shape: object, order: object) -> _Array:
+    array = _Array()
+    array.value = _bytes_array(content, dtype, shape, order)
+    return array
+
+
+def _encode(text: str, encoding: object) -> bytes:
+    """In place of codecs.encode, by which Python 3 writes bytes in an old protocol: always latin1."""
+    if encoding not in ("latin1", b"latin1"):
+        raise pickle.UnpicklingError(f"a text in {encoding!r}")
+    return text.encode("latin1")
+
+
+# Old numpy (the official files, written by Python 2) says numpy.core, numpy 2 says numpy._core.
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy", "dtype"): _DType,
+    ("numpy", "ndarray"): _Array,
+    ("_codecs", "encode"): _encode,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _frombuffer for core in ("core", "_core")},
+}
+
+
+class _Forbidden(pickle.UnpicklingError):
+    """The file names something that no batch of images needs."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise _Forbidden(f"{module}.{name}") from None
+
+
+def read_batch(path: Path, *, rows: int, row_size: int, classes: int) -> tuple[Bytes, Bytes]:
+    """The images, shape (rows, row_size), and the labels of one batch file, checked."""
+    try:
+        with path.open("rb") as file:
+            # encoding: the official files are Python 2's, whose strings are bytes.
+            content = _Unpickler(file, encoding="bytes").load()
+    except _Forbidden as error:
+        raise DataError(
+            f"{path} is refused: it is a pickle that would call {error}, which no batch of images needs, so it may be "
+            "malicious. Delete it and take the dataset from its publisher."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}). Check that it is there and its permissions.") from error
+    except Exception as error:  # a broken pickle raises nearly anything, as the pickle module warns
+        raise _bad(path, f"it cannot be unpickled ({type(error).__name__}: {error})") from error
+    if not isinstance(content, dict):
+        raise _bad(path, f"it holds a {type(content).__name__}, not a dictionary")
+    array = content.get(b"data", content.get("data"))
+    labels = content.get(b"labels", content.get("labels"))
+    if not isinstance(array, _Array) or array.value.shape != (rows, row_size):
+        what = array.value.shape if isinstance(array, _Array) else type(array).__name__
+        raise _bad(path, f"its data should be an array of shape {(rows, row_size)}, and is {what}")
+    if not isinstance(labels, list) or len(labels) != rows:
+        what = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
+        raise _bad(path, f"its labels should be a list of {rows}, and are {what}")
+    for label in labels:
+        if type(label) is not int or not 0 <= label < classes:
+            raise _bad(path, f"it has the label {label!r}, and labels are 0 to {classes - 1}")
+    return array.value, np.array(labels, dtype=np.uint8)
+
+
+def _bad(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is not a sound batch of images: {why}. Delete it and load again.")

@@ -229,5 +229,5 @@ def colour_space(name: str) -> torch.nn.Module:
         >>> round(colour_space("grayscale").lipschitz, 3)
         0.669
     """
-    made: torch.nn.Module = COLOUR_SPACES[choose("colour space", name, COLOUR_SPACES)]()
-    return made
+    layer: torch.nn.Module = COLOUR_SPACES[choose("colour space", name, COLOUR_SPACES)]()
+    return layer

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lipdp.data.info import Availability, DatasetInfo, Loaded, images_dataset
-from lipdp.data.splitting import stratified
+from lipdp.data.info import Availability, DatasetInfo, Loaded, images_dataset, stratified
 from lipdp.errors import DataError
 
 __all__ = ["DIGITS", "SPLIT_SEED", "Digits"]

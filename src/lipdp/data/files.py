@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from lipdp.data.progress import download_bar
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["ENVIRONMENT_VARIABLE", "RemoteFile", "data_root", "ensure", "verify"]
+__all__ = ["ENVIRONMENT_VARIABLE", "RemoteFile", "data_root", "download_bar", "ensure", "verify"]
+
 
 ENVIRONMENT_VARIABLE = "LIPDP_DATA"
 
@@ -67,12 +68,12 @@ def verify(dataset: str, remote: RemoteFile, path: Path) -> None:
     """Compare the sha256 of a file on disk with the published one."""
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{dataset}: {path} cannot be read ({error}). Check its permissions.") from error
-    if found != remote.sha256:
+    if digest != remote.sha256:
         raise DataError(
-            f"{dataset}: {path} is corrupt: its sha256 is {found}, but that of the published file is {remote.sha256}. "
+            f"{dataset}: {path} is corrupt: its sha256 is {digest}, but that of the published file is {remote.sha256}. "
             "Delete it and load again."
         )
 
@@ -142,3 +143,60 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+# The progress bar of a download, shown on a terminal only.
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+class _Bar:
+    """The four names that pooch asks of a progress bar, in terms of rich."""
+
+    def __init__(self, progress: Progress, description: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(description, total=None, start=False)
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    @total.setter
+    def total(self, value: int) -> None:
+        # Pooch sets it once the server has answered: a failed connection shows no bar.
+        self._total = value
+        self._progress.update(self._task, total=value or None)
+        self._progress.start_task(self._task)
+        self._progress.start()
+
+    def update(self, n: int) -> None:
+        self._progress.update(self._task, advance=n)
+
+    def reset(self) -> None:
+        self._progress.reset(self._task)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+@contextmanager
+def download_bar(description: str) -> Iterator[_Bar | Literal[False]]:
+    """A bar for `pooch.HTTPDownloader(progressbar=…)`, closed however the download ends; False where none is seen."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    except ImportError:  # a bar is not worth refusing a download
+        yield False
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield False
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = _Bar(Progress(*columns, console=console, transient=True), description)
+    try:
+        yield bar
+    finally:
+        bar.close()

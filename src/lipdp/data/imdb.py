@@ -118,12 +118,12 @@ class Reviews:
 def _unpack(archive: Path, folder: Path, names: list[str]) -> None:
     """The tables from the archive's files, one per review; each appears under its name only once complete."""
     try:
-        found: dict[str, list[tuple[str, int, str]]] = {name: [] for name in names}
+        tables: dict[str, list[tuple[str, int, str]]] = {name: [] for name in names}
         with tarfile.open(archive, "r:gz") as tar:
             for part, kind, number, review in _members(tar):
-                if f"{part}.tsv" in found:
-                    found[f"{part}.tsv"].append((kind, number, review))
-        for name, reviews in found.items():
+                if f"{part}.tsv" in tables:
+                    tables[f"{part}.tsv"].append((kind, number, review))
+        for name, reviews in tables.items():
             reviews.sort(key=lambda review: (review[0] != "pos", review[1]))
             temporary = folder / f".unpacking-{name}"
             temporary.write_text("".join(f"{review}\n" for _, _, review in reviews), encoding="utf8", newline="\n")
@@ -137,11 +137,11 @@ def _unpack(archive: Path, folder: Path, names: list[str]) -> None:
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, int, str]]:
     """(train or test, pos or neg, number, "stars<TAB>text") of the labelled reviews: aclImdb/train/pos/127_10.txt."""
     for member in tar:
-        found = re.fullmatch(r"aclImdb/(train|test)/(pos|neg)/(\d+)_(\d+)\.txt", member.name)
-        file = tar.extractfile(member) if found is not None else None
-        if found is not None and file is not None:
+        name = re.fullmatch(r"aclImdb/(train|test)/(pos|neg)/(\d+)_(\d+)\.txt", member.name)
+        file = tar.extractfile(member) if name is not None else None
+        if name is not None and file is not None:
             text = " ".join(file.read().decode("utf8").split("\n"))
-            yield found[1], found[2], int(found[3]), f"{int(found[4])}\t{text}"
+            yield name[1], name[2], int(name[3]), f"{int(name[4])}\t{text}"
 
 
 IMDB = Reviews(

@@ -18,7 +18,8 @@ from lipdp._checks import whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.nn.boundary import BoundedInput
 
-__all__ = ["Projection", "map_inputs", "project_inputs"]
+__all__ = ["Projection", "map_inputs", "project_inputs", "require_finite"]
+
 
 Mode = Literal["ball", "sphere"]
 
@@ -75,19 +76,21 @@ def map_inputs(
     inputs, *rest = dataset.tensors
     with torch.no_grad():
         parts = [function(part.to(device)).to(inputs.device) for part in torch.split(inputs, whole("batch_size", batch_size))]
-    made = torch.cat(parts)
-    if len(made) != len(inputs):
-        raise DataError(f"the function made {len(made)} examples of {len(inputs)}; it has to keep their number and order")
-    _refuse_mixing(inputs, made, function, device)
-    return TensorDataset(made, *rest)
+    outputs = torch.cat(parts)
+    if len(outputs) != len(inputs):
+        raise DataError(f"the function made {len(outputs)} examples of {len(inputs)}; it has to keep their number and order")
+    _refuse_mixing(inputs, outputs, function, device)
+    return TensorDataset(outputs, *rest)
 
 
-def _refuse_mixing(inputs: Tensor, made: Tensor, function: Callable[[Tensor], Tensor], device: torch.device | str | None) -> None:
+def _refuse_mixing(
+    inputs: Tensor, outputs: Tensor, function: Callable[[Tensor], Tensor], device: torch.device | str | None
+) -> None:
     for index in range(min(3, len(inputs))):
         with torch.no_grad():
-            alone = function(inputs[index : index + 1].to(device)).to(made.device)[0]
-        together = made[index]
-        if made.is_floating_point():
+            alone = function(inputs[index : index + 1].to(device)).to(outputs.device)[0]
+        together = outputs[index]
+        if outputs.is_floating_point():
             scale = float(together.abs().max()) if together.numel() else 0.0
             # Matrix products round differently in batches of another size.
             same = torch.allclose(alone, together, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
@@ -99,3 +102,32 @@ def _refuse_mixing(inputs: Tensor, made: Tensor, function: Callable[[Tensor], Te
                 "its result is a statistic of the data. Use a function of each example, or pay for the statistic "
                 "(lipdp.privacy.private_moments)."
             )
+
+
+# Checks of a dataset before anything is trained on it.
+
+# Examples looked at together: the masks of a whole CIFAR-10 would need twice its memory.
+_CHUNK = 4096
+
+
+def require_finite(dataset: TensorDataset) -> None:
+    """Raise a `DataError` if a floating tensor of the dataset holds a NaN or an infinity.
+
+    No bound on a gradient holds for such an example, so it has to be refused rather than trained on.
+    """
+    if not isinstance(dataset, TensorDataset):
+        raise ConfigurationError(
+            f"require_finite takes a torch.utils.data.TensorDataset, not a {type(dataset).__name__}: put the examples in tensors."
+        )
+    bad = torch.zeros(len(dataset), dtype=torch.bool)
+    for tensor in dataset.tensors:
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+            for start in range(0, len(tensor), _CHUNK):
+                part = tensor[start : start + _CHUNK]
+                finite = torch.isfinite(part).reshape(len(part), -1).all(dim=1)
+                bad[start : start + _CHUNK] |= ~finite.cpu()
+    if count := int(bad.sum()):
+        raise DataError(
+            f"{count} of {len(dataset)} examples contain a NaN or an infinity, the first at index "
+            f"{int(bad.nonzero()[0])}: no sensitivity bound holds for them. Remove or repair them first."
+        )

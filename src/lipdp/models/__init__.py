@@ -1,7 +1,17 @@
-"""Networks by name, one constructor each: Lipschitz ones whose bounds are known, and conventional ones ("plain-…") to clip."""
+"""Networks by name, one constructor each: Lipschitz ones whose bounds are known, and conventional ones ("plain-…") to clip.
 
-from lipdp.models.boundary_twins import boundary_twin
-from lipdp.models.conventional import (
+Fixed features live in :mod:`lipdp.features`; their names here (``Scattering2d``, ``split_front`` …) are aliases of those.
+"""
+
+from lipdp.features.front import FrozenFeatures, extract_features, split_front
+from lipdp.features.kernels import RandomReLU
+from lipdp.features.patches import PatchFeatures
+from lipdp.features.scattering import Scattering2d
+from lipdp.features.straighten import Straighten
+from lipdp.models.heads import patches_linear, patches_mlp, scattering_linear, scattering_mlp
+from lipdp.models.lipschitz import lenet, mlp, resnet, resnet6, resnet10, resnet18, vgg, vgg5, vgg8, vgg11
+from lipdp.models.mixer import mixer, transformer
+from lipdp.models.plain import (
     plain_cnn,
     plain_lstm,
     plain_mlp,
@@ -9,24 +19,12 @@ from lipdp.models.conventional import (
     plain_rnn,
     plain_transformer,
     plain_vgg11,
+    resized,
+    tanh_cnn,
 )
-from lipdp.models.features import FrozenFeatures, extract_features, split_front
-from lipdp.models.lenet import lenet
-from lipdp.models.mixer import mixer, transformer
-from lipdp.models.mlp import mlp
-from lipdp.models.patch_heads import patches_linear, patches_mlp
-from lipdp.models.patches import PatchFeatures
-from lipdp.models.plain_twins import plain_dense, plain_lenet, plain_mixer, plain_resnet, plain_vgg
-from lipdp.models.random_relu import RandomReLU
 from lipdp.models.registry import create, names, register
-from lipdp.models.resized import resized
-from lipdp.models.resnet import resnet, resnet6, resnet10, resnet18
-from lipdp.models.scattering import Scattering2d
-from lipdp.models.scattering_heads import scattering_linear, scattering_mlp
-from lipdp.models.straighten import Straighten
 from lipdp.models.tabular import tabular
-from lipdp.models.tanh_cnn import tanh_cnn
-from lipdp.models.vgg import vgg, vgg5, vgg8, vgg11
+from lipdp.models.twins import boundary_twin, plain_dense, plain_lenet, plain_mixer, plain_resnet, plain_vgg
 
 __all__ = [
     "FrozenFeatures",

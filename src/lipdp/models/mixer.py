@@ -6,7 +6,7 @@ import torch
 
 from lipdp import nn
 from lipdp.errors import ConfigurationError
-from lipdp.models.mlp import InputMode, head, stem
+from lipdp.models.lipschitz import InputMode, head, stem
 from lipdp.models.registry import register
 
 __all__ = ["MixerBlock", "mixer", "transformer"]

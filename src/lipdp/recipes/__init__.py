@@ -1,7 +1,7 @@
-"""Experiments as named configurations: ``lipdp.recipes.train(lipdp.recipes.get("mnist"), epsilon=3)``."""
+"""Experiments as named configurations: ``lipdp.recipes.train("mnist", epsilon=3)``."""
 
-from lipdp.recipes.catalog import get, names
-from lipdp.recipes.recipe import Prepared, Recipe, Result
-from lipdp.recipes.running import prepare, train
+from lipdp.recipes.catalog import get, names, read_recipes, save_recipe
+from lipdp.recipes.recipe import Recipe
+from lipdp.recipes.run import Prepared, Result, prepare, train
 
-__all__ = ["Prepared", "Recipe", "Result", "get", "names", "prepare", "train"]
+__all__ = ["Prepared", "Recipe", "Result", "get", "names", "prepare", "read_recipes", "save_recipe", "train"]

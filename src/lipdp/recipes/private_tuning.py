@@ -7,7 +7,6 @@ the other runs, an ordinary sweep over the same data, and how long it took.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,11 @@ from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
 from lipdp.privacy import Approximate, add_noise, derive_seed, fresh_seed, generator
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
-from lipdp.recipes.recipe import Prepared, Recipe, prepare
-from lipdp.recipes.spaces import RandomSuggester, changed
+from lipdp.recipes.recipe import Recipe
+from lipdp.recipes.run import Prepared, fit_prepared, prepare
+from lipdp.recipes.spaces import RandomSuggester
 from lipdp.recipes.sweep import Sweep
-from lipdp.training import evaluate, fit
+from lipdp.training import evaluate
 from lipdp.training.repeats import several_runs
 
 __all__ = ["PrivateFinding", "tune_privately"]
@@ -32,23 +32,6 @@ __all__ = ["PrivateFinding", "tune_privately"]
 _FIXED = frozenset(
     ("batch_size", "epochs", "method", "statistics_budget", "adaptive", "clip_schedule", "noise_schedule", "freeze", "delta")
 )
-# All settings that the runs here know how to follow.
-_KNOWN = _FIXED | {
-    "name",
-    "dataset",
-    "model",
-    "options",
-    "temperature",
-    "learning_rate",
-    "momentum",
-    "schedule",
-    "ema_decay",
-    "tail_average",
-    "allocation",
-    "max_grad_norm",
-    "augmentation",
-    "provenance",
-}
 
 
 @dataclass(frozen=True)
@@ -97,14 +80,13 @@ def tune_privately(
         progress: called after each run. How often is a secret.
         budget: the account of the training set, charged for the whole before the first run: see :class:`lipdp.privacy.Budget`.
     """
-    recipe = _plain(sweep.recipe)
+    recipe = _counted(sweep.recipe)
     space = sweep.chosen_space.without(_FIXED)
     space.fitting(recipe)
     learn, held_out, info = _parts(sweep, recipe)
 
     def ready(settings: dict[str, Any], epsilon: float, seed: int | None = None) -> Prepared:
-        chosen = changed(recipe, settings)
-        return prepare(chosen, info, epsilon=epsilon, dataset_size=len(learn), accountant="rdp", seed=seed)
+        return prepare(recipe.changed(settings), info, epsilon=epsilon, dataset_size=len(learn), accountant="rdp", seed=seed)
 
     one, total = affordable_run(lambda e: ready({}, e).plan.run, repetitions, epsilon=sweep.epsilon, delta=recipe.delta)
     reference = ready({}, one).plan.run
@@ -114,16 +96,16 @@ def tune_privately(
     charge(budget, Approximate(total, recipe.delta, "add_remove"), f"private tuning of {recipe.name}")
     for number in range(repetitions.draw(generator(key, 0, "repetitions"))):
         settings = space.settings(RandomSuggester(derive_seed(key, number, "settings")), recipe)
-        made = ready(settings, one, derive_seed(key, number, "weights"))
-        if made.plan.run != reference:
+        trial = ready(settings, one, derive_seed(key, number, "weights"))
+        if trial.plan.run != reference:
             raise BudgetError(f"the settings {settings} change what a run releases: its curve is not the one accounted for")
-        figure = _accuracy(made, learn, held_out, sweep.device, derive_seed(key, number, "run"))
+        figure = _accuracy(trial, learn, held_out, sweep.device, derive_seed(key, number, "run"))
         # The count of correct records is a whole number, so it lies on the noise's grid.
         correct = {"score": torch.tensor(float(round(figure * len(held_out))), dtype=torch.float64)}
         noised = add_noise(correct, {"score": noise * len(held_out)}, generator(key, number, "score"))
         score = float(noised["score"]) / len(held_out)
         if best is None or score > best.score:
-            best = PrivateFinding(made.recipe, settings, score, total, recipe.delta, one, repetitions, noise, made.model)
+            best = PrivateFinding(trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model)
         if progress is not None:
             progress()
     if best is None:
@@ -131,19 +113,13 @@ def tune_privately(
     return best
 
 
-def _plain(recipe: Any) -> Recipe:
-    if type(recipe) is not Recipe:
+def _counted(recipe: Recipe) -> Recipe:
+    if recipe.metric != "accuracy" or recipe.views is not None:
         raise UnsupportedError(
-            f"private tuning judges runs by a count of correct records, to which one record adds at most 1; a "
-            f"{type(recipe).__name__} is judged otherwise or trained otherwise. Use an ordinary recipe."
+            f"private tuning judges runs by a count of correct records, to which one record adds at most 1; {recipe.name} is "
+            f"judged by its {recipe.metric}{'' if recipe.views is None else ' over copies'}. Use a recipe with metric='accuracy' "
+            "and test_copies='one'."
         )
-    strange = [
-        f.name
-        for f in dataclasses.fields(recipe)
-        if f.name not in _KNOWN and f.default is not dataclasses.MISSING and getattr(recipe, f.name) != f.default
-    ]
-    if strange:
-        raise ConfigurationError(f"private tuning does not know the setting {', '.join(strange)}; leave it at its default")
     return recipe
 
 
@@ -157,20 +133,6 @@ def _parts(sweep: Sweep, recipe: Recipe) -> tuple[TensorDataset, TensorDataset, 
 
 
 @several_runs()  # they are accounted for together
-def _accuracy(made: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
-    recipe = made.recipe
-    fit(
-        made.model,
-        made.loss,
-        made.optimizer,
-        made.plan,
-        learn,
-        seed=seed,
-        device=device,
-        scheduler=made.scheduler,
-        ema_decay=recipe.ema_decay,
-        tail_average=recipe.tail_average,
-        augmentation=recipe.augmentation,
-        evaluations=1,
-    )
-    return evaluate(made.model, made.loss, held_out, device=device)["accuracy"]
+def _accuracy(ready: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
+    fit_prepared(ready, learn, seed=seed, device=device, evaluations=1)
+    return evaluate(ready.model, ready.loss, held_out, device=device)["accuracy"]

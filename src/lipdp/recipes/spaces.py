@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,11 +17,9 @@ from lipdp import data
 from lipdp._names import choose
 from lipdp.errors import ConfigurationError
 from lipdp.models import registry
-from lipdp.recipes.features import FeatureRecipe
+from lipdp.recipes.recipe import OPTION, Recipe
 
-__all__ = ["Choice", "RandomSuggester", "Range", "Space", "Suggester", "changed", "default_space", "get_space", "space_names"]
-
-_OPTION = "options."
+__all__ = ["Choice", "RandomSuggester", "Range", "Space", "Suggester", "default_space", "get_space", "space_names"]
 
 
 class Suggester(Protocol):
@@ -128,7 +126,7 @@ class Space:
     source: str
     parameters: tuple[Parameter, ...]
 
-    def fitting(self, recipe: Any) -> tuple[Parameter, ...]:
+    def fitting(self, recipe: Recipe) -> tuple[Parameter, ...]:
         """The parameters that this recipe has; batches are no larger than the training set."""
         kept = tuple(p for p in self.parameters if _has(recipe, p.name) and getattr(p, "model", None) in (None, recipe.model))
         if not kept:
@@ -142,25 +140,16 @@ class Space:
         """The same space, but for the settings of these names."""
         return dataclasses.replace(self, parameters=tuple(p for p in self.parameters if p.name not in names))
 
-    def settings(self, trial: Suggester, recipe: Any) -> dict[str, Any]:
+    def settings(self, trial: Suggester, recipe: Recipe) -> dict[str, Any]:
         """Settings for this recipe, by name."""
         return {parameter.name: parameter.suggest(trial) for parameter in self.fitting(recipe)}
 
 
-def changed(recipe: Any, settings: Mapping[str, Any]) -> Any:
-    """The recipe with these settings; ``options.NAME`` is one of its model's."""
-    fields = {name: value for name, value in settings.items() if not name.startswith(_OPTION)}
-    options = {name.removeprefix(_OPTION): value for name, value in settings.items() if name.startswith(_OPTION)}
-    if options:
-        fields["options"] = {**recipe.options, **options}
-    return recipe.but(**fields)
-
-
-def _has(recipe: Any, name: str) -> bool:
-    if not name.startswith(_OPTION):
-        known = name in {field.name for field in dataclasses.fields(recipe)}
-        return known and not (name == "max_grad_norm" and recipe.method == "clipless")
-    option = name.removeprefix(_OPTION)
+def _has(recipe: Recipe, name: str) -> bool:
+    if not name.startswith(OPTION):
+        settings = {field.name for field in dataclasses.fields(recipe)}
+        return name in settings and not (name == "max_grad_norm" and recipe.method == "clipless")
+    option = name.removeprefix(OPTION)
     return option in recipe.options or option in registry.option_names(recipe.model)
 
 
@@ -261,7 +250,7 @@ _SPACES = (
             Range("options.clip", 0.03, 1.0),
             Range("temperature", 0.5, 16.0),
             Choice("batch_size", (4096, 8192, 16384)),
-            Choice("steps", (250, 350, 500, 700)),
+            Choice("epochs", (35, 50, 70, 95)),
             Range("learning_rate", 2.0, 60.0),
             Choice("ema_decay", (0.9, 0.95, 0.98)),
         ),
@@ -311,10 +300,10 @@ def get_space(name: str) -> Space:
     return _BY_NAME[choose("search space", name, _BY_NAME)]
 
 
-def default_space(recipe: Any) -> Space:
-    """Ours for this kind of recipe."""
+def default_space(recipe: Recipe) -> Space:
+    """Ours for a recipe like this: a table, fixed features, a network whose bounds are proved, or one that is clipped."""
     if recipe.dataset.startswith("adbench/"):
         return _BY_NAME["tabular" if data.info(recipe.dataset).train_size > 10_000 else "tabular-small"]
-    if isinstance(recipe, FeatureRecipe):
+    if recipe.front == "stored":
         return _BY_NAME["features"]
-    return _BY_NAME["clipless" if getattr(recipe, "method", "clipless") == "clipless" else "clipping"]
+    return _BY_NAME["clipless" if recipe.method == "clipless" else "clipping"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import os
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import program_of
-from lipdp.data.augment import Augmentation
+from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.parametrize import project_, project_outside_
 from lipdp.privacy.accounting import run_epsilon
@@ -30,6 +31,7 @@ from lipdp.training.account import RunAccount
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
 from lipdp.training.copies import Copies
+from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.grouping import clip_layers
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
 from lipdp.training.optimizer_state import try_optimizer
@@ -42,7 +44,6 @@ from lipdp.training.records import Progress, layout
 from lipdp.training.repeats import RunRecord, data_marks, record_run
 from lipdp.training.seats import choose_seats, seats_in_order, shuffle, usual_seats
 from lipdp.training.settings import describe_loss
-from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
@@ -364,7 +365,7 @@ class PrivacyEngine:
         self.ledger.charge_release(STATISTICS)
         self._account.note(self.ledger)
         moments = release_moments(
-            program_of(self.model, self._input_shape),
+            program_of(self.trained_part, self._input_shape),
             layer,
             train,
             multiplier=planned[STATISTICS],
@@ -372,41 +373,74 @@ class PrivacyEngine:
             draw=noise,
             device=self.device,
             rows=self.microbatch_size,
-            copies=1 if self._augmentation is None else self._augmentation.copies,
+            copies=self._augmentation,
             shape=self._input_shape,
         )
         layer.set_statistics(moments.mean, moments.variance)
         self._check_plan()
         self._watch.remember()
 
-    def settle(self, train: Any, *, in_place: bool = False) -> TensorDataset:
+    @property
+    def has_front(self) -> bool:
+        """Whether :meth:`settle` has fixed layers to apply now. Those behind a Standardize wait for its statistics."""
+        return applicable_layers(self.model, self._settled, waiting=self._awaits_statistics) > 0
+
+    @property
+    def _awaits_statistics(self) -> bool:
+        return any(release.name == STATISTICS for release in self.plan.releases) and STATISTICS not in self.ledger.one_off
+
+    @property
+    def trained_part(self) -> torch.nn.Module:
+        """What steps run: the model, or what is left of it behind the layers that :meth:`settle` has applied."""
+        return self.model if self._settled is None else self._settled.rest
+
+    def settle(self, train: Any, *, in_place: bool = False, cache: str | os.PathLike[str] | None = None) -> TensorDataset:
         """Apply the layers in front of the first trained one to all of ``train``, once: steps are then on batches of the result.
 
-        The model, the plan, the noise and the cost stay what they are; a step gets cheaper. See :mod:`lipdp.training.settling`.
-        Statistics are released before. ``in_place`` puts the result over the inputs of a TensorDataset, where it fits.
+        The model, the plan, the noise and the cost stay what they are; a step gets cheaper. See :mod:`lipdp.training.front`. With
+        statistics to release, the layers before the Standardize come first; call it again with its result when they are released.
+
+        Args:
+            train: the records; the second time, what the first call gave.
+            in_place: put the result over the inputs of a TensorDataset, where it fits.
+            cache: a folder that keeps what rests on no released statistics from one run to the next.
         """
-        copies = check_settling(self.plan, self.ledger, self._augmentation, self._settled)
+        before = self._settled
+        again = before is not None and train is before.dataset
+        if before is not None and not again:
+            raise ConfigurationError("this run is settled already: its steps are on the dataset that engine.settle() gave")
         self.bind(train)
-        self._data += data_marks(train)
-        made = settle(
+        if not again:
+            self._data += data_marks(train)
+        waiting = self._awaits_statistics
+        settled = settle(
             self.model,
             train,
             input_shape=self._input_shape,
             device=self.device,
-            copies=copies,
-            in_place=in_place,
+            before=before,
+            waiting=waiting,
+            copies=self._augmentation,
+            in_place=in_place or again,
             seats=usual_seats(self.plan.dataset_size, whole=True),
-            draw=self._streams.seats(0, "seats at the front"),
+            draw=self._streams.seats(0 if before is None else len(before.stages), "seats at the front"),
+            cache=cache if waiting or not self.ledger.one_off else None,
         )
-        query = query_of(made.rest, self.loss, self.plan, made.shape)
+        query = query_of(settled.rest, self.loss, self.plan, settled.shape)
         query.prove()  # before anything is taken over
-        self._settled, self._input_shape = made, made.shape
-        self._streams.know(made.dataset)
+        self._settled, self._input_shape = settled, settled.shape
+        if self._augmentation is not None:
+            self._augmentation = PrecomputedCopies(self._augmentation.copies)
+        self._streams.know(settled.dataset)
         self._query = self._mechanism.query = query
-        self._types = Types(made.rest, self.loss)
+        self._types = Types(settled.rest, self.loss)
         self._check_plan()
         self.microbatch_size = self._microbatch_size()
-        return self._settled.dataset
+        return settled.dataset
+
+    def through_front(self, dataset: Any) -> Any:
+        """Other records (a validation set) as :attr:`trained_part` takes them."""
+        return dataset if self._settled is None else self._settled.rows_of(dataset)
 
     def shuffle(self) -> TensorDataset:
         """Put the rows of :meth:`settle` into a secret random order, in their memory, so that batches of all need no gathering.

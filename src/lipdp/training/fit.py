@@ -13,7 +13,7 @@ import torch
 
 from lipdp._checks import positive
 from lipdp.data.augment import Augmentation
-from lipdp.errors import BudgetError, CheckpointError, Interrupted, LipdpError
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
@@ -56,6 +56,7 @@ def fit(
     budget: AnyBudget = None,
     input_shape: tuple[int, ...] | None = None,
     settle: bool | Literal["in_place"] = False,
+    cache: str | Path | None = None,
 ) -> History:
     """Train ``model`` privately, exactly as ``plan`` says.
 
@@ -88,8 +89,10 @@ def fit(
             second run over the same data in a process warns.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
         settle: apply the layers in front of the first trained one once, not in every step: the same run, faster, for the memory
-            that their outputs take. "in_place" puts those over the inputs of ``train`` where they fit. See
-            :meth:`lipdp.PrivacyEngine.settle`.
+            that their outputs take. "in_place" puts those over the inputs of ``train`` where they fit. Fixed copies of the
+            augmentation go through them too. See :mod:`lipdp.training.front`.
+        cache: with ``settle``, a folder that keeps those outputs from one run to the next, as far as they rest on no released
+            statistics. The files hold private data in another form: keep them as safe as the data.
 
     Returns:
         The history; ``history.epsilon`` is what was really spent.
@@ -98,6 +101,8 @@ def fit(
     if validation is not None:
         check_dataset(validation)
     positive("checkpoint_every", checkpoint_every)
+    if cache is not None and not settle:
+        raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
     file = None if checkpoint is None else Path(checkpoint)
     with nullcontext() if file is None else locked_checkpoint(file):
         if file is not None and file.exists() and not resume:
@@ -120,13 +125,21 @@ def fit(
         )
         try:
             saved = _Saved(file, engine, scheduler, checkpoint_every)
-            history = _run(engine, saved, train, validation, list(callbacks), max(1, evaluations), settle)
+            history = _run(engine, saved, train, validation, list(callbacks), max(1, evaluations), _Storing(settle, cache))
         except BaseException:
             with suppress(LipdpError):  # then all of it stays reserved
                 engine.close(keep=file is not None and file.exists())  # what is on disk can go on, and needs it for that
             raise
         engine.close()
         return history
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storing:
+    """Whether the outputs of the fixed layers are stored, and the folder that keeps them."""
+
+    settle: bool | Literal["in_place"]
+    cache: str | Path | None
 
 
 class _Saved:
@@ -178,7 +191,7 @@ def _run(
     validation: Any,
     hooks: list[Callback],
     evaluations: int,
-    settle: bool | Literal["in_place"],
+    storing: _Storing,
 ) -> History:
     plan, history = engine.plan, saved.history
     pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
@@ -197,13 +210,16 @@ def _run(
         saved.is_new = True
     if engine.steps < plan.steps:
         saved.reserve()
+    if storing.settle and engine.has_front:
+        train = engine.settle(train, in_place=storing.settle == "in_place", cache=storing.cache)
     if pays_for_statistics and STATISTICS not in engine.ledger.one_off:
         engine.release_statistics(train)
         saved.save()
-    if settle:
-        train = engine.settle(train, in_place=settle == "in_place")
-        if plan.sampling_rate == 1:
-            train = engine.shuffle()
+    if storing.settle and (engine.has_front or engine.trained_part is engine.model):
+        train = engine.settle(train, in_place=storing.settle == "in_place")
+    if storing.settle and plan.sampling_rate == 1:
+        train = engine.shuffle()
+    validation = None if validation is None else engine.through_front(validation)
     run = Run(engine, history)
     every = max(1, round(plan.steps / evaluations))
     try:
@@ -253,8 +269,8 @@ def _row(engine: PrivacyEngine, validation: Any) -> dict[str, float]:
     if (share := engine.clipped_fraction) is not None:
         row["clipped"] = share
     if validation is not None:
-        with engine.averaged() as model:
-            metrics = evaluate(model, engine.loss, validation, device=engine.device)
+        with engine.averaged():
+            metrics = evaluate(engine.trained_part, engine.loss, validation, device=engine.device)
         row.update({f"validation_{name}": value for name, value in metrics.items()})
     return row
 

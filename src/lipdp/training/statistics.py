@@ -10,6 +10,7 @@ import torch
 
 from lipdp import nn
 from lipdp.bounds import Analysis
+from lipdp.data.augment import Augmentation, is_fixed
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.moments import Moments, moment_stds, private_moments
 from lipdp.privacy.randomness import Stream
@@ -45,24 +46,24 @@ def release_moments(
     draw: Stream,
     device: torch.device,
     rows: int,
-    copies: int,
+    copies: Augmentation | None,
     shape: tuple[int, ...] | None,
 ) -> Moments:
     """Mean (and variance) of each channel of what reaches ``layer``, by one Gaussian mechanism of this multiplier.
 
-    What lies in front of the layer is run as the program says (a frozen feature extractor, or nothing). Where records hold several
-    precomputed copies, a record's moments are the means of its copies'.
+    What lies in front of the layer is run as the program says (a frozen feature extractor, or nothing). A record's moments are the
+    means of its copies', where the copies are fixed; where they are drawn in every step, they are those of the record itself.
     """
+    fixed = copies if is_fixed(copies) else None
     entries, types = math.prod(gather(dataset, torch.arange(1))[0].shape), Types(program.model)
     front = program.reaching(layer)
 
     def features() -> Iterator[torch.Tensor]:
         for inputs, _ in slices(dataset, min(rows, rows_at_once(entries, device))):
-            stored = shape is not None and tuple(inputs.shape[1:]) == (copies, *shape)
             x = types.inputs(inputs.to(device))
             with torch.no_grad():
-                reached = front(x.flatten(0, 1) if stored else x)
-            yield reached.reshape(len(inputs), copies if stored else 1, *reached.shape[1:])
+                reached = front(x if fixed is None else fixed(x).flatten(0, 1))
+            yield reached.reshape(len(inputs), 1 if fixed is None else fixed.copies, *reached.shape[1:])
 
     return private_moments(
         features(),

@@ -1,0 +1,27 @@
+"""Fixed, public features: what is made without looking at the data costs no privacy, and a head that learns from it does.
+
+Layers that turn images or rows into features, each with its proved bounds, and what computes them once for a whole dataset.
+"""
+
+from lipdp.features.front import FrozenFeatures, extract_features, split_front
+from lipdp.features.kernels import Asinh, Constant, Landmarks, RandomFourier, RandomReLU
+from lipdp.features.patches import PatchFeatures
+from lipdp.features.scattering import Scattering2d
+from lipdp.features.stacks import feature_front, scattering_front
+from lipdp.features.straighten import Straighten
+
+__all__ = [
+    "Asinh",
+    "Constant",
+    "FrozenFeatures",
+    "Landmarks",
+    "PatchFeatures",
+    "RandomFourier",
+    "RandomReLU",
+    "Scattering2d",
+    "Straighten",
+    "extract_features",
+    "feature_front",
+    "scattering_front",
+    "split_front",
+]

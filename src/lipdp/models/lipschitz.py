@@ -1,0 +1,291 @@
+"""Networks of Lipschitz layers: MLP, LeNet, VGG, ResNet. Constraints on the weights prove every bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from lipdp import nn
+from lipdp.errors import ConfigurationError
+from lipdp.models.registry import register
+
+__all__ = ["head", "lenet", "mlp", "resnet", "resnet6", "resnet10", "resnet18", "stem", "vgg", "vgg5", "vgg8", "vgg11"]
+
+
+InputMode = Literal["ball", "sphere"]
+
+
+def stem(input_shape: tuple[int, ...], input_norm: float, input_mode: InputMode, centre: bool) -> list[torch.nn.Module]:
+    """What every model starts with: optionally each example minus its own mean, then the bounded input."""
+    centring: list[torch.nn.Module] = [nn.LayerCentering()] if centre else []
+    return [*centring, nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
+
+
+def head(features: int, classes: int, clip: float | None, hidden: int | None = None) -> list[torch.nn.Module]:
+    """What every model ends with: optionally a hidden layer, the logits, and optionally a clip on their gradient."""
+    if hidden is not None and (hidden < 2 or hidden % 2):
+        raise ConfigurationError(f"the hidden width must be even (GroupSort sorts pairs), not {hidden}")
+    layers: list[torch.nn.Module] = []
+    if hidden is not None:
+        layers += [nn.SpectralLinear(features, hidden, bias=False), nn.GroupSort(2)]
+        features = hidden
+    layers.append(nn.SpectralLinear(features, classes, bias=False))
+    return layers if clip is None else [*layers, nn.ClipGradient(clip)]
+
+
+@register("mlp")
+def mlp(
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    hidden: Sequence[int] = (256, 256),
+    input_norm: float = 1.0,
+    input_mode: InputMode = "sphere",
+    centre: bool = True,
+    clip: float | None = None,
+) -> nn.Sequential:
+    """Orthogonal dense layers with GroupSort between them: every layer has Δ = G·X, with G and X preserved.
+
+    Args:
+        input_shape: shape of one example.
+        classes: number of outputs.
+        hidden: widths of the hidden layers (even, for GroupSort).
+        input_norm: norm of the inputs.
+        input_mode: "sphere" puts every input on the sphere, "ball" only shortens long ones.
+        centre: subtract each example's own mean first.
+        clip: bound on the norm of the logits' gradient.
+    """
+    if any(width < 2 or width % 2 for width in hidden):
+        raise ConfigurationError(f"hidden widths must be even (GroupSort sorts pairs), not {tuple(hidden)}")
+    layers: list[torch.nn.Module] = [*stem(input_shape, input_norm, input_mode, centre), nn.Flatten()]
+    width = math.prod(input_shape)
+    for size in hidden:
+        layers += [nn.SpectralLinear(width, size, bias=False), nn.GroupSort(2)]
+        width = size
+    return nn.Sequential(*layers, *head(width, classes, clip))
+
+
+# A LeNet-like convolutional network of Lipschitz layers.
+
+
+@register("lenet")
+def lenet(
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    channels: Sequence[int] = (16, 32),
+    kernel_size: int = 5,
+    hidden: int | None = 128,
+    input_norm: float = 1.0,
+    input_mode: InputMode = "sphere",
+    centre: bool = True,
+    clip: float | None = None,
+) -> nn.Sequential:
+    """Convolution, GroupSort and L2-norm pooling for each entry of ``channels``, then dense layers.
+
+    Args:
+        input_shape: (channels, height, width).
+        classes: number of outputs.
+        channels: output channels of the convolutions (even), each followed by a 2×2 pool.
+        kernel_size: of the convolutions, an odd number; images keep their size.
+        hidden: width of the hidden dense layer, ``None`` for none.
+        input_norm: norm of the inputs.
+        input_mode: "sphere" or "ball".
+        centre: subtract each example's own mean first.
+        clip: bound on the norm of the logits' gradient.
+    """
+    if len(input_shape) != 3 or min(input_shape[1:]) < 2 ** len(channels):
+        raise ConfigurationError(
+            f"lenet with {len(channels)} poolings needs images (channels, height, width) of at least {2 ** len(channels)} pixels a "
+            f"side, not {input_shape}"
+        )
+    if any(c < 2 or c % 2 for c in channels) or kernel_size < 1 or kernel_size % 2 == 0:
+        raise ConfigurationError(f"lenet needs even channels and an odd kernel, not {tuple(channels)} and {kernel_size}")
+    layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
+    depth, height, width = input_shape
+    for size in channels:
+        layers += [
+            nn.SpectralConv2d(depth, size, kernel_size, padding=kernel_size // 2, bias=False),
+            nn.GroupSort(2),
+            nn.L2NormPool2d(2),
+        ]
+        depth, height, width = size, height // 2, width // 2
+    layers.append(nn.Flatten())
+    return nn.Sequential(*layers, *head(depth * height * width, classes, clip, hidden))
+
+
+# VGG-like networks of Lipschitz layers: 5, 8 or 11 layers with weights.
+
+# Output channels of the convolutions of each stage, at width 64; a 2×2 pool behind each stage. Dense layers follow.
+STAGES: dict[int, tuple[tuple[int, ...], ...]] = {
+    5: ((64,), (128,), (256,)),
+    8: ((64,), (128, 128), (256, 256)),
+    11: ((64,), (128,), (256, 256), (512, 512), (512, 512)),
+}
+DENSE = {5: 1, 8: 2, 11: 2}  # hidden dense layers
+
+
+@register("vgg")
+def vgg(
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    depth: int = 5,
+    width: int = 64,
+    hidden: int = 128,
+    input_norm: float = 1.0,
+    input_mode: InputMode = "sphere",
+    centre: bool = True,
+    clip: float | None = None,
+) -> nn.Sequential:
+    """3×3 convolutions with GroupSort, an L2-norm pool behind each stage, dense layers: every Δ is G·X.
+
+    Args:
+        input_shape: (channels, height, width).
+        classes: number of outputs.
+        depth: 5, 8 or 11 layers with weights.
+        width: channels of the first stage (even); later ones are wider as in VGG.
+        hidden: width of the hidden dense layers (even).
+        input_norm: norm of the inputs.
+        input_mode: "sphere" or "ball".
+        centre: subtract each example's own mean first.
+        clip: bound on the norm of the logits' gradient.
+    """
+    if depth not in STAGES:
+        raise ConfigurationError(f"there is VGG with depth 5, 8 or 11, not {depth}")
+    if len(input_shape) != 3 or min(input_shape[1:]) < 2:
+        raise ConfigurationError(f"vgg needs images (channels, height, width) of at least 2 pixels a side, not {input_shape}")
+    if width < 2 or width % 2 or hidden < 2 or hidden % 2:
+        raise ConfigurationError(f"width and hidden must be even (GroupSort sorts pairs), not {width} and {hidden}")
+    layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
+    channels, rows, columns = input_shape
+    for stage in STAGES[depth]:
+        for size in stage:
+            layers += [nn.SpectralConv2d(channels, size * width // 64, 3, padding=1, bias=False), nn.GroupSort(2)]
+            channels = size * width // 64
+        if min(rows, columns) >= 2:  # small images run out of pixels before the deep networks run out of stages
+            layers.append(nn.L2NormPool2d(2))
+            rows, columns = rows // 2, columns // 2
+    layers.append(nn.Flatten())
+    features = channels * rows * columns
+    for _ in range(DENSE[depth]):
+        layers += [nn.SpectralLinear(features, hidden, bias=False), nn.GroupSort(2)]
+        features = hidden
+    return nn.Sequential(*layers, *head(features, classes, clip))
+
+
+@register("vgg5")
+def vgg5(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
+    """:func:`vgg` with 3 convolutions and 2 dense layers."""
+    return vgg(input_shape, classes, depth=5, **options)  # type: ignore[arg-type]
+
+
+@register("vgg8")
+def vgg8(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
+    """:func:`vgg` with 5 convolutions and 3 dense layers."""
+    return vgg(input_shape, classes, depth=8, **options)  # type: ignore[arg-type]
+
+
+@register("vgg11")
+def vgg11(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
+    """:func:`vgg` with 8 convolutions and 3 dense layers."""
+    return vgg(input_shape, classes, depth=11, **options)  # type: ignore[arg-type]
+
+
+# Residual networks of Lipschitz layers: the 1-Lipschitz residual average in place of the sum.
+
+BLOCKS = {6: (1, 1), 10: (1, 1, 1, 1), 18: (2, 2, 2, 2)}  # blocks of two convolutions, by stage
+
+
+def _block(channels: int) -> nn.Residual:
+    return nn.Residual(
+        nn.Sequential(
+            nn.SpectralConv2d(channels, channels, 3, padding=1, bias=False),
+            nn.GroupSort(2),
+            nn.SpectralConv2d(channels, channels, 3, padding=1, bias=False),
+        )
+    )
+
+
+@register("resnet")
+def resnet(
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    depth: int = 6,
+    width: int = 32,
+    patch: int = 1,
+    pooled: bool = True,
+    hidden: int | None = None,
+    input_norm: float = 1.0,
+    input_mode: InputMode = "sphere",
+    centre: bool = True,
+    clip: float | None = None,
+) -> nn.Sequential:
+    """A convolution, stages of residual averages ``(x + f(x))/2``, a scaled average over the image (or all of it), logits.
+
+    Between stages the image is halved without loss (pixel-unshuffle where sides are even, an L2-norm pool where not) and a
+    1×1 convolution doubles the channels. Every Δ is at most G·X.
+
+    Args:
+        input_shape: (channels, height, width).
+        classes: number of outputs.
+        depth: 6, 10 or 18: the convolutions of stem and blocks, and the logits.
+        width: channels of the first stage (even).
+        patch: side of the squares of pixels that become channels before the first convolution. A convolution's gradient is a sum
+            over positions, and its bound allows for all of them to add up: fewer positions make it tighter.
+        pooled: average over the image before the logits. The average of 1-Lipschitz features is short, and so are its margins;
+            without it the features keep their norm, and the logits have more weights.
+        hidden: width of a dense layer before the logits (even), ``None`` for none.
+        input_norm: norm of the inputs.
+        input_mode: "sphere" or "ball".
+        centre: subtract each example's own mean first.
+        clip: bound on the norm of the logits' gradient.
+    """
+    if depth not in BLOCKS:
+        raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
+    if len(input_shape) != 3 or width < 2 or width % 2:
+        raise ConfigurationError(f"resnet needs images (channels, height, width) and an even width, not {input_shape} and {width}")
+    layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
+    depth_in, rows, columns = input_shape
+    if patch < 1 or rows % patch or columns % patch:
+        raise ConfigurationError(f"resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
+    if patch > 1:
+        layers.append(nn.InvertibleDownsampling(patch))
+        depth_in, rows, columns = depth_in * patch**2, rows // patch, columns // patch
+    layers += [nn.SpectralConv2d(depth_in, width, 3, padding=1, bias=False), nn.GroupSort(2)]
+    channels = width
+    for stage, blocks in enumerate(BLOCKS[depth]):
+        if stage and min(rows, columns) >= 2:
+            even = rows % 2 == 0 and columns % 2 == 0
+            layers.append(nn.InvertibleDownsampling(2) if even else nn.L2NormPool2d(2))
+            rows, columns = rows // 2, columns // 2
+            layers.append(nn.SpectralConv2d(4 * channels if even else channels, 2 * channels, 1, bias=False))
+            channels = 2 * channels
+        for _ in range(blocks):
+            layers += [_block(channels), nn.GroupSort(2)]
+    if pooled:
+        layers.append(nn.ScaledAdaptiveAvgPool2d(1))
+    layers.append(nn.Flatten())
+    return nn.Sequential(*layers, *head(channels if pooled else channels * rows * columns, classes, clip, hidden))
+
+
+@register("resnet6")
+def resnet6(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
+    """:func:`resnet` with two blocks."""
+    return resnet(input_shape, classes, depth=6, **options)  # type: ignore[arg-type]
+
+
+@register("resnet10")
+def resnet10(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
+    """:func:`resnet` with four blocks."""
+    return resnet(input_shape, classes, depth=10, **options)  # type: ignore[arg-type]
+
+
+@register("resnet18")
+def resnet18(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
+    """:func:`resnet` with eight blocks."""
+    return resnet(input_shape, classes, depth=18, **options)  # type: ignore[arg-type]

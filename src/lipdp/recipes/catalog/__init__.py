@@ -1,0 +1,179 @@
+"""The recipes, by name. They are data: a table of TOML for each, in the files beside this one.
+
+A file holds recipes by name, with the settings that differ from :class:`~lipdp.recipes.Recipe`'s defaults. Its ``best`` lists those
+that a dataset's name alone means, one for each budget. TOML has no ``None``: options that are ``None`` are named in ``without``.
+``lipdp sweep --save FILE`` writes such files, :func:`read_recipes` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lipdp._names import choose
+from lipdp.errors import ConfigurationError, LipdpError
+from lipdp.fields import read
+from lipdp.recipes.recipe import Recipe, settings_of
+
+__all__ = ["get", "names", "nearest_budget", "read_recipes", "save_recipe", "to_toml"]
+
+_BEST, _WITHOUT = "best", "without"
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_WIDTH = 120
+_IN_FILE = re.compile(r"\.toml(:|$)")
+
+
+def names() -> tuple[str, ...]:
+    """All recipes, the short names included."""
+    recipes, best = _shipped()
+    return (*best, *recipes)
+
+
+def get(name: str, epsilon: float | None = None) -> Recipe:
+    """A recipe by name; a dataset's name means the best recipe for it, at the budget nearest to ``epsilon`` (by default 3).
+
+    ``FILE.toml:NAME`` is a recipe of a file, and ``FILE.toml`` its only one.
+    """
+    if isinstance(name, str) and _IN_FILE.search(name):
+        return _of_file(name)
+    recipes, best = _shipped()
+    short = ", ".join(best)
+    choices = f"{short} mean the best recipe for the dataset; `lipdp recipes` (or lipdp.recipes.names()) lists all {len(names())}."
+    meant = choose("recipe", name, names(), choices)
+    return nearest_budget(best[meant], Recipe.epsilon if epsilon is None else epsilon) if meant in best else recipes[meant]
+
+
+def _of_file(name: str) -> Recipe:
+    file, _, own = name.partition(".toml")
+    known = read_recipes(f"{file}.toml")
+    if own == "" and len(known) == 1:
+        return next(iter(known.values()))
+    return known[choose(f"recipe in '{file}.toml'", own.removeprefix(":"), known)]
+
+
+def nearest_budget(recipes: Iterable[Recipe], epsilon: float) -> Recipe:
+    """Of these recipes the one whose own ε is nearest to ``epsilon``, on a scale of factors."""
+    if not (epsilon > 0 and math.isfinite(epsilon)):
+        raise ConfigurationError(f"epsilon must be positive, not {epsilon!r}")
+    return min(recipes, key=lambda recipe: max(recipe.epsilon / epsilon, epsilon / recipe.epsilon))
+
+
+@cache
+def _shipped() -> tuple[dict[str, Recipe], dict[str, tuple[Recipe, ...]]]:
+    """All recipes of the package, and the best of each dataset that has a short name."""
+    recipes: dict[str, Recipe] = {}
+    best: dict[str, tuple[Recipe, ...]] = {}
+    files = [file for file in resources.files(__name__).iterdir() if file.name.endswith(".toml")]
+    for file in sorted(files, key=lambda file: file.name):
+        own, chosen = _parsed(file.read_text(encoding="utf-8"), file.name)
+        recipes |= own
+        best |= {own[name].dataset: tuple(own[other] for other in chosen) for name in chosen}
+    return recipes, best
+
+
+def read_recipes(file: str | Path) -> dict[str, Recipe]:
+    """The recipes of a file, by name; what it holds is checked field by field."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"'{file}' can't be read: {error}") from None
+    return _parsed(text, str(file))[0]
+
+
+def _parsed(text: str, file: str) -> tuple[dict[str, Recipe], tuple[str, ...]]:
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"'{file}' is no TOML: {error}") from None
+    best: tuple[str, ...] = read(tuple[str, ...], content.pop(_BEST, []), f"'{file}': {_BEST}")
+    recipes = {name: _recipe(name, settings, file) for name, settings in content.items()}
+    unknown = [name for name in best if name not in recipes]
+    if unknown:
+        raise ConfigurationError(f"'{file}': {_BEST} lists {unknown[0]!r}, which is no recipe of the file")
+    return recipes, best
+
+
+def _recipe(name: str, settings: Any, file: str) -> Recipe:
+    where = f"'{file}', recipe {name!r}"
+    if not isinstance(settings, Mapping):
+        raise ConfigurationError(f"{where} is {settings!r}: it has to be a table of settings, [{name}]")
+    own = dict(settings)
+    without = read(tuple[str, ...], own.pop(_WITHOUT, []), f"{where}: {_WITHOUT}")
+    missing = [needed for needed in ("dataset", "model", "provenance") if needed not in own]
+    if missing:
+        raise ConfigurationError(f"{where} lacks the field {missing[0]!r}")
+    known = Recipe.__dataclass_fields__
+    strange = [field for field in own if field not in known or field == "name"]
+    if strange:
+        raise ConfigurationError(f"{where} has a field {strange[0]!r}: a recipe has {', '.join(known)}")
+    given = own.get("options", {})
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{where}: options is {given!r}: it has to be a table of the model's options")
+    own["options"] = {**given, **dict.fromkeys(without)}
+    try:
+        return Recipe(name, **own)
+    except LipdpError as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def save_recipe(recipe: Recipe, file: str | Path) -> None:
+    """Add the recipe to a file, which is made where there is none. A recipe of its name there is an error: nothing is lost.
+
+    The file is written whole, next to its place, and then moved into it.
+    """
+    path = Path(file)
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    if recipe.name in (read_recipes(path) if before else {}):
+        raise ConfigurationError(f"'{path}' already holds a recipe {recipe.name!r}: rename this one, or take another file")
+    after = f"{before.rstrip()}\n\n{to_toml(recipe)}".lstrip()
+    if settings_of(_parsed(after, str(path))[0][recipe.name]) != settings_of(recipe):
+        raise ConfigurationError(f"the recipe {recipe.name!r} has a setting that a file can't hold: {settings_of(recipe)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(after, encoding="utf-8")
+    part.replace(path)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as a table of TOML."""
+    settings = settings_of(recipe)
+    name, options = settings.pop("name"), settings.pop("options", {})
+    without = [key for key, value in options.items() if value is None]
+    given = {key: value for key, value in options.items() if value is not None}
+    lines = [f"[{_key(name)}]", *(f"{_key(key)} = {_value(value)}" for key, value in settings.items())]
+    lines += [f"{_WITHOUT} = {_value(without)}"] if without else []
+    lines += ["", f"[{_key(name)}.options]", *(f"{_key(key)} = {_value(value)}" for key, value in given.items())] if given else []
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)  # TOML's basic strings have JSON's escapes
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value)  # Python's shortest digits that read back as the same number
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(part)}" for key, part in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        parts = [_value(part) for part in value]
+        flat = f"[{', '.join(parts)}]"
+        return flat if len(flat) <= _WIDTH else "[\n" + "".join(f"  {part},\n" for part in parts) + "]"
+    raise ConfigurationError(f"a file of recipes can't hold {value!r}: numbers, texts, lists and tables only")
