@@ -28,7 +28,7 @@ from lipdp.training.query import Sample, query_of
 __all__ = ["Canaries", "Contributions", "craft", "target_choices"]
 
 _TRIED = 8  # canaries that weights and scales are judged by
-_LARGE = 1e3
+_LARGE = 1e4
 _GOOD = 0.95  # of what the plan allows: no ascent beyond
 
 
@@ -229,7 +229,7 @@ def _put(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _weight_starts(model: torch.nn.Module, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """As they are; a thousand times as large; random and large. Constrained ones come back to the rim of their sets."""
+    """As they are; much larger; random and large. Constrained ones come back to the rim of their sets."""
     here = _kept(model)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     yield here

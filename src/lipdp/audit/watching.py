@@ -19,7 +19,7 @@ from lipdp.training.batches import gather
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.plan import PrivacyPlan
 
-__all__ = ["MakeOptimizer", "Step", "audited_plan", "hold_still", "watch_run"]
+__all__ = ["MakeOptimizer", "Step", "audited_plan", "draw_samples", "hold_still", "watch_run"]
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -100,6 +100,21 @@ def watch_run(
                 yield Step({name: g * plan.batch_size for name, g in handed.items()}, chosen, stds, clips)
     finally:
         hook.remove()
+
+
+def draw_samples(
+    model: torch.nn.Module,
+    loss: Any,
+    plan: PrivacyPlan,
+    records: TensorDataset,
+    count: int,
+    *,
+    input_shape: tuple[int, ...] | None = None,
+) -> list[Tensor]:
+    """The first samples of a real run, as numbers of records. No step is taken, so that nothing is released."""
+    with PrivacyEngine(model, loss, hold_still(model), plan, input_shape=input_shape) as engine:
+        samples = engine.samples(records)
+        return [chosen for chosen in (_next(samples) for _ in range(count)) if chosen is not None]
 
 
 def _next(samples: Iterator[Tensor]) -> Tensor | None:
