@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AuditError",
     "BudgetError",
     "CheckpointError",
     "ConfigurationError",
@@ -27,6 +28,10 @@ class ConfigurationError(LipdpError, ValueError):
 
 class BudgetError(LipdpError, RuntimeError):
     """The privacy budget does not allow it: too small for one step, or already spent."""
+
+
+class AuditError(LipdpError, RuntimeError):
+    """An audit has refuted what is promised: a bound was beaten, or what is released is not what the plan says."""
 
 
 class UnboundedError(LipdpError, ValueError):

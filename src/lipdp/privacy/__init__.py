@@ -13,6 +13,7 @@ from lipdp.privacy.accounting import (
     event,
     longest_run,
     max_steps,
+    privacy_profile,
     run_epsilon,
 )
 from lipdp.privacy.adaptive import AdaptiveClip, gradient_multiplier
@@ -62,6 +63,7 @@ __all__ = [
     "max_steps",
     "noise_energy",
     "poisson_indices",
+    "privacy_profile",
     "private_moments",
     "private_quantile",
     "run_epsilon",

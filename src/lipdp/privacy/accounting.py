@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
@@ -45,6 +45,7 @@ __all__ = [
     "event",
     "longest_run",
     "max_steps",
+    "privacy_profile",
     "run_epsilon",
 ]
 
@@ -86,6 +87,17 @@ def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", a
     d, how = probability(delta), _analysis(accountant, adjacency)
     idle = run.steps == 0 and not run.gaussian_releases
     return run.pure_epsilon + (0.0 if idle else _epsilon(run, d, *how))
+
+
+def privacy_profile(
+    run: PrivateRun, epsilons: Sequence[float], accountant: Accountant = "pld", adjacency: Adjacency = "add_remove"
+) -> list[float]:
+    """δ(ε) of a whole run at many ε ≥ 0 at once; those below the ε of its pure releases have δ = 1."""
+    how, pure = _analysis(accountant, adjacency), run.pure_epsilon
+    if run.steps == 0 and not run.gaussian_releases:
+        return [0.0 if e >= pure else 1.0 for e in epsilons]
+    composed = _composed(run, *how)
+    return [float(composed.get_delta(e - pure)) if e >= pure else 1.0 for e in epsilons]
 
 
 def delta(

@@ -1,0 +1,216 @@
+"""What an audit says: numbers, a table, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from torch import Tensor
+
+from lipdp.audit.curves import GaussianCurve, bisect, run_curve, scaled_run
+from lipdp.audit.statistics import (
+    check_confidence,
+    clopper_pearson,
+    guess_p_value,
+    many_run_epsilon,
+    one_run_bound,
+    one_run_epsilon,
+)
+from lipdp.privacy.accounting import privacy_profile, run_epsilon
+from lipdp.privacy.runs import PrivateRun
+from lipdp.training.plan import PrivacyPlan
+
+__all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses", "table_text"]
+
+_SHARES = (1.0, 0.25, 0.05, 0.01)  # of the canaries that are guessed at, the surest first
+_MOST_NOISE = 64.0
+
+GAUSSIAN = "independent guesses, noise of the plan's shape (strength unknown)"
+CURVE = "noise of the plan's shape (strength unknown)"
+EVENTS = "independent guesses"
+NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class EpsilonBound:
+    """A lower bound on ε at the plan's δ.
+
+    Attributes:
+        name: of the analysis.
+        epsilon: the bound.
+        assumes: what it rests on, beside the fair coins.
+    """
+
+    name: str
+    epsilon: float
+    assumes: str
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What guessing at canaries has shown of a run.
+
+    Attributes:
+        epsilon: the lower bound; that of the first of ``bounds``.
+        claimed: ε that the audited run costs by the accountant.
+        delta: of both.
+        confidence: of each bound.
+        assumes: what ``epsilon`` rests on.
+        bounds: all of them.
+        p_value: the largest probability that a mechanism as planned makes so many right guesses with.
+        alarm: below this, the plan is refuted.
+        access: "white" (every released sum) or "black" (the last weights).
+        method: of the plan.
+        steps: of the audited run.
+        sampling_rate: of the audited run.
+        canaries: in each run.
+        runs: how many were made.
+        guesses: in all.
+        correct: of them.
+        strength: mean part of what the plan allows a record that a canary used (1: the worst case).
+        seconds: that it took.
+    """
+
+    epsilon: float
+    claimed: float
+    delta: float
+    confidence: float
+    assumes: str
+    bounds: tuple[EpsilonBound, ...]
+    p_value: float
+    alarm: float
+    access: str
+    method: str
+    steps: int
+    sampling_rate: float
+    canaries: int
+    runs: int
+    guesses: int
+    correct: int
+    strength: float
+    seconds: float
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the plan's promise does not fit what was seen: a fault in the library, its use, or the machine."""
+        return self.p_value < self.alarm
+
+    def __getitem__(self, name: str) -> EpsilonBound:
+        for bound in self.bounds:
+            if bound.name == name:
+                return bound
+        raise KeyError(f"there is no bound {name!r}; there are {', '.join(bound.name for bound in self.bounds)}")
+
+    def __str__(self) -> str:
+        claimed = self.claimed or math.inf
+        rows = [(b.name, f"{b.epsilon:.3f}", f"{b.epsilon / claimed:.0%}", b.assumes) for b in self.bounds]
+        verdict = (
+            f"REFUTED: under the plan so many right guesses have probability {self.p_value:.2g} at most: the guarantee is broken."
+            if self.refuted
+            else f"the plan stands: under it so many right guesses have probability up to {self.p_value:.2g}"
+        )
+        head = (
+            f"{self.access}-box audit of {self.steps} steps at sampling rate {self.sampling_rate:.3g} ({self.method}): "
+            f"{self.correct:,} of {self.guesses:,} guesses right\n"
+            f"claimed ε = {self.claimed:.4g} at δ = {self.delta:g}; canaries use {self.strength:.0%} of what a record may; "
+            f"{self.runs} runs of {self.canaries} canaries, {self.seconds:.1f} s"
+        )
+        body = table_text(("bound", f"ε ≥ ({self.confidence:.2%})", "of claimed", "assumes"), rows, right=(1, 2))
+        return f"{head}\n{body}\n{verdict}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**dataclasses.asdict(self), "refuted": self.refuted}
+
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
+def bounds_of_guesses(
+    scores: Tensor, coins: Tensor, plan: PrivacyPlan, confidence: float, *, independent: bool
+) -> tuple[tuple[EpsilonBound, ...], float]:
+    """The bounds that scores (above 0: guessed in) give, strongest assumption first, and the p-value of the plan's promise.
+
+    Without abstaining, m of m guesses are made; with it, the share that is surest. The shares are fixed beforehand, and what the
+    confidence leaves is divided among them.
+    """
+    run, total = plan.run, len(coins)
+    right = (scores > 0) == coins
+    correct = int(right.sum())
+    order = scores.abs().argsort(descending=True)
+    level = (1 - check_confidence(confidence)) / len(_SHARES)
+    counts = [(int(right[order[: max(1, round(share * total))]].sum()), max(1, round(share * total))) for share in _SHARES]
+    free = max(one_run_epsilon(v, r, total, plan.delta, 1 - level) for v, r in counts)
+    factors = [
+        one_run_bound(v, r, total, lambda x: run_curve(scaled_run(run, 1 / x)), 1 - level, most=_MOST_NOISE, precision=0.01)
+        for v, r in counts
+    ]
+    curve = EpsilonBound("any dependence", _epsilon(plan, run, max(factors)), CURVE)
+    nothing = EpsilonBound("assumption-free", free, NOTHING)
+    if not independent:
+        p_value = min(1.0, len(_SHARES) * min(guess_p_value(v, r, total, run_curve(run)) for v, r in counts))
+        return (curve, nothing), p_value
+    low = clopper_pearson(correct, total, confidence)[0]
+    first = EpsilonBound("independent guesses", _epsilon(plan, run, _strength(run, low)), GAUSSIAN)
+    from scipy.stats import binom
+
+    events = EpsilonBound("Clopper–Pearson", _event_epsilon(scores, coins, plan.delta, confidence), EVENTS)
+    return (first, events, curve, nothing), float(binom.sf(correct - 1, total, _accuracy(run)))
+
+
+def _event_epsilon(scores: Tensor, coins: Tensor, delta: float, confidence: float) -> float:
+    """From the scores of canaries that are out and in, as of runs without and with a record."""
+    absent, present = scores[~coins], scores[coins]
+    return many_run_epsilon(absent.tolist(), present.tolist(), delta, confidence) if min(len(absent), len(present)) >= 4 else 0.0
+
+
+def _epsilon(plan: PrivacyPlan, run: PrivateRun, strength: float) -> float:
+    """ε of the plan if its noise were divided by ``strength``."""
+    return run_epsilon(scaled_run(run, 1 / strength), plan.delta, plan.accountant, plan.adjacency) if strength > 0 else 0.0
+
+
+def _accuracy(run: PrivateRun) -> float:
+    """The best chance to guess a fair coin: (1 + total variation)/2, and the total variation is δ(0)."""
+    curve = run_curve(run)
+    if isinstance(curve, GaussianCurve):
+        return NormalDist().cdf(curve.mu / 2)
+    return (1 + privacy_profile(run, [0.0])[0]) / 2
+
+
+def _strength(run: PrivateRun, accuracy: float) -> float:
+    """What the noise was divided by, at least: the largest x such that noise divided by x allows no guesses this good."""
+    if accuracy <= 0.5:
+        return 0.0
+    curve = run_curve(run)
+    if isinstance(curve, GaussianCurve):
+        return 2 * NormalDist().inv_cdf(min(accuracy, 1 - 1e-12)) / curve.mu
+
+    def falls_short(log: float) -> bool:
+        return _accuracy(scaled_run(run, math.exp(-log))) < accuracy
+
+    low, high = -math.log(_MOST_NOISE), math.log(4.0)
+    return math.exp(bisect(falls_short, low, high, 12)[0]) if falls_short(low) else 0.0
+
+
+def table_text(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table in plain text."""
+    import io
+
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=140, highlight=False, color_system=None, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

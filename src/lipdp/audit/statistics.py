@@ -1,0 +1,263 @@
+"""Lower bounds on ε from guesses: what a count of right guesses says about every mechanism that could have led to it.
+
+The experiment: m records (*canaries*) are each put into the data, or not, by a fair coin. Who sees what was released guesses the
+coins of some of them, r in all, and v guesses are right. Were the mechanism private, so many would be unlikely. All functions here
+return *lower* bounds that hold with a given confidence, whatever the guesser does and knows.
+
+- :func:`one_run_epsilon`: (ε, δ), no assumption at all (Steinke, Nasr, Jagielski 2023).
+- :func:`guess_p_value`, :func:`one_run_bound`: against a whole trade-off curve (as Mahloujifar, Melis, Chaudhuri 2024), from one
+  run or from several on records of their own.
+- :func:`many_run_epsilon`: (ε, δ) from independent runs with and without one record, by Clopper–Pearson limits.
+- :func:`gaussian_accuracy_bound`: assumes independent guesses and a Gaussian curve; tight where that is so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from lipdp._checks import is_number, whole
+from lipdp.audit.curves import Curve, bisect, gaussian_epsilon
+from lipdp.errors import ConfigurationError, DataError
+
+__all__ = [
+    "clopper_pearson",
+    "gaussian_accuracy_bound",
+    "guess_p_value",
+    "many_run_epsilon",
+    "one_run_bound",
+    "one_run_epsilon",
+    "refutes",
+]
+
+_LARGEST = 60.0  # of ε: no count of guesses says more
+
+
+def clopper_pearson(hits: int, count: int, confidence: float) -> tuple[float, float]:
+    """Limits of a probability from ``hits`` of ``count`` independent trials; *each* holds with the confidence.
+
+    The lower one is the p for which so many hits or more have probability 1 − confidence: a quantile of a beta distribution.
+    """
+    n, k = whole("count", count), whole("hits", hits, least=0)
+    if k > n:
+        raise DataError(f"{k} hits of {n} trials can't be")
+    low, high = _limits(np.array([k]), n, check_confidence(confidence))
+    return float(low[0]), float(high[0])
+
+
+def check_confidence(value: float) -> float:
+    """A number strictly between 0 and 1."""
+    if not (is_number(value) and 0 < value < 1):
+        raise ConfigurationError(f"confidence is {value!r}: a probability strictly between 0 and 1, e.g. 0.95")
+    return float(value)
+
+
+def _check_guesses(correct: int, guesses: int, canaries: int) -> tuple[int, int, int]:
+    m = whole("canaries", canaries)
+    r, v = whole("guesses", guesses, least=0), whole("correct", correct, least=0)
+    if not v <= r <= m:
+        raise DataError(f"{v} right guesses of {r} about {m} canaries can't be")
+    return v, r, m
+
+
+# --- one run, (ε, δ) --------------------------------------------------------------------------------------------------------------
+
+
+def approximate_p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """A bound on the probability of so many right guesses for any (ε, δ)-differentially private mechanism.
+
+    For δ = 0 a guess is right with probability e^ε/(1+e^ε) at most, whatever the others' results are: W̌ ~ Binomial(r, that)
+    dominates. A δ adds, over all canaries, a mass of 2mδ that can lift counts by i at the price of i shares of it:
+    ``P[W ≥ v] ≤ P[W̌ ≥ v] + 2mδ·max_i P[v > W̌ ≥ v − i]/i`` (theorem 5.2 of Steinke, Nasr and Jagielski).
+    """
+    from scipy.stats import binom
+
+    v, r, m = _check_guesses(correct, guesses, canaries)
+    share = 1 / (1 + math.exp(-epsilon))
+    chance = float(binom.sf(v - 1, r, share))
+    if delta > 0 and v > 0:
+        below = np.cumsum(binom.pmf(np.arange(v - 1, -1, -1), r, share))
+        chance += 2 * m * delta * float((below / np.arange(1, v + 1)).max())
+    return min(1.0, chance)
+
+
+def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float = 0.0, confidence: float = 0.95) -> float:
+    """The largest ε such that every (ε, δ)-private mechanism makes so many right guesses with probability 1 − confidence at most.
+
+    Nothing is assumed: the guesses may depend on each other in any way, and on everything that is released.
+
+    Args:
+        correct: right guesses.
+        guesses: how many were made; which ones may depend on what was released, not on the coins.
+        canaries: coins in all.
+        delta: of the claim.
+        confidence: of the bound.
+
+    Example:
+        >>> round(one_run_epsilon(correct=950, guesses=1000, canaries=1000), 2)    # 95% right: log(0.95/0.05) = 2.94
+        2.72
+    """
+    level = 1 - check_confidence(confidence)
+    if approximate_p_value(correct, guesses, canaries, 0.0, delta) > level:
+        return 0.0
+    return bisect(lambda e: approximate_p_value(correct, guesses, canaries, e, delta) <= level, 0.0, _LARGEST)[0]
+
+
+# --- one run, trade-off curves ----------------------------------------------------------------------------------------------------
+
+
+def refutes(correct: int, guesses: int, canaries: int, curve: Curve, level: float) -> bool:
+    """Whether no mechanism of this curve makes so many right guesses with a probability of ``level`` or more.
+
+    Let W be the right guesses, T_j = P[W ≥ j]. For a canary i the event "it is guessed *in*, and j − 1 others are right" means with
+    i in: right, W ≥ j; with i out: wrong, W ≥ j − 1. So by the curve's power P, and by its concavity for the average over coins and
+    canaries, ``Σ_(k≥j) k·p_k ≤ m·P((Σ_(k≥j−1) (r − k)·p_k)/m)``. With Σ_(k≥j) k·p_k = j·T_j + S_j, S_j = Σ_(k>j) T_k, this is
+
+        T_(j−1) ≥ (m·P⁻¹((j·T_j + S_j)/m) + S_j + T_j)/(r − j + 1),
+
+    whose right side rises with every T_k. Going down from T_v = level with nothing above v gives the least T_0 that is possible; a
+    T_0 above 1 is a contradiction.
+    """
+    v, r, m = _check_guesses(correct, guesses, canaries)
+    tail, above = level, 0.0  # T_j and S_j
+    for j in range(v, 0, -1):
+        power = (j * tail + above) / m
+        if power > 1:
+            return True
+        above += tail
+        tail = max(tail, (m * curve.least_alarms(power) + above) / (r - j + 1))
+        if tail > 1:
+            return True
+    return False
+
+
+def guess_p_value(correct: int, guesses: int, canaries: int, curve: Curve) -> float:
+    """The largest probability that a mechanism of this curve can make so many right guesses with; see :func:`refutes`.
+
+    To within a factor of 1.02, upwards; below 1e-12 it is reported as that.
+    """
+    low, high = math.log(1e-12), 0.0
+    if refutes(correct, guesses, canaries, curve, math.exp(low)):
+        return math.exp(low)
+    if not refutes(correct, guesses, canaries, curve, 1.0):
+        return 1.0
+    steps = math.ceil(math.log2(-low / 0.02))
+    return math.exp(bisect(lambda x: not refutes(correct, guesses, canaries, curve, math.exp(x)), low, high, steps)[1])
+
+
+def one_run_bound(
+    correct: int,
+    guesses: int,
+    canaries: int,
+    family: Callable[[float], Curve],
+    confidence: float = 0.95,
+    *,
+    most: float = 64.0,
+    precision: float = 1e-3,
+) -> float:
+    """The largest x for which the guesses refute ``family(x)`` with this confidence, the curves rising with x (0 if none is).
+
+    Args:
+        correct: right guesses.
+        guesses: how many were made.
+        canaries: coins in all.
+        family: curves by a number, each telling more than the one before: :class:`~lipdp.audit.curves.GaussianCurve` by μ, say.
+        confidence: of the bound.
+        most: where the search ends.
+        precision: of x, relative; the result is rounded down.
+
+    Example:
+        >>> from lipdp.audit.curves import GaussianCurve
+        >>> round(one_run_bound(690, 1000, 1000, GaussianCurve), 2)      # Φ(μ/2) = 69% for μ = 0.99
+        0.83
+    """
+    level = 1 - check_confidence(confidence)
+
+    def refuted(x: float) -> bool:
+        return refutes(correct, guesses, canaries, family(x), level)
+
+    low = most * 2.0**-16
+    if not refuted(low):
+        return 0.0
+    high = low
+    while high < most and refuted(high):
+        low, high = high, min(2 * high, most)
+    if low == high:
+        return most
+    return bisect(refuted, low, high, max(1, math.ceil(math.log2((high - low) / low / precision))))[0]
+
+
+# --- many runs --------------------------------------------------------------------------------------------------------------------
+
+
+def many_run_epsilon(absent: Sequence[float], present: Sequence[float], delta: float, confidence: float = 0.95) -> float:
+    """A lower bound on ε from scores of independent runs without and with a record; nothing else is assumed.
+
+    An event S with P(S|present) > e^ε·P(S|absent) + δ, or the other way round, disproves (ε, δ). Among thresholds, the best is
+    chosen on one half of the runs and tested on the other with Clopper–Pearson limits that hold together with the confidence.
+
+    Args:
+        absent: a score for each run without the record; higher should mean "present".
+        present: for each run with it.
+        delta: of the claim.
+        confidence: of the bound.
+    """
+    level = 1 - check_confidence(confidence)
+    without, with_it = np.asarray(absent, dtype=float), np.asarray(present, dtype=float)
+    if min(len(without), len(with_it)) < 4 or not (np.isfinite(without).all() and np.isfinite(with_it).all()):
+        raise DataError("many_run_epsilon needs at least 4 finite scores of runs without the record, and 4 of runs with it")
+    halves = [(scores[0::2], scores[1::2]) for scores in (without, with_it)]
+    places = np.unique(np.concatenate([halves[0][0], halves[1][0]]))
+    if len(places) > 512:
+        places = places[np.linspace(0, len(places) - 1, 512).astype(int)]
+    limit = 1 - level / 2
+    swaps = ((halves[0], halves[1], 1), (halves[0], halves[1], -1), (halves[1], halves[0], 1), (halves[1], halves[0], -1))
+    tried = [(_disproved(rare[0], often[0], places, sign, delta, limit), rare, often, sign) for rare, often, sign in swaps]
+    values, rare, often, sign = max(tried, key=lambda entry: float(entry[0].max()))
+    chosen = places[[int(values.argmax())]]
+    return max(0.0, float(_disproved(rare[1], often[1], chosen, sign, delta, limit)[0]))
+
+
+Numbers = npt.NDArray[np.float64]
+
+
+def _disproved(rare: Numbers, often: Numbers, places: Numbers, sign: int, delta: float, confidence: float) -> Numbers:
+    """log((P_low(S|often) − δ)/P_high(S|rare)) of the events S = {sign·score > sign·place}."""
+    above, below = (_counts(scores, places, sign) for scores in (often, rare))
+    low = _limits(above, len(often), confidence)[0] - delta
+    high = _limits(below, len(rare), confidence)[1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.where(low > 0, np.log(np.maximum(low, 1e-300) / high), -np.inf))
+
+
+def _counts(scores: Numbers, places: Numbers, sign: int) -> npt.NDArray[np.int64]:
+    ordered = np.sort(scores)
+    if sign > 0:
+        return np.asarray(len(scores) - np.searchsorted(ordered, places, side="right"))
+    return np.asarray(np.searchsorted(ordered, places, side="left"))
+
+
+def _limits(hits: npt.NDArray[np.int64], count: int, confidence: float) -> tuple[Numbers, Numbers]:
+    """Clopper–Pearson limits of many counts."""
+    from scipy.stats import beta
+
+    low = np.where(hits > 0, beta.ppf(1 - confidence, np.maximum(hits, 1), count - hits + 1), 0.0)
+    high = np.where(hits < count, beta.ppf(confidence, hits + 1, np.maximum(count - hits, 1)), 1.0)
+    return low, high
+
+
+def gaussian_accuracy_bound(correct: int, guesses: int, delta: float, confidence: float = 0.95) -> float:
+    """A lower bound on ε that *assumes* independent guesses and a Gaussian trade-off curve: true for one Gaussian mechanism.
+
+    Under GaussianCurve(μ) a guess about a fair coin is right with probability Φ(μ/2) at most. So μ ≥ 2Φ⁻¹(p), p the lower
+    Clopper–Pearson limit of that probability, and ε follows from μ and δ.
+    """
+    if guesses == 0:
+        return 0.0
+    low = clopper_pearson(correct, guesses, confidence)[0]
+    mu = 2 * NormalDist().inv_cdf(min(max(low, 0.5), 1 - 1e-12))
+    return gaussian_epsilon(mu, delta)
