@@ -7,17 +7,28 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lipdp.errors import LipdpNotice
 
-__all__ = ["available", "convolution_sums"]
+__all__ = ["Tiles", "available", "convolution_sums"]
 
-# Sides of the largest tile (outputs × taps), positions at a time; programs that keep a GPU busy.
-_OUTPUTS, _TAPS, _POSITIONS = 64, 64, 32
-_BUSY = 2048
+
+class Tiles(NamedTuple):
+    """Sides of the largest tile (outputs × reads), what it is summed over at a time, warps, stages."""
+
+    outputs: int
+    reads: int
+    positions: int
+    warps: int
+    stages: int
+
+
+_TILES = Tiles(64, 64, 32, 4, 3)
+# Programs that keep a GPU busy.
+_BUSY = 1024
 _tried: dict[torch.device, bool] = {}
 
 
@@ -49,7 +60,7 @@ def _works(device: torch.device) -> bool:
     try:
         generator = torch.Generator(device).manual_seed(0)
         x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
-        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 1)
+        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3)
         expected = torch.ops.aten.convolution_backward(
             delta.double(),
             x.double(),
@@ -84,49 +95,53 @@ def convolution_sums(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    copies: int,
+    together: int,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; every ``copies`` rows are one record. In float64."""
+    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; ``together`` rows are added up in float32. In float64."""
     more = 2 - len(stride)
     ones, none = (1,) * more, (0,) * more
-    x = x.reshape(*x.shape[:2], *ones, *x.shape[2:]).contiguous()
-    delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:]).contiguous()
+    x = x.reshape(*x.shape[:2], *ones, *x.shape[2:])
+    delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:])
     kernel = (*ones, *shape[2:])
-    outputs, reads = delta.shape[1] // groups, math.prod(shape[1:])
-    records, positions = len(x) // copies, delta.shape[2] * delta.shape[3]
-    tile_p, tile_d = _power(outputs, 16, _OUTPUTS), _power(reads, 16, _TAPS)
+    outputs, channels, reads = delta.shape[1] // groups, x.shape[1] // groups, math.prod(shape[1:])
+    tiles = tiles or _TILES
+    tile_p, tile_d = _power(outputs, 16, tiles.outputs), _power(reads, 16, tiles.reads)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
-    parts = max(1, min(records, _BUSY // max(1, groups * tiles_p * tiles_d)))
-    share = -(-records // parts)
-    parts = -(-records // share)
+    blocks = -(-len(x) // together)
+    parts = max(1, min(blocks, _BUSY // max(1, groups * tiles_p * tiles_d)))
+    share = -(-blocks // parts) * together
+    parts = -(-len(x) // share)
     partial = torch.empty(parts, groups * outputs, reads, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _triton().convolution_sums[(parts * groups, tiles_p * tiles_d)](
             x,
             delta,
             partial,
-            x.shape[1] // groups,
+            *x.stride(),
+            *delta.stride(),
             x.shape[2],
             x.shape[3],
-            outputs,
-            reads,
-            delta.shape[3],
-            positions,
             *(*ones, *stride),
             *(*none, *(padding or (0,) * len(stride))),
             *(*ones, *dilation),
             groups,
-            copies,
-            records,
+            len(x),
+            together,
             share,
             tiles_d,
+            CHANNELS=channels,
+            OUTPUTS=outputs,
+            COLUMNS=delta.shape[3],
+            POSITIONS=delta.shape[2] * delta.shape[3],
             KH=kernel[0],
             KW=kernel[1],
             P=tile_p,
             D=tile_d,
-            T=_POSITIONS,
+            T=tiles.positions,
             PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3",
-            num_warps=4,
-            num_stages=3,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )
-    return partial.sum(0).reshape(tuple(shape))
+    found = partial.sum(0).reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
+    return found.movedim(-1, 1).reshape(tuple(shape))

@@ -13,13 +13,16 @@ def convolution_sums(
     x,
     delta,
     partial,
-    channels,
+    x_row,
+    x_channel,
+    x_line,
+    x_pixel,
+    delta_row,
+    delta_channel,
+    delta_line,
+    delta_pixel,
     height,
     width,
-    outputs,
-    reads,
-    columns,
-    positions,
     stride_h,
     stride_w,
     padding_h,
@@ -27,10 +30,14 @@ def convolution_sums(
     dilation_h,
     dilation_w,
     groups,
-    copies,
-    records,
+    rows,
+    together,
     share,
     tiles_d,
+    CHANNELS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POSITIONS: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
     P: tl.constexpr,
@@ -38,34 +45,39 @@ def convolution_sums(
     T: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile (P outputs × D taps) of one group's gradient, over one share of the records."""
-    row = tl.program_id(0)
+    """One tile (P outputs × D reads) of one group's gradient, over one share of the rows, ``together`` of them in float32.
+
+    Reads are numbered with the channel as the fast axis: it is the one that lies side by side in channels-last memory.
+    """
+    number = tl.program_id(0)
     tile = tl.program_id(1)
-    part, group = row // groups, row % groups
+    part, group = number // groups, number % groups
     p = (tile // tiles_d) * P + tl.arange(0, P)
     d = (tile % tiles_d) * D + tl.arange(0, D)
-    channel = d // (KH * KW)
-    tap_h = (d % (KH * KW)) // KW * dilation_h - padding_h
-    tap_w = d % KW * dilation_w - padding_w
-    plane = height * width
+    channel, tap = d % CHANNELS, d // CHANNELS
+    tap_h = tap // KW * dilation_h - padding_h
+    tap_w = tap % KW * dilation_w - padding_w
+    is_tap = tap < KH * KW
+    images = x + (group * CHANNELS + channel).to(tl.int64) * x_channel
+    cotangents = delta + (group * OUTPUTS + p).to(tl.int64) * delta_channel
     total = tl.zeros((P, D), dtype=tl.float64)
-    for record in range(part * share, tl.minimum((part + 1) * share, records)):
+    end = tl.minimum((part + 1) * share, rows)
+    for first in range(part * share, end, together):
         gradient = tl.zeros((P, D), dtype=tl.float32)
-        for copy in range(copies):
-            line = ((record * copies + copy) * groups + group).to(tl.int64)
-            images = x + line * channels * plane
-            cotangents = delta + line * outputs * positions
-            for start in range(0, positions, T):
-                t = start + tl.arange(0, T)
-                inside = t < positions
-                a = tl.load(
-                    cotangents + p[:, None] * positions + t[None, :], mask=(p < outputs)[:, None] & inside[None, :], other=0.0
-                )
-                i = (t // columns * stride_h)[None, :] + tap_h[:, None]
-                j = (t % columns * stride_w)[None, :] + tap_w[:, None]
-                read = (i >= 0) & (i < height) & (j >= 0) & (j < width) & inside[None, :] & (channel < channels)[:, None]
-                b = tl.load(images + channel[:, None] * plane + i * width + j, mask=read, other=0.0)
-                gradient = tl.dot(a, tl.trans(b), gradient, input_precision=PRECISION)
+        count = tl.minimum(end - first, together) * POSITIONS
+        for start in range(0, count, T):
+            k = start + tl.arange(0, T)
+            inside = k < count
+            row, t = (first + k // POSITIONS).to(tl.int64), k % POSITIONS
+            line, column = t // COLUMNS, t % COLUMNS
+            at = row * delta_row + line * delta_line + column * delta_pixel
+            a = tl.load(cotangents[:, None] + at[None, :], mask=(p < OUTPUTS)[:, None] & inside[None, :], other=0.0)
+            i = (line * stride_h)[:, None] + tap_h[None, :]
+            j = (column * stride_w)[:, None] + tap_w[None, :]
+            read = (i >= 0) & (i < height) & (j >= 0) & (j < width) & inside[:, None] & is_tap[None, :]
+            b = tl.load(images[None, :] + (row * x_row)[:, None] + i * x_line + j * x_pixel, mask=read, other=0.0)
+            gradient = tl.dot(a, b, gradient, input_precision=PRECISION)
         total += gradient.to(tl.float64)
-    out = partial + ((part * groups + group) * outputs + p).to(tl.int64)[:, None] * reads + d[None, :]
-    tl.store(out, total, mask=(p < outputs)[:, None] & (d < reads)[None, :])
+    reads = CHANNELS * KH * KW
+    out = partial + ((part * groups + group) * OUTPUTS + p).to(tl.int64)[:, None] * reads + d[None, :]
+    tl.store(out, total, mask=(p < OUTPUTS)[:, None] & (d < reads)[None, :])

@@ -8,6 +8,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.program.fusing import Stage, stage
 
 __all__ = ["FullSort", "GroupSort", "MaxMin"]
 
@@ -82,3 +83,9 @@ def _group_sort(layer: GroupSort, call: Call) -> Transfer:
     (dim,) = call.dims(layer.dim)
     x = call.inputs[0]
     return Transfer(Bound(x.norm, x.shape, x.row_norm if dim == call.rank - 1 else math.inf, x.max_abs))
+
+
+@stage(GroupSort, MaxMin)
+def _pairs(layer: GroupSort) -> Stage | None:
+    """Groups of two are pairs."""
+    return Stage(dim=layer.dim) if layer.group_size == 2 else None

@@ -12,6 +12,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.bounds.rules_weighted import channels_and_spatial
 from lipdp.bounds.windows import as_tuple, multiplicity
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.program.fusing import Pooling, Stage, stage
 
 __all__ = [
     "GlobalL2NormPool",
@@ -94,6 +95,15 @@ def _l2_norm_pool(layer: L2NormPool1d | L2NormPool2d, call: Call) -> Transfer:
     m = multiplicity(spatial, layer.kernel_size, layer.stride, ones, pads, "zeros", call.output_shape[1:])
     norm = math.sqrt(m * x.norm**2 + math.prod(call.output_shape) * layer.eps)
     return Transfer(Bound(norm, call.output_shape), (math.sqrt(m),), exact=m == 1)
+
+
+@stage(L2NormPool2d)
+def _windows(layer: L2NormPool2d) -> Stage | None:
+    """Windows that lie side by side."""
+    if layer.stride != layer.kernel_size or any(layer.padding):
+        return None
+    height, width = layer.kernel_size
+    return Stage(pool=Pooling(height, width, layer.eps))
 
 
 class GlobalL2NormPool(torch.nn.Module):

@@ -38,6 +38,8 @@ from lipdp.training.settings import (
 
 __all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]
 
+# Numbers of examples on which a program is tried on the device that it will run on.
+_TRIED = (3,)
 # Bounds of the same model come out of the same arithmetic; anything above this is another model.
 _SAME = 1 + 1e-9
 
@@ -173,8 +175,10 @@ class ProvedQuery:
         return self._analysis.program
 
     def rehearse(self, rows: int) -> None:
-        """The program's outputs beside the module's."""
+        """The program's outputs beside the module's; elsewhere than on a processor, where other kernels run, gradients too."""
         check_program(self.program, (rows,), gradients=False)
+        if any(p.device.type != "cpu" for p in self.model.parameters()):
+            check_program(self.program, _TRIED)
 
     @property
     def stands(self) -> bool:
@@ -230,7 +234,7 @@ class ProvedQuery:
             replayed: Backward | None = None if leaves or clips else self._graphed
             if moving:
                 sums |= gradient_sum(
-                    self.program,
+                    self.program.fused,
                     self._proved_loss,
                     self._trained,
                     batch.inputs,
@@ -248,7 +252,7 @@ class ProvedQuery:
         return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
 
     def _backward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return backward(self.program, self._proved_loss, self._trained, x, y, mask)
+        return backward(self.program.fused, self._proved_loss, self._trained, x, y, mask)
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
