@@ -22,7 +22,7 @@ from lipdp.bounds import analyse
 from lipdp.privacy import AdaptiveClip, PrivateRun, Release, run_epsilon
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Sample
-from lipdp.training.settings import ROUNDOFF, clipping_slack
+from lipdp.training.settings import clipped_rounding, has_convolutions, proved_rounding, slack_of
 
 from ..hostile import all_edits, at, places, put, refused_or
 from .common import free, planned, small
@@ -95,11 +95,11 @@ def real_multiplier(engine, settings, original):
     for name, module in model.named_modules():
         if isinstance(module, nn.ClipGradient):
             module.max_norm = settings.clips.get(name, module.max_norm)
-    u = ROUNDOFF[original.precision]
-    proved = {}
+    rows, proved = engine.microbatch_size, {}
     if any(group.source == "proved" for group in original.groups):
         found = analyse(model, LOSS, check=False)
-        proved = {name: bound * found.slack(u) for name, bound in found.sensitivities.items()}
+        slack = slack_of(proved_rounding(found, original.precision, rows, convolutions=has_convolutions(model)))
+        proved = {name: bound * slack for name, bound in found.sensitivities.items()}
     total = 0.0
     for group in original.groups:
         stds = {settings.stds[name] for name in group.parameters if name in settings.stds}
@@ -110,7 +110,7 @@ def real_multiplier(engine, settings, original):
             bound = proved[group.name]
         else:
             bound = settings.clips.get(group.name, {g.name: g.sensitivity for g in plan.groups}[group.name])
-            bound *= clipping_slack(original.precision)
+            bound *= slack_of(clipped_rounding(original.method, original.precision, rows))
         assert bound > 0
         total += (bound / stds.pop()) ** 2
     if plan.adaptive_clips:

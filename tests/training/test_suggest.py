@@ -62,7 +62,7 @@ def test_what_it_depends_on():
     model = small()
     base = rate(model, planned(model))
     assert rate(model, planned(model, noise_multiplier=2.0)) == pytest.approx(base / 2)
-    assert rate(model, planned(model, batch_size=64)) == pytest.approx(2 * base)
+    assert rate(model, planned(model, batch_size=64)) == pytest.approx(2 * base, rel=0.01)  # longer sums, more slack
     long, longer = (rate(model, planned(model, steps=steps)) for steps in (400, 1600))
     assert longer == pytest.approx(long / 2, rel=0.05)  # noise adds up like the root of the steps
     assert rate(model, planned(model), noise_to_weights=1.0) == pytest.approx(base / 2)

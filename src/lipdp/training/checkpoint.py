@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -23,6 +24,8 @@ from lipdp.privacy._locking import has_locks, opened, sync_folder, write_all
 
 __all__ = ["load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
 
+# How often, and after how many seconds, it is asked again who holds a lock.
+_PATIENCE, _PAUSE = 20, 0.1
 _MAGIC = b"lipdp checkpoint 1\n"
 
 
@@ -79,11 +82,14 @@ def locked_checkpoint(path: str | Path) -> Iterator[None]:
 
 
 def _holder(lock: Path) -> str:
-    try:
-        who = json.loads(lock.read_bytes())
-        return f"process {who['pid']} on {who['host']}, since {who['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is just starting, or just ending
-        return "another process"
+    """Who holds it, by what it wrote: which it does right after it got the lock."""
+    for _ in range(_PATIENCE):
+        try:
+            who = json.loads(lock.read_bytes())
+            return f"process {who['pid']} on {who['host']}, since {who['since']}"
+        except (OSError, ValueError, KeyError, TypeError):  # it is just starting, or just ending
+            time.sleep(_PAUSE)
+    return "another process"
 
 
 def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
