@@ -25,7 +25,7 @@ from lipdp.errors import LipdpNotice
 
 __all__ = ["Pooling", "available", "sorted_pool"]
 
-_TILE = 4096  # numbers of a block: output pixels × channels
+_TILE = 2048  # numbers of a block: output pixels × channels × pixels of a window
 _CHANNELS = 128  # of a block at most
 _TYPES = (torch.float32, torch.float64)
 
@@ -220,7 +220,7 @@ def _launch(kernel: Any, tensors: tuple[torch.Tensor | None, ...], x: torch.Tens
     if count == 0 or channels == 0:
         return
     tile_c = max(2, min(_CHANNELS, 1 << (channels - 1).bit_length()))
-    tile_p = max(1, _TILE // tile_c // (window.height * window.width))
+    tile_p = 1 << max(0, (_TILE // tile_c // (window.height * window.width)).bit_length() - 1)
     grid = (-(-count // tile_p), -(-channels // tile_c))
     settings = {"KH": window.height, "KW": window.width, "SORT": sort, "NORM": pool is not None, "BIAS": tensors[1] is not None}
     scalars = (channels, height, width, rows, columns, count)

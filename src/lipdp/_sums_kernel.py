@@ -60,7 +60,7 @@ def _works(device: torch.device) -> bool:
     try:
         generator = torch.Generator(device).manual_seed(0)
         x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
-        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3)
+        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3, precision="tf32x3")
         expected = torch.ops.aten.convolution_backward(
             delta.double(),
             x.double(),
@@ -96,6 +96,8 @@ def convolution_sums(
     dilation: Sequence[int],
     groups: int,
     together: int,
+    *,
+    precision: str | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; ``together`` rows are added up in float32. In float64."""
@@ -139,7 +141,7 @@ def convolution_sums(
             P=tile_p,
             D=tile_d,
             T=tiles.positions,
-            PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3",
+            PRECISION=precision or ("tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )

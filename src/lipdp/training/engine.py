@@ -47,7 +47,7 @@ from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Streams, derive_run_key, secret_of
-from lipdp.training.watch import ModelWatch, Projection, constant_state, project_trained
+from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
 
@@ -150,7 +150,8 @@ class PrivacyEngine:
         project_(model)
         self._apply_clips()
         self._watch = ModelWatch(model, self.loss)
-        self._project = Projection(model)
+        self._project = Projection(model, lambda: self._watch.settings)
+        self._constants = Constants(model)
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
@@ -281,18 +282,14 @@ class PrivacyEngine:
         claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
         self._watch.check_structure()
-        if self._watch.changed or not self._query.stands:
-            self._check_plan()
-            project_(self.model)
-            self._watch.remember()
-            self._values = [*self.model.parameters(), *self.model.buffers()]
+        unchanged = self._watch.compare()
+        if unchanged is False or not self._query.stands:
+            self._prove_again()
+            unchanged = True
         number = self.steps
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        copies = self._copies(number)
-        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies, dtypes, self._seats(inputs, number))
-        with self._streams.model(number), constant_state(self.model):
-            answer = self._query.ask(trained, batch, settings.clips)
+        answer = self._ask(trained, Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes), settings, unchanged)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
@@ -302,7 +299,8 @@ class PrivacyEngine:
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
         self._watch.forget()  # until the projection is done, in case something below fails
-        gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
+        means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
+        gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
         for name, parameter in trained.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         self._held.hold()
@@ -318,6 +316,42 @@ class PrivacyEngine:
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
+
+    def _prove_again(self) -> None:
+        """The model is not the one that was proved: analyse and project it as it is now."""
+        self._check_plan()
+        project_(self.model)
+        self._watch.remember()
+        self._values = [*self.model.parameters(), *self.model.buffers()]
+        self._constants = Constants(self.model)
+
+    def _ask(
+        self, trained: dict[str, torch.nn.Parameter], batch: Sample, settings: StepSettings, unchanged: Flag
+    ) -> Answer:
+        """What the data say, computed by the model that was proved: to be noised, and not before this returns.
+
+        On a device all is computed without waiting: whether the weights are those that were proved, whether the last projection
+        found them finite, the sums, whether these are finite, whether the forward pass left the model's state alone. The host waits
+        once, for all of these answers. Where one is no, what was computed is thrown away.
+        """
+        number = self.steps
+        batch = dataclasses.replace(batch, seats=self._seats(batch.inputs, number), settings=self._watch.settings)
+        with self._streams.model(number):
+            self._constants.keep()
+            asked = dataclasses.replace(batch, copies=self._copies(number))
+            answer = self._query.ask(trained, asked, settings.clips)
+            flags = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
+            unchanged, finite, fine, *same = read_flags(flags)
+            if not finite:
+                self._project.check()
+            self._constants.refuse(same)
+            if unchanged and not fine and answer.again is not None:
+                answer = answer.again()
+                self._constants.refuse(read_flags(self._constants.same()))
+        if not unchanged:  # written to past torch's own bookkeeping
+            self._prove_again()
+            return self._ask(trained, batch, settings, True)
+        return answer
 
     def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
@@ -473,6 +507,7 @@ class PrivacyEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data."""
+        self._project.check()
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
         content = copy.deepcopy(
             {

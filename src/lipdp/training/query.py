@@ -6,7 +6,7 @@ The engine is the same for every method; a query says how the sum is computed an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from lipdp.program import Program, check_program, find_input_shape
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
-from lipdp.training.gradients import Backward, arithmetic, backward, gradient_sum, zeros_like_sum
+from lipdp.training.gradients import Part, Sums, arithmetic, microbatch_sum, pending_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
 from lipdp.training.settings import (
@@ -55,6 +55,7 @@ class Sample:
     copies: Copies = field(default_factory=Copies)
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
     seats: torch.Tensor | None = None  # by seat, which record sits there
+    settings: int | None = None  # the number of the model's settings, where they have just been looked at
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,15 @@ class Answer:
         sums: the gradient sum by parameter.
         counts: Σ(b_i − ½) by adaptive clipping norm.
         clipped: how many examples were clipped, of how many; where examples are clipped.
+        fine: whether the sums are finite; it may still be computed on a device, as they are.
+        again: the answer without the records that make it infinite, for where it is not fine.
     """
 
     sums: dict[str, torch.Tensor]
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
     clipped: tuple[torch.Tensor, int] | None = None
+    fine: torch.Tensor | bool = True
+    again: Callable[[], Answer] | None = None
 
 
 class Query(Protocol):
@@ -160,8 +165,10 @@ class ProvedQuery:
         self._trained: dict[str, torch.Tensor] = {}
         # The engine lets no layer be replaced, so what is none of these now never will be.
         self._has_maps = any(isinstance(module, Reparametrised) for module in model.modules())
-        watched = Watched(model, loss)
-        self._graphed = GraphedFunction(self._backward, state=lambda: (watched(), tuple(self._trained)))
+        self._watched = Watched(model, loss)
+        self._settings: int | None = None
+        self._proofs = 0
+        self._graphed: GraphedFunction[Part] = GraphedFunction(self._sum, state=self._state)
 
     @property
     def entries(self) -> int | None:
@@ -197,6 +204,7 @@ class ProvedQuery:
 
     def prove(self) -> None:
         """The calculus, run again; clipping norms that change are taken where they start."""
+        self._proofs += 1
         self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
         if any(group.parameters != (group.name,) for group in self.groups):
             raise ConfigurationError("a proved group is one parameter; this plan was changed. Make a new plan.")
@@ -227,13 +235,15 @@ class ProvedQuery:
         # A parameter of sensitivity 0 gets no noise, so nothing of it may be released: its gradient is not even computed.
         bounds = self.bounds(clips)
         moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
-        sums = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
+        still = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
+        self._settings = batch.settings
+        found: Sums | None = None
         with self._effective_leaves() as leaves, counts.watching():
             self._trained = {**moving, **{name: leaf for name, leaf in leaves.items() if name in moving}}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
-            replayed: Backward | None = None if leaves or clips else self._graphed
+            replays = not (leaves or clips)
             if moving:
-                sums |= gradient_sum(
+                found = pending_sum(
                     self.program.fused,
                     self._proved_loss,
                     self._trained,
@@ -245,14 +255,25 @@ class ProvedQuery:
                     copies=batch.copies,
                     dtypes=batch.dtypes,
                     counts=counts if counts.layers else None,
-                    replayed=replayed,
+                    replayed=self._graphed if replays else None,
                     seats=batch.seats,
                 )
+                if not replays and not bool(found.fine):  # while the leaves are there
+                    found = Sums(found.again(), torch.ones_like(found.fine), found.again)
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
-        return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
+        noted = {name: counts.totals.get(name, zero) for name in counts.layers}
+        if found is None:
+            return Answer(still, noted)
+        pending = found
+        return Answer(still | pending.values, noted, fine=pending.fine, again=lambda: Answer(still | pending.again(), noted))
 
-    def _backward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return backward(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+    def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
+        return microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+
+    def _state(self) -> Hashable:
+        """What a recording depends on besides its inputs."""
+        settings = self._watched() if self._settings is None else ("known", self._settings)
+        return settings, self._proofs, tuple(self._trained)
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
@@ -410,6 +431,8 @@ class MixedQuery:
         for query, names in ((self._proved, parameters.keys() - enforced), (self._clipped, parameters.keys() & enforced)):
             if names:
                 part = query.ask({name: p for name, p in parameters.items() if name in names}, batch, clips)
+                if part.again is not None and not bool(part.fine):
+                    part = part.again()
                 sums |= part.sums
                 counts |= part.counts
                 share = part.clipped or share
