@@ -1,4 +1,4 @@
-"""The gradient of a convolution's kernel on a GPU: every record added up by itself in registers, records in float64."""
+"""The gradient of a convolution's kernel on a GPU: a few records at a time in float32, in registers, all of them in float64."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ __all__ = ["Tiles", "available", "convolution_sums"]
 
 
 class Tiles(NamedTuple):
-    """Sides of the largest tile (outputs × reads), what it is summed over at a time, warps, stages."""
+    """Sides of the largest tile (outputs × reads), what it is summed over at a time, warps, stages; the tile turned or not."""
 
     outputs: int
     reads: int
     positions: int
     warps: int
     stages: int
+    swapped: bool
 
 
-_TILES = Tiles(64, 64, 32, 4, 3)
-# Programs that keep a GPU busy.
-_BUSY = 1024
+# Measured on an H200. Two warps keep the compiler from instructions that want both factors with positions side by side.
+_TILES, _NARROW = Tiles(64, 128, 32, 2, 3, False), Tiles(64, 32, 32, 4, 3, True)
+_FEW = 32  # reads of a narrow product
+# Entries that a program of the last sum adds up, and parts at a time.
+_ENTRIES, _PARTS = 128, 16
+_AT_ONCE = 2**25  # numbers of all parts that lie in memory at a time
 _tried: dict[torch.device, bool] = {}
 
 
@@ -107,43 +111,47 @@ def convolution_sums(
     delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:])
     kernel = (*ones, *shape[2:])
     outputs, channels, reads = delta.shape[1] // groups, x.shape[1] // groups, math.prod(shape[1:])
-    tiles = tiles or _TILES
+    tiles = tiles or (_NARROW if reads <= _FEW else _TILES)
     tile_p, tile_d = _power(outputs, 16, tiles.outputs), _power(reads, 16, tiles.reads)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
-    blocks = -(-len(x) // together)
-    parts = max(1, min(blocks, _BUSY // max(1, groups * tiles_p * tiles_d)))
-    share = -(-blocks // parts) * together
-    parts = -(-len(x) // share)
-    partial = torch.empty(parts, groups * outputs, reads, dtype=torch.float64, device=x.device)
+    size = groups * outputs * reads
+    at_once = together * max(1, _AT_ONCE // max(1, size))  # rows whose parts lie in memory at a time
+    total = torch.zeros(groups * outputs, reads, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        _triton().convolution_sums[(parts * groups, tiles_p * tiles_d)](
-            x,
-            delta,
-            partial,
-            *x.stride(),
-            *delta.stride(),
-            x.shape[2],
-            x.shape[3],
-            *(*ones, *stride),
-            *(*none, *(padding or (0,) * len(stride))),
-            *(*ones, *dilation),
-            groups,
-            len(x),
-            together,
-            share,
-            tiles_d,
-            CHANNELS=channels,
-            OUTPUTS=outputs,
-            COLUMNS=delta.shape[3],
-            POSITIONS=delta.shape[2] * delta.shape[3],
-            KH=kernel[0],
-            KW=kernel[1],
-            P=tile_p,
-            D=tile_d,
-            T=tiles.positions,
-            PRECISION=precision or ("tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-    found = partial.sum(0).reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
+        for start in range(0, len(x), at_once):
+            rows = min(at_once, len(x) - start)
+            parts = -(-rows // together)
+            partial = torch.empty(parts, size, dtype=torch.float32, device=x.device)
+            _triton().convolution_sums[(parts * groups * tiles_p * tiles_d,)](
+                x[start:],
+                delta[start:],
+                partial,
+                *x.stride(),
+                *delta.stride(),
+                x.shape[2],
+                x.shape[3],
+                *(*ones, *stride),
+                *(*none, *(padding or (0,) * len(stride))),
+                *(*ones, *dilation),
+                groups,
+                rows,
+                together,
+                tiles_p * tiles_d,
+                tiles_d,
+                CHANNELS=channels,
+                OUTPUTS=outputs,
+                COLUMNS=delta.shape[3],
+                POSITIONS=delta.shape[2] * delta.shape[3],
+                KH=kernel[0],
+                KW=kernel[1],
+                P=tile_p,
+                D=tile_d,
+                T=tiles.positions,
+                SWAPPED=tiles.swapped,
+                PRECISION=precision or ("tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"),
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
+            _triton().add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
+    found = total.reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
     return found.movedim(-1, 1).reshape(tuple(shape))

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from lipdp._pairs import available, sorted_pool
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.program.fusing import Stage, stage
@@ -43,6 +44,8 @@ class GroupSort(torch.nn.Module):
                 f"GroupSort({self.group_size}) needs a multiple of {size} channels in dimension {self.dim}, got {channels} "
                 f"in a tensor of shape {tuple(x.shape)}"
             )
+        if size == 2 and dim == 1 and not torch.is_grad_enabled() and available(x):
+            return sorted_pool(x, sort=True)
         grouped = torch.unflatten(x, dim, (channels // size, size))
         if size == 2:  # two comparisons instead of a sort
             first, second = grouped.unbind(dim + 1)

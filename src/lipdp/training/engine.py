@@ -46,7 +46,7 @@ from lipdp.training.settling import Settled, check_settling, settle
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
-from lipdp.training.streams import Streams, derive_run_key, secret_of
+from lipdp.training.streams import Prepared, Streams, derive_run_key, secret_of
 from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
@@ -281,20 +281,14 @@ class PrivacyEngine:
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
-        self._watch.check_structure()
-        unchanged = self._watch.compare()
-        if unchanged is False or not self._query.stands:
-            self._prove_again()
-            unchanged = True
         number = self.steps
-        settings = self._mechanism.at(number)
+        batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
+        answer, settings, prepared = self._ask(batch)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        answer = self._ask(trained, Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes), settings, unchanged)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
-        noise = self._streams.step_noise(number, self.optimizer, self._values, inputs, targets)
-        noised = self._release(answer, settings, noise)
+        noised = self._release(answer, settings, self._streams.take(prepared))
         spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
@@ -325,21 +319,34 @@ class PrivacyEngine:
         self._values = [*self.model.parameters(), *self.model.buffers()]
         self._constants = Constants(self.model)
 
-    def _ask(
-        self, trained: dict[str, torch.nn.Parameter], batch: Sample, settings: StepSettings, unchanged: Flag
-    ) -> Answer:
+    def _look(self) -> Flag:
+        """Whether the model is the one that was proved; raises where it can't be any more."""
+        self._watch.check_structure()
+        return self._watch.compare() if self._query.stands else False
+
+    def _ask(self, batch: Sample, attempts: int = 2) -> tuple[Answer, StepSettings, Prepared]:
         """What the data say, computed by the model that was proved: to be noised, and not before this returns.
 
-        On a device all is computed without waiting: whether the weights are those that were proved, whether the last projection
-        found them finite, the sums, whether these are finite, whether the forward pass left the model's state alone. The host waits
-        once, for all of these answers. Where one is no, what was computed is thrown away.
+        On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
+        that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
+        found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
+        all of these answers. Where one is no, what was computed is thrown away: nothing of it was released, or used.
         """
         number = self.steps
-        batch = dataclasses.replace(batch, seats=self._seats(batch.inputs, number), settings=self._watch.settings)
+        runs_ahead = self.device.type == "cuda" and self._query.recorded
+        unchanged: Flag = True
+        if not runs_ahead and (unchanged := self._look()) is False:
+            self._prove_again()
+            unchanged = True
+        settings = self._mechanism.at(number)
+        trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
         with self._streams.model(number):
             self._constants.keep()
-            asked = dataclasses.replace(batch, copies=self._copies(number))
+            asked = dataclasses.replace(batch, copies=self._copies(number), settings=self._watch.settings)
             answer = self._query.ask(trained, asked, settings.clips)
+            if runs_ahead:
+                unchanged = self._look()
+            prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets)
             flags = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
             unchanged, finite, fine, *same = read_flags(flags)
             if not finite:
@@ -348,10 +355,15 @@ class PrivacyEngine:
             if unchanged and not fine and answer.again is not None:
                 answer = answer.again()
                 self._constants.refuse(read_flags(self._constants.same()))
-        if not unchanged:  # written to past torch's own bookkeeping
-            self._prove_again()
-            return self._ask(trained, batch, settings, True)
-        return answer
+        if unchanged:
+            return answer, settings, prepared
+        if attempts == 0:
+            raise ConfigurationError(
+                "the model's weights or settings change while a step is computed (another thread, or a forward that writes to them), "
+                "so nothing bounds what it computes. No step was taken."
+            )
+        self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
+        return self._ask(batch, attempts - 1)
 
     def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""

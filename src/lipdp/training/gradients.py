@@ -13,7 +13,7 @@ from lipdp._backward import gradients
 from lipdp._sums import wide
 from lipdp.errors import DataError
 from lipdp.losses import Loss
-from lipdp.training.batches import Rows, microbatches
+from lipdp.training.batches import Rows, microbatches, only_finite
 from lipdp.training.clip_counts import LayerCounts
 from lipdp.training.copies import Copies
 
@@ -101,7 +101,7 @@ def pending_sum(
 
     def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], collect: bool) -> Part:
         total: Part | None = None
-        for number, (x, y, mask) in enumerate(microbatches(inputs, targets, size, device, dtypes, seats)):
+        for number, (x, y, mask) in enumerate(microbatches(inputs, targets, size, device, dtypes, seats, check=False)):
             if number == 1 and total is not None:  # the first may lie in a recording's memory
                 total = {name: value.clone() for name, value in total[0].items()}, total[1].clone()
             with arithmetic(precision, device):
@@ -135,8 +135,9 @@ def microbatch_sum(
 ) -> Part:
     """Σ_i ∂loss_i/∂θ over the rows of ``mask``, and whether it is finite; 0 for a parameter that the loss does not depend on.
 
-    The sums over rows are those of :mod:`lipdp._sums`, whatever the layers are.
+    Rows that are not finite do not count. The sums over rows are those of :mod:`lipdp._sums`, whatever the layers are.
     """
+    x, y, mask = only_finite(x, y, mask)
     values = loss(model(x), y)
     if values.shape != mask.shape:
         raise DataError(

@@ -17,6 +17,7 @@ from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import CapturedClipping, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
 from lipdp.errors import ConfigurationError
+from lipdp.fingerprint import storages
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
@@ -108,6 +109,11 @@ class Query(Protocol):
         """Whether what was proved still is what would run, as far as classes are concerned."""
         ...
 
+    @property
+    def recorded(self) -> bool:
+        """Whether :meth:`ask` runs the proved program and nothing of the user's, so that it may begin before it is looked at."""
+        ...
+
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Group name → sensitivity, with clipping norms at these values."""
         ...
@@ -164,16 +170,22 @@ class ProvedQuery:
         self._analysis: Analysis | None = None
         self._trained: dict[str, torch.Tensor] = {}
         # The engine lets no layer be replaced, so what is none of these now never will be.
-        self._has_maps = any(isinstance(module, Reparametrised) for module in model.modules())
+        self._has_maps = any(isinstance(module, Reparametrised) and module.maps() for module in model.modules())
         self._watched = Watched(model, loss)
         self._settings: int | None = None
         self._proofs = 0
+        self._values: list[torch.Tensor] = []
         self._graphed: GraphedFunction[Part] = GraphedFunction(self._sum, state=self._state)
 
     @property
     def entries(self) -> int | None:
         """Over all operations of the analysis."""
         return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
+
+    @property
+    def recorded(self) -> bool:
+        """Where its graph is all there is to run."""
+        return not self._has_maps and not self.plan.clips
 
     @property
     def program(self) -> Program:
@@ -205,6 +217,7 @@ class ProvedQuery:
     def prove(self) -> None:
         """The calculus, run again; clipping norms that change are taken where they start."""
         self._proofs += 1
+        self._values = [*self.model.parameters(), *self.model.buffers()]
         self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
         if any(group.parameters != (group.name,) for group in self.groups):
             raise ConfigurationError("a proved group is one parameter; this plan was changed. Make a new plan.")
@@ -273,7 +286,7 @@ class ProvedQuery:
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""
         settings = self._watched() if self._settings is None else ("known", self._settings)
-        return settings, self._proofs, tuple(self._trained)
+        return settings, self._proofs, tuple(self._trained), storages(self._values)
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
@@ -297,6 +310,11 @@ class ClippedQuery:
         shape = find_input_shape(self.model)
         flat = shape is not None and len(shape) == 1 and all(p.ndim <= 2 for p in self.model.parameters())
         return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
+
+    @property
+    def recorded(self) -> bool:
+        """The module itself runs."""
+        return False
 
     def rehearse(self, rows: int) -> None:
         """Nothing: clipping runs the module itself."""
@@ -398,6 +416,11 @@ class MixedQuery:
     def entries(self) -> int | None:
         """As the calculus says."""
         return self._proved.entries
+
+    @property
+    def recorded(self) -> bool:
+        """The module itself runs."""
+        return False
 
     def rehearse(self, rows: int) -> None:
         """The proved part."""

@@ -12,8 +12,8 @@ import torch
 
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, UnsupportedError
-from lipdp.fingerprint import reachable_tensors
-from lipdp.graphs import GraphedFunction, Watched, deferred_checks
+from lipdp.fingerprint import reachable_tensors, storages
+from lipdp.graphs import Branches, GraphedFunction, Watched, deferred_checks, is_deferring
 from lipdp.parametrize import Constrained
 from lipdp.privacy import noise_cuda
 
@@ -49,7 +49,7 @@ class ModelWatch:
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
         self._here: list[Any] = []
         self._elsewhere: torch.Tensor | None = None
-        self._words = _Replayed(self._digest_elsewhere, lambda: (self.settings, *_places(self._tensors[1])))
+        self._words = _Replayed(self._digest_elsewhere, lambda: (self.settings, *storages(self._tensors[1])))
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
@@ -140,10 +140,6 @@ class ModelWatch:
         return torch.cat([noise_cuda.words_of([part], _KEY).to(first) for part in joined])
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors)
-
-
 def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return list(old) == list(new) and all(map(operator.is_, old.values(), new.values()))
 
@@ -186,7 +182,7 @@ class Projection:
         self._parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._constrained = any(isinstance(module, Constrained) for module in model.modules())
         number = settings or Watched(model)
-        self._replayed = _Replayed(self._hopeful, lambda: (number(), *_places(self._parameters)))
+        self._replayed = _Replayed(self._hopeful, lambda: (number(), *storages(self._parameters)))
 
     def __call__(self) -> None:
         """Bring the trained weights back into their sets, in place."""
@@ -221,15 +217,26 @@ class Projection:
 
 
 def project_trained(model: torch.nn.Module) -> None:
-    """As :func:`lipdp.parametrize.project_`, but frozen weights, which have not moved, stay as they are to the last bit."""
+    """As :func:`lipdp.parametrize.project_`, but frozen weights, which have not moved, stay as they are to the last bit.
+
+    On CUDA layers that share no parameter are projected side by side, where nobody waits for them.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Constrained)]
+    own = {id(module): list(module.parameters(recurse=False)) for module in layers if isinstance(module, torch.nn.Module)}
+    everything = [id(p) for parameters in own.values() for p in parameters]
+    first = next((p for parameters in own.values() for p in parameters), None)
+    alone = is_deferring() and first is not None and len(set(everything)) == len(everything)
+    branches = Branches(first.device if alone and first is not None else torch.device("cpu"))
     with torch.no_grad():
-        for module in model.modules():
-            own = list(module.parameters(recurse=False))
-            if isinstance(module, Constrained) and any(p.requires_grad for p in own):
-                frozen = [(p, p.clone()) for p in own if not p.requires_grad]
-                module.project_()
-                for parameter, kept in frozen:
-                    parameter.copy_(kept)
+        for layer in layers:
+            parameters = own[id(layer)]
+            if any(p.requires_grad for p in parameters):
+                with branches.branch():
+                    frozen = [(p, p.clone()) for p in parameters if not p.requires_grad]
+                    layer.project_()
+                    for parameter, kept in frozen:
+                        parameter.copy_(kept)
+        branches.join()
 
 
 class Constants:
