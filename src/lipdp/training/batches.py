@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
@@ -222,17 +223,21 @@ def microbatches(
     views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype
     numbers = torch.arange(len(inputs)) if seats is None else seats
     for start in range(0, len(numbers), size):
-        part = numbers[start : start + size]
+        part = numbers[start : start + size].numpy()
         taken = part >= 0
-        if not bool(taken.any()):
+        if not taken.any():
             continue
-        part = _filled(torch.where(taken, part, part[taken][0]), size)
-        x = (inputs.take(part) if isinstance(inputs, Rows) else _rows(inputs, part)).to(device, non_blocking=True)
-        y = _rows(targets, part).to(device, non_blocking=True)
-        x, y = x.to(of_inputs), y.to(of_targets)  # on the device: bytes travel faster than floats
-        mask = torch.zeros(size, dtype=torch.bool)
-        mask[: len(taken)] = taken
-        mask = mask.to(device, non_blocking=True)
+        # The numbers of the records, and whether somebody sits there: one small transfer.
+        places = np.zeros((2, size), dtype=np.int64)
+        places[0] = part[taken][0]
+        places[0, : len(part)] = np.where(taken, part, places[0, 0])
+        places[1, : len(part)] = taken
+        here = torch.from_numpy(places)
+        there = here if device.type == "cpu" else here.to(device, non_blocking=True)
+        x = inputs.take(here[0]) if isinstance(inputs, Rows) else _rows(inputs, there[0] if inputs.device == device else here[0])
+        y = _rows(targets, there[0] if targets.device == device else here[0])
+        x, y = x.to(device, non_blocking=True).to(of_inputs), y.to(device, non_blocking=True).to(of_targets)  # bytes travel faster
+        mask = there[1] != 0
         if check:
             x, y, mask = only_finite(x, y, mask)
         version = _version(x)
@@ -259,12 +264,6 @@ def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def _version(tensor: torch.Tensor) -> int:
     """How often the tensor, or what it is a view of, has been written to; tensors of inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _filled(part: torch.Tensor, size: int) -> torch.Tensor:
-    """``part`` with copies of its first row behind it, ``size`` rows in all."""
-    missing = size - part.shape[0]
-    return part if missing == 0 else torch.cat([part, part[:1].expand(missing, *part.shape[1:])])
 
 
 def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:

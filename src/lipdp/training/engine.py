@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.memory import keep_freed_memory
 from lipdp.parametrize import project_, project_outside_
+from lipdp.privacy import noise_cuda
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
@@ -51,6 +52,8 @@ from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, projec
 
 __all__ = ["PrivacyEngine"]
 
+# Tensors of a microbatch: inputs, targets, mask.
+_MICROBATCH = 3
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
 
@@ -149,14 +152,15 @@ class PrivacyEngine:
             self.loss.to(self.device)
         project_(model)
         self._apply_clips()
-        self._watch = ModelWatch(model, self.loss)
-        self._project = Projection(model, lambda: self._watch.settings)
-        self._constants = Constants(model)
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
+        self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
+        self._project = Projection(model, lambda: self._watch.settings)
+        self._constants = Constants(model)
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
+        self._on_one_device = all(t.device == self.device for t in self._values)
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
@@ -318,11 +322,16 @@ class PrivacyEngine:
         self._watch.remember()
         self._values = [*self.model.parameters(), *self.model.buffers()]
         self._constants = Constants(self.model)
+        self._on_one_device = all(t.device == self.device for t in self._values)
 
-    def _look(self) -> Flag:
-        """Whether the model is the one that was proved; raises where it can't be any more."""
+    def _look(self, weights: torch.Tensor | None = None) -> Flag:
+        """Whether the model is the one that was proved; raises where it can't be any more. ``weights``: their digest, if known."""
         self._watch.check_structure()
-        return self._watch.compare() if self._query.stands else False
+        return self._watch.compare(weights) if self._query.stands else False
+
+    def _beside(self, microbatch: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Digests of the weights, all in the first rows, and of a microbatch behind them."""
+        return torch.cat([self._watch.digest_elsewhere(), noise_cuda.words_of(microbatch, self._streams.words_key)])
 
     def _ask(self, batch: Sample, attempts: int = 2) -> tuple[Answer, StepSettings, Prepared]:
         """What the data say, computed by the model that was proved: to be noised, and not before this returns.
@@ -343,10 +352,12 @@ class PrivacyEngine:
         with self._streams.model(number):
             self._constants.keep()
             asked = dataclasses.replace(batch, copies=self._copies(number), settings=self._watch.settings)
+            if runs_ahead and self._on_one_device:
+                asked = dataclasses.replace(asked, beside=self._beside)
             answer = self._query.ask(trained, asked, settings.clips)
             if runs_ahead:
-                unchanged = self._look()
-            prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets)
+                unchanged = self._look(answer.seen[0][:-_MICROBATCH] if answer.seen else None)
+            prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
             flags = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
             unchanged, finite, fine, *same = read_flags(flags)
             if not finite:

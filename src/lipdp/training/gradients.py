@@ -19,8 +19,8 @@ from lipdp.training.copies import Copies
 
 __all__ = ["Backward", "Part", "Sums", "arithmetic", "gradient_sum", "microbatch_sum", "pending_sum", "zeros_like_sum"]
 
-Part = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""The sums over a microbatch in float64, and whether all of them are finite."""
+Part = tuple[dict[str, torch.Tensor], torch.Tensor, list[torch.Tensor]]
+"""The sums over a microbatch in float64, whether all of them are finite, and digests of what was seen on the way, if any."""
 Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part]
 
 
@@ -32,11 +32,13 @@ class Sums:
         values: by parameter. A recording's own memory: to be used before the next sum is computed.
         fine: whether all of them are finite.
         again: the sums without the rows that are not, where ``fine`` turns out to be false.
+        seen: digests that were computed beside them.
     """
 
     values: dict[str, torch.Tensor]
     fine: torch.Tensor
     again: Callable[[], dict[str, torch.Tensor]]
+    seen: list[torch.Tensor]
 
 
 @contextmanager
@@ -103,21 +105,21 @@ def pending_sum(
         total: Part | None = None
         for number, (x, y, mask) in enumerate(microbatches(inputs, targets, size, device, dtypes, seats, check=False)):
             if number == 1 and total is not None:  # the first may lie in a recording's memory
-                total = {name: value.clone() for name, value in total[0].items()}, total[1].clone()
+                total = {name: value.clone() for name, value in total[0].items()}, total[1].clone(), [t.clone() for t in total[2]]
             with arithmetic(precision, device):
                 part = each(many.rows(x), many.repeat(y), many.repeat(mask))
             total = part if total is None else _added(total, part)
             if counts is not None:
                 counts.collect(mask, many.count) if collect else counts.discard()
         if total is None:
-            total = {name: zeros_like_sum(p) for name, p in parameters.items()}, torch.ones((), dtype=torch.bool, device=device)
+            total = {name: zeros_like_sum(p) for name, p in parameters.items()}, torch.ones((), dtype=torch.bool, device=device), []
         if many.count > 1:
             for value in total[0].values():
                 value /= many.count
         return total
 
-    values, fine = summed(run, True)
-    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), False)[0])
+    values, fine, seen = summed(run, True)
+    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), False)[0], seen)
 
 
 def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
@@ -152,12 +154,13 @@ def microbatch_sum(
         name: zeros_like_sum(p) if g is None else g.detach().to(wide(p)) for (name, p), g in zip(parameters.items(), found, strict=True)
     }
     largest = torch._foreach_norm([g for g in sums.values() if g.numel()], float("inf"))
-    return sums, torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=x.device)
+    fine = torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=x.device)
+    return sums, fine, []
 
 
 def _added(total: Part, part: Part) -> Part:
     torch._foreach_add_(list(total[0].values()), list(part[0].values()))
-    return total[0], total[1] & part[1]
+    return total[0], total[1] & part[1], [*total[2], *(seen.clone() for seen in part[2])]
 
 
 def _finite_part(run: Backward, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:

@@ -6,7 +6,7 @@ The engine is the same for every method; a query says how the sum is computed an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,6 +45,10 @@ _TRIED = (3,)
 _SAME = 1 + 1e-9
 
 
+Beside = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""Digests of a microbatch (inputs, targets, mask), and of the weights that it meets."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One Poisson sample and how it goes through the model; ``dtypes`` are what the model and the loss take."""
@@ -57,6 +61,7 @@ class Sample:
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
     seats: torch.Tensor | None = None  # by seat, which record sits there
     settings: int | None = None  # the number of the model's settings, where they have just been looked at
+    beside: Beside | None = None  # digests that a recording computes with the sums
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Answer:
         clipped: how many examples were clipped, of how many; where examples are clipped.
         fine: whether the sums are finite; it may still be computed on a device, as they are.
         again: the answer without the records that make it infinite, for where it is not fine.
+        seen: the digests of :attr:`Sample.beside` for each microbatch.
     """
 
     sums: dict[str, torch.Tensor]
@@ -76,6 +82,7 @@ class Answer:
     clipped: tuple[torch.Tensor, int] | None = None
     fine: torch.Tensor | bool = True
     again: Callable[[], Answer] | None = None
+    seen: Sequence[torch.Tensor] = ()
 
 
 class Query(Protocol):
@@ -173,6 +180,7 @@ class ProvedQuery:
         self._has_maps = any(isinstance(module, Reparametrised) and module.maps() for module in model.modules())
         self._watched = Watched(model, loss)
         self._settings: int | None = None
+        self._beside: Beside | None = None
         self._proofs = 0
         self._values: list[torch.Tensor] = []
         self._graphed: GraphedFunction[Part] = GraphedFunction(self._sum, state=self._state)
@@ -249,7 +257,7 @@ class ProvedQuery:
         bounds = self.bounds(clips)
         moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
         still = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
-        self._settings = batch.settings
+        self._settings, self._beside = batch.settings, batch.beside
         found: Sums | None = None
         with self._effective_leaves() as leaves, counts.watching():
             self._trained = {**moving, **{name: leaf for name, leaf in leaves.items() if name in moving}}
@@ -272,21 +280,28 @@ class ProvedQuery:
                     seats=batch.seats,
                 )
                 if not replays and not bool(found.fine):  # while the leaves are there
-                    found = Sums(found.again(), torch.ones_like(found.fine), found.again)
+                    found = Sums(found.again(), torch.ones_like(found.fine), found.again, found.seen)
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
         noted = {name: counts.totals.get(name, zero) for name in counts.layers}
         if found is None:
             return Answer(still, noted)
         pending = found
-        return Answer(still | pending.values, noted, fine=pending.fine, again=lambda: Answer(still | pending.again(), noted))
+        return Answer(
+            still | pending.values,
+            noted,
+            fine=pending.fine,
+            again=lambda: Answer(still | pending.again(), noted),
+            seen=pending.seen,
+        )
 
     def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
-        return microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+        sums, fine, _ = microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+        return sums, fine, [] if self._beside is None else [self._beside((x, y, mask))]
 
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""
         settings = self._watched() if self._settings is None else ("known", self._settings)
-        return settings, self._proofs, tuple(self._trained), storages(self._values)
+        return settings, self._proofs, tuple(self._trained), storages(self._values), self._beside is None
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""

@@ -146,6 +146,7 @@ class Streams:
     def _begin(self, key: bytes, private: bool) -> None:
         self.key, self.private = key, private
         self.run = derive_key(key, "run's name")
+        self.words_key = derive_key(key, "words")
         self._known: list[torch.Tensor] = []
         self._versions: list[tuple[int, int, int]] = []
         self._dataset: Any = None
@@ -210,10 +211,17 @@ class Streams:
         parameters: Sequence[torch.Tensor],
         inputs: torch.Tensor | Rows,
         targets: torch.Tensor,
+        seen: Sequence[torch.Tensor] = (),
     ) -> Prepared:
-        """For the noise of a step on this batch: what it depends on. Nothing is drawn or taken yet."""
+        """For the noise of a step on this batch: what it depends on. Nothing is drawn or taken yet.
+
+        ``seen``: digests under :attr:`words_key` of the batch and the weights that are on a device, where there are some already.
+        """
         known = self._known if versions(self._known) == self._versions else []
         host, on_device = batch_digest(inputs, targets, derive_key(self.key, "batch"), known)
+        if self.private and seen:
+            trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, b"")
+            return Prepared(number, trail, torch.cat(list(seen)))
         if self.private:
             weights, more = self._weights(parameters)
             on_device = [*more, *on_device]
@@ -237,7 +245,7 @@ class Streams:
     def _weights_at_rest(self, parameters: Sequence[torch.Tensor]) -> bytes:
         tag, on_device = self._weights(parameters)
         key = tag.ljust(KEY_BYTES, b"0")
-        return mix_key(key, [noise_cuda.words_of(on_device, derive_key(self.key, "words"))] if on_device else [])
+        return mix_key(key, [noise_cuda.words_of(on_device, self.words_key)] if on_device else [])
 
     def release_noise(self, name: str, *about: Any) -> Stream:
         """For the noise of a release beside the steps."""
@@ -254,7 +262,7 @@ class Streams:
 
     def _words(self, on_device: list[torch.Tensor]) -> torch.Tensor:
         """Digests of what is on a device, computed there."""
-        return noise_cuda.words_of(on_device, derive_key(self.key, "words")) if on_device else torch.zeros(0, 2, dtype=torch.int64)
+        return noise_cuda.words_of(on_device, self.words_key) if on_device else torch.zeros(0, 2, dtype=torch.int64)
 
     def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
         """A digest of the weights on the processor, and those on a device, joined."""

@@ -35,11 +35,12 @@ class ModelWatch:
     """Remembers a model's layers, modes, settings and values (and its loss's) at the moment its bounds were proved.
 
     Settings are all attributes of all modules, hooks and replaced methods among them (:mod:`lipdp.fingerprint`); values those of
-    every tensor that can be reached from the modules, by a digest.
+    every tensor that can be reached from the modules, by a digest; on a device it is one under ``key``.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Any = None, key: Callable[[], bytes] = lambda: _KEY) -> None:
         self.model = model
+        self._key = key
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._modes = [module.training for module in self._modules]
@@ -49,7 +50,7 @@ class ModelWatch:
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
         self._here: list[Any] = []
         self._elsewhere: torch.Tensor | None = None
-        self._words = _Replayed(self._digest_elsewhere, lambda: (self.settings, *storages(self._tensors[1])))
+        self._words = _Replayed(self.digest_elsewhere, lambda: (self.settings, self._key(), *storages(self._tensors[1])))
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
@@ -84,14 +85,16 @@ class ModelWatch:
         """Whether some value or setting is not what :meth:`remember` saw; waits for the device."""
         return not bool(self.compare())
 
-    def compare(self) -> Flag:
+    def compare(self, words: torch.Tensor | None = None) -> Flag:
         """Whether all values and settings are what :meth:`remember` saw.
 
         What the host knows is compared at once. Weights on another device are compared there, and nobody waits: the answer may be
-        read later, as long as nothing is released before.
+        read later, as long as nothing is released before. ``words``: :meth:`digest_elsewhere`, where it is being computed already.
         """
-        self.settings = self._watched()
-        here, words = self._present_values()
+        before, self.settings = self.settings, self._watched()
+        if words is not None and before != self.settings:
+            return False
+        here, words = self._present_values(words)
         if here != self._here or (words is None) != (self._elsewhere is None):
             return False
         if words is None or self._elsewhere is None:
@@ -117,16 +120,17 @@ class ModelWatch:
         trained = [{name: p for name, p in m._parameters.items() if p is not None and p.requires_grad} for m in self._modules]
         return [*(dict(module._modules) for module in self._modules), *trained]
 
-    def _present_values(self) -> tuple[list[Any], torch.Tensor | None]:
+    def _present_values(self, words: torch.Tensor | None = None) -> tuple[list[Any], torch.Tensor | None]:
         """The number of the settings and a digest of the tensors on the processor; digests of those elsewhere, still computed."""
         if self._tensors[0] != self.settings:
             self._tensors = self.settings, reachable_tensors(*self._watched.objects)
         here = [t for t in self._tensors[1] if t.device.type == "cpu"]
         elsewhere = [t.device for t in self._tensors[1] if t.device.type != "cpu"]
-        words = self._words(set(elsewhere)) if elsewhere else None
+        if words is None and elsewhere:
+            words = self._words(set(elsewhere))
         return [self.settings, content_digest(*here)], words
 
-    def _digest_elsewhere(self) -> torch.Tensor:
+    def digest_elsewhere(self) -> torch.Tensor:
         """Two words for all tensors of one kind, end to end; their shapes are among the settings."""
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in self._tensors[1]:
@@ -136,8 +140,8 @@ class ModelWatch:
         joined = [torch.cat(parts) for parts in kinds.values()]
         first = joined[0].device
         if all(part.device == first for part in joined):
-            return noise_cuda.words_of(joined, _KEY)
-        return torch.cat([noise_cuda.words_of([part], _KEY).to(first) for part in joined])
+            return noise_cuda.words_of(joined, self._key())
+        return torch.cat([noise_cuda.words_of([part], self._key()).to(first) for part in joined])
 
 
 def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
