@@ -70,7 +70,7 @@ _OWN = {
         "MaxPool2DWithIndices",
         "Clone",
     )
-}
+} | {"_SortedPoolBackward"}
 
 
 def gradients(

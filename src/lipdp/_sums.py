@@ -197,7 +197,7 @@ def convolution_sums(
     rows = len(x)
     size = apart or max(1, math.isqrt(AREA // positions) if positions <= AREA else rows)
     if rows > size and not transposed and _sums_kernel.available(delta, x) and len(stride) <= 2:
-        return _sums_kernel.convolution_sums(delta, x, shape, stride, padding, dilation, groups, max(1, apart))
+        return _sums_kernel.convolution_sums(delta, x, shape, stride, padding, dilation, groups, size)
     settings = (list(stride), list(padding), list(dilation), transposed, list(output_padding or [0] * len(stride)))
 
     def gradients(cotangents: torch.Tensor, inputs: torch.Tensor, sets: int = 1) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The gradient of a convolution's kernel on a GPU: every record added up by itself in registers, records in float64."""
+"""The gradient of a convolution's kernel on a GPU: a few records at a time in float32, in registers, all of them in float64."""
 
 from __future__ import annotations
 
@@ -7,17 +7,32 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lipdp.errors import LipdpNotice
 
-__all__ = ["available", "convolution_sums"]
+__all__ = ["Tiles", "available", "convolution_sums"]
 
-# Sides of the largest tile (outputs × taps), positions at a time; programs that keep a GPU busy.
-_OUTPUTS, _TAPS, _POSITIONS = 64, 64, 32
-_BUSY = 2048
+
+class Tiles(NamedTuple):
+    """Sides of the largest tile (outputs × reads), what it is summed over at a time, warps, stages; the tile turned or not."""
+
+    outputs: int
+    reads: int
+    positions: int
+    warps: int
+    stages: int
+    swapped: bool
+
+
+# Measured on an H200. Two warps keep the compiler from instructions that want both factors with positions side by side.
+_TILES, _NARROW = Tiles(64, 128, 32, 2, 3, False), Tiles(64, 32, 32, 4, 3, True)
+_FEW = 32  # reads of a narrow product
+# Entries that a program of the last sum adds up, and parts at a time.
+_ENTRIES, _PARTS = 128, 16
+_AT_ONCE = 2**25  # numbers of all parts that lie in memory at a time
 _tried: dict[torch.device, bool] = {}
 
 
@@ -49,7 +64,7 @@ def _works(device: torch.device) -> bool:
     try:
         generator = torch.Generator(device).manual_seed(0)
         x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
-        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 1)
+        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3, precision="tf32x3")
         expected = torch.ops.aten.convolution_backward(
             delta.double(),
             x.double(),
@@ -84,49 +99,59 @@ def convolution_sums(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    copies: int,
+    together: int,
+    *,
+    precision: str | None = None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; every ``copies`` rows are one record. In float64."""
+    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; ``together`` rows are added up in float32. In float64."""
     more = 2 - len(stride)
     ones, none = (1,) * more, (0,) * more
-    x = x.reshape(*x.shape[:2], *ones, *x.shape[2:]).contiguous()
-    delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:]).contiguous()
+    x = x.reshape(*x.shape[:2], *ones, *x.shape[2:])
+    delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:])
     kernel = (*ones, *shape[2:])
-    outputs, reads = delta.shape[1] // groups, math.prod(shape[1:])
-    records, positions = len(x) // copies, delta.shape[2] * delta.shape[3]
-    tile_p, tile_d = _power(outputs, 16, _OUTPUTS), _power(reads, 16, _TAPS)
+    outputs, channels, reads = delta.shape[1] // groups, x.shape[1] // groups, math.prod(shape[1:])
+    tiles = tiles or (_NARROW if reads <= _FEW else _TILES)
+    tile_p, tile_d = _power(outputs, 16, tiles.outputs), _power(reads, 16, tiles.reads)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
-    parts = max(1, min(records, _BUSY // max(1, groups * tiles_p * tiles_d)))
-    share = -(-records // parts)
-    parts = -(-records // share)
-    partial = torch.empty(parts, groups * outputs, reads, dtype=torch.float64, device=x.device)
+    size = groups * outputs * reads
+    at_once = together * max(1, _AT_ONCE // max(1, size))  # rows whose parts lie in memory at a time
+    total = torch.zeros(groups * outputs, reads, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        _triton().convolution_sums[(parts * groups, tiles_p * tiles_d)](
-            x,
-            delta,
-            partial,
-            x.shape[1] // groups,
-            x.shape[2],
-            x.shape[3],
-            outputs,
-            reads,
-            delta.shape[3],
-            positions,
-            *(*ones, *stride),
-            *(*none, *(padding or (0,) * len(stride))),
-            *(*ones, *dilation),
-            groups,
-            copies,
-            records,
-            share,
-            tiles_d,
-            KH=kernel[0],
-            KW=kernel[1],
-            P=tile_p,
-            D=tile_d,
-            T=_POSITIONS,
-            PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3",
-            num_warps=4,
-            num_stages=3,
-        )
-    return partial.sum(0).reshape(tuple(shape))
+        for start in range(0, len(x), at_once):
+            rows = min(at_once, len(x) - start)
+            parts = -(-rows // together)
+            partial = torch.empty(parts, size, dtype=torch.float32, device=x.device)
+            _triton().convolution_sums[(parts * groups * tiles_p * tiles_d,)](
+                x[start:],
+                delta[start:],
+                partial,
+                *x.stride(),
+                *delta.stride(),
+                x.shape[2],
+                x.shape[3],
+                *(*ones, *stride),
+                *(*none, *(padding or (0,) * len(stride))),
+                *(*ones, *dilation),
+                groups,
+                rows,
+                together,
+                tiles_p * tiles_d,
+                tiles_d,
+                CHANNELS=channels,
+                OUTPUTS=outputs,
+                COLUMNS=delta.shape[3],
+                POSITIONS=delta.shape[2] * delta.shape[3],
+                KH=kernel[0],
+                KW=kernel[1],
+                P=tile_p,
+                D=tile_d,
+                T=tiles.positions,
+                SWAPPED=tiles.swapped,
+                PRECISION=precision or ("tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"),
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
+            _triton().add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
+    found = total.reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
+    return found.movedim(-1, 1).reshape(tuple(shape))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Watched", "fingerprint", "reachable_tensors"]
+__all__ = ["Watched", "fingerprint", "reachable_tensors", "storages"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
@@ -174,6 +174,11 @@ def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
         for module in value.modules() if isinstance(value, torch.nn.Module) else [value]:
             visit(module, _DEPTH)
     return list(tensors.values())
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Where each of them lies in memory: what a recording that reads them was made for."""
+    return tuple(t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors)
 
 
 def _parts(value: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from lipdp.errors import LipdpError, LipdpNotice
 from lipdp.fingerprint import Watched, fingerprint
 
 __all__ = [
+    "Branches",
     "GraphedFunction",
     "Staged",
     "Watched",
@@ -45,6 +46,7 @@ _SAME = 1e-3
 # Recordings in a row that were never replayed, per recording that may be kept: after that, recording is given up.
 _PATIENCE = 2
 _LARGE = 2**26  # bytes
+_BRANCHES = 6  # streams for work side by side
 
 
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
@@ -273,6 +275,40 @@ def _recorded_stages(function: Callable[..., R | Staged[R]], buffers: list[torch
 @cache
 def _side_stream(device: torch.device) -> Any:
     """One for all recordings on a device: libraries keep a workspace for every stream that they ever saw."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class Branches:
+    """Pieces of work that don't depend on each other, on streams of their own: small kernels of all of them run side by side.
+
+    On CUDA only; in a recording too. What comes after :meth:`join` waits for all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._used: list[Any] = []
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """The next piece."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = _branch_stream(self.device, len(self._used) % _BRANCHES)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._used.append(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Go on once all pieces are done."""
+        for stream in self._used:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._used = []
+
+
+@cache
+def _branch_stream(device: torch.device, number: int) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

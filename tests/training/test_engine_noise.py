@@ -122,7 +122,7 @@ def test_sampling_noise_and_dropout_have_their_own_streams():
     streams, seen = engine._streams, set()
     for step in range(50):
         seen.add(streams.sample(step).key)
-        seen.add(streams.step_noise(step, engine.optimizer, [], *empty()).key)
+        seen.add(streams.take(streams.prepare(step, engine.optimizer, [], *empty())).key)
         with streams.model(step):
             seen.add(bytes(torch.random.get_rng_state()[:200]))
         seen.add(bytes(streams.draw(step, "augment").get_state()[:200]))

@@ -58,18 +58,22 @@ def test_the_hopeful_projection_is_the_careful_one(size: float) -> None:
     with torch.no_grad():
         torch._foreach_copy_(list(model.parameters()), projected)
     for p, q in zip(model.parameters(), careful.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=2e-5, rtol=0)
+        torch.testing.assert_close(p, q, atol=1e-3, rtol=0)
     assert max(norms(model)) <= 1
 
 
 @pytest.mark.parametrize("damage", ["far", "nan"])
-def test_the_hopeful_projection_notices_what_it_can_not_do(damage: str) -> None:
+def test_the_hopeful_projection_holds_from_anywhere_and_notices_what_is_not_finite(damage: str) -> None:
     model = network()
     with torch.no_grad():
         weight = next(iter(model.parameters()))
         weight.fill_(float("nan")) if damage == "nan" else weight.mul_(40.0)
-    fine, _ = Projection(model)._hopeful()
-    assert not bool(fine)
+    fine, projected = Projection(model)._hopeful()
+    assert bool(fine) == (damage == "far")
+    if damage == "far":
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), projected)
+        assert 0.5 <= max(norms(model)) <= 1
 
 
 def test_checks_are_listed_while_deferred() -> None:
@@ -138,8 +142,41 @@ def test_diverged_weights_are_an_error_on_cuda_too() -> None:
         project()
     with torch.no_grad():
         next(iter(model.parameters())).fill_(float("inf"))
+    project()
     with pytest.raises(ConfigurationError, match="diverged"):
-        project()
+        project.check()
+
+
+@on_cuda
+def test_after_weights_diverge_nothing_more_is_released() -> None:
+    """The host learns of it in the next step, before its noise is drawn; the state is not saved either."""
+    model, engine = trained("cuda", steps=9)
+    data = torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.long)
+    engine.ledger.releases = 5
+    for group in engine.optimizer.param_groups:
+        group["lr"] = float("inf")
+    engine.step(*data)
+    assert engine.steps == 6
+    for action in (lambda: engine.step(*(part.clone() for part in data)), engine.state_dict):
+        with pytest.raises(ConfigurationError, match="diverged"):
+            action()
+    assert engine.steps == 6
+
+
+@on_cuda
+def test_weights_written_past_torch_are_noticed_before_anything_is_released() -> None:
+    """The digests are compared on the device while the sums are computed: the host reads the answer before it draws noise."""
+    model, engine = trained("cuda", steps=9)
+    engine.ledger.releases = 5
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.mul_(30.0)  # no version of any tensor shows it
+    asked = []
+    ask = engine._query.ask
+    engine._query.ask = lambda *given: asked.append(max(norms(model))) or ask(*given)  # type: ignore[method-assign]
+    engine.step(torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))
+    assert len(asked) == 2  # once for nothing, and again from projected weights
+    assert asked[1] <= 1 < asked[0]
 
 
 @on_cuda

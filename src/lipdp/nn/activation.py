@@ -6,9 +6,11 @@ import math
 
 import torch
 
+from lipdp._pairs import available, sorted_pool
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.lowering import Site, lowering
+from lipdp.program.fusing import Stage, stage
 from lipdp.twins import Decision, Where, twin
 
 __all__ = ["FullSort", "GroupSort", "MaxMin"]
@@ -44,6 +46,8 @@ class GroupSort(torch.nn.Module):
                 f"GroupSort({self.group_size}) needs a multiple of {size} channels in dimension {self.dim}, got {channels} "
                 f"in a tensor of shape {tuple(x.shape)}"
             )
+        if size == 2 and dim == 1 and not torch.is_grad_enabled() and available(x):
+            return sorted_pool(x, sort=True)
         grouped = torch.unflatten(x, dim, (channels // size, size))
         if size == 2:  # two comparisons instead of a sort
             first, second = grouped.unbind(dim + 1)
@@ -127,3 +131,9 @@ def _twin_of_activation(module: torch.nn.Module, where: Where) -> Decision:
     if getattr(module, "inplace", False):
         vars(module)["inplace"] = False  # it is the conversion's own copy
     return Decision("kept", module, note)
+
+
+@stage(GroupSort, MaxMin)
+def _pairs(layer: GroupSort) -> Stage | None:
+    """Groups of two are pairs."""
+    return Stage(dim=layer.dim) if layer.group_size == 2 else None

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from lipdp._pairs import Pooling, available, sorted_pool
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.bounds.calculus import has_rule
 from lipdp.bounds.rules_weighted import channels_and_spatial
 from lipdp.bounds.windows import as_tuple, multiplicity
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.lowering import Site, lowering
+from lipdp.program.fusing import Stage, stage
 from lipdp.twins import Decision, Where, twin
 
 __all__ = [
@@ -69,6 +71,9 @@ class L2NormPool2d(_Pool):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Norm of each window."""
+        alone = self.stride == self.kernel_size and not any(self.padding)
+        if alone and x.ndim == 4 and not torch.is_grad_enabled() and available(x):
+            return sorted_pool(x, sort=False, pool=Pooling(self.kernel_size[0], self.kernel_size[1], self.eps))
         squares = F.avg_pool2d(x.square(), self.kernel_size, self.stride, self.padding, divisor_override=1)
         return (squares + self.eps).sqrt()
 
@@ -97,6 +102,15 @@ def _l2_norm_pool(layer: L2NormPool1d | L2NormPool2d, call: Call) -> Transfer:
     m = multiplicity(spatial, layer.kernel_size, layer.stride, ones, pads, "zeros", call.output_shape[1:])
     norm = math.sqrt(m * x.norm**2 + math.prod(call.output_shape) * layer.eps)
     return Transfer(Bound(norm, call.output_shape), (math.sqrt(m),), exact=m == 1)
+
+
+@stage(L2NormPool2d)
+def _windows(layer: L2NormPool2d) -> Stage | None:
+    """Windows that lie side by side."""
+    if layer.stride != layer.kernel_size or any(layer.padding):
+        return None
+    height, width = layer.kernel_size
+    return Stage(pool=Pooling(height, width, layer.eps))
 
 
 class GlobalL2NormPool(torch.nn.Module):

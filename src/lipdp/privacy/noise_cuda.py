@@ -137,9 +137,9 @@ def words_of(tensors: Sequence[Tensor], key: bytes) -> Tensor:
         return _digests([tensor.detach().reshape(-1) for tensor in tensors], _kept_there(key, tensors[0].device))
 
 
-@lru_cache(maxsize=8)
+@cache
 def _kept_there(key: bytes, device: torch.device) -> Tensor:
-    """A key that is used in every step."""
+    """A key that is used in every step; kept for good, for recordings read it."""
     return _moved(np.frombuffer(key, dtype="<i4").copy(), device)
 
 

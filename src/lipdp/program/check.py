@@ -17,7 +17,7 @@ __all__ = ["check_program"]
 _SIZES = (1, 2, 3, 5, 8)
 _COMPANY = 3
 # The same operations in the same order: what differs is at most the order of additions inside a kernel (on CUDA, atomic ones).
-_SAME = 1024
+_EQUAL = 1024
 # One example in a batch of another size: kernels choose another blocking.
 _ALONE = 4096
 
@@ -87,7 +87,19 @@ def _moved(program: Program, generator: torch.Generator | None) -> Iterator[None
 def _compare(program: Program, x: torch.Tensor, gradients: bool) -> None:
     name = type(program.model).__name__
     expected, wanted = _evaluate(program.model, program, x, gradients)
-    got, given = _evaluate(program, program, x, gradients)
+    _refuse_differences(name, x, expected, wanted, *_evaluate(program, program, x, gradients))
+    if program.fused is not program.whole:
+        _refuse_differences(f"{name}, fused,", x, expected, wanted, *_evaluate(program.fused, program, x, gradients))
+
+
+def _refuse_differences(
+    name: str,
+    x: torch.Tensor,
+    expected: Any,
+    wanted: Mapping[str, torch.Tensor],
+    got: Any,
+    given: Mapping[str, torch.Tensor],
+) -> None:
     why = (
         "What the graph shows is not what forward does: look for writes in place through another name or a view, for choices "
         "made by the type, the batch size or a counter, for numbers read off a parameter (.item(), .tolist(), .data), for "
@@ -96,13 +108,13 @@ def _compare(program: Program, x: torch.Tensor, gradients: bool) -> None:
     )
     if isinstance(expected, torch.Tensor) and not (isinstance(got, torch.Tensor) and expected.shape == got.shape):
         raise UnsupportedError(f"{name} gives outputs of other shapes than its graph for {len(x)} examples. {why}.")
-    if isinstance(expected, torch.Tensor) and not _close(got, expected, _SAME):
+    if isinstance(expected, torch.Tensor) and not _close(got, expected, _EQUAL):
         raise UnsupportedError(
             f"{name} gives other outputs than its graph for {len(x)} random examples (they differ by "
             f"{float((got - expected).abs().nan_to_num().max()):.2g}). {why}."
         )
     for key in wanted:
-        if not _close(given[key], wanted[key], _SAME):
+        if not _close(given[key], wanted[key], _EQUAL):
             raise UnsupportedError(
                 f"the gradient of '{key}' in {name} is another one than in its graph, for {len(x)} random examples (by "
                 f"{float((given[key] - wanted[key]).abs().nan_to_num().max()):.2g}). {why}; for detach."
@@ -133,7 +145,7 @@ def _evaluate(
 
 def _compare_alone(program: Program, x: torch.Tensor) -> None:
     first, again = (_output(program, x, seed) for seed in (0, 1))
-    if not _close(again, first, _SAME):
+    if not _close(again, first, _EQUAL):
         return  # random layers: no two passes agree
     for row in range(len(x)):
         alone = _output(program, x[row : row + 1], 0)
@@ -148,7 +160,7 @@ def _compare_alone(program: Program, x: torch.Tensor) -> None:
 def _output(program: Program, x: torch.Tensor, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        output: torch.Tensor = program(x.clone())
+        output: torch.Tensor = program.fused(x.clone())
     return output
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+from lipdp.program.fusing import Fused, channels_last, fusions
 from lipdp.program.reading import Reading, Shape, read, refuse_hidden_changes, refuse_random, undisturbed
 from lipdp.program.tracer import describe, line_of, trace_graph
 
@@ -73,16 +74,25 @@ class Program:
 
     def __call__(self, x: torch.Tensor) -> Any:
         """The outputs for a batch of examples."""
-        return self._whole(x)
+        return self.whole(x)
 
     @cached_property
-    def _whole(self) -> Callable[[torch.Tensor], Any]:
+    def whole(self) -> Callable[[torch.Tensor], Any]:
+        """All of it, operation by operation."""
         output = next(node for node in self.graph.nodes if node.op == "output")
         return self.up_to(output.args[0])
 
-    def up_to(self, result: Any) -> Callable[[torch.Tensor], Any]:
+    @cached_property
+    def fused(self) -> Callable[[torch.Tensor], Any]:
+        """The same outputs and gradients by fewer, larger operations (:mod:`lipdp.program.fusing`): what steps run."""
+        if not any(self._convolves(node) for node in self.graph.nodes) and not self._fusions():
+            return self.whole
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        return self.up_to(output.args[0], fuse=True)
+
+    def up_to(self, result: Any, *, fuse: bool = False) -> Callable[[torch.Tensor], Any]:
         """The part of the program that computes a node (or a nest of nodes), as a function of a batch of examples."""
-        run = self._compile(result)
+        run = self._compile(result, fuse)
 
         def function(x: torch.Tensor) -> Any:
             if tuple(x.shape[1:]) != self.input_shape:
@@ -174,8 +184,19 @@ class Program:
     def _runs(self, node: fx.Node) -> bool:
         return (node in self.shapes or node in self.varying) and node.op not in ("placeholder", "output")
 
-    def _compile(self, result: Any) -> Callable[[torch.Tensor, dict[str, Any]], Any]:
+    def _layer_of(self, node: fx.Node) -> tuple[torch.nn.Module, type[torch.nn.Module]] | None:
+        if node.op != "call_module" or node in self.reading.in_place:
+            return None
+        return self.modules[str(node.target)], self._class_of(str(node.target))
+
+    def _fusions(self) -> dict[fx.Node, Fused]:
+        ranks = {node: 1 + len(shapes[0]) for node, shapes in self.shapes.items()}
+        return fusions(self.graph, self._layer_of, ranks)
+
+    def _compile(self, result: Any, fuse: bool) -> Callable[[torch.Tensor, dict[str, Any]], Any]:
         """The operations as one straight function: a line for each, a check of each result, memory freed after its last use."""
+        calls = self._fusions() if fuse else {}
+        skipped = {node for call in calls.values() for node in call.inside[:-1]}
         wanted: set[fx.Node] = set()
         fx.map_arg(result, wanted.add)
         kept = set(wanted)
@@ -183,25 +204,36 @@ class Program:
             if node in kept and self._runs(node):
                 kept.update(node.all_input_nodes)
         source = next(node for node in self.graph.nodes if node in self.shapes and node.op == "placeholder")
-        scope: dict[str, Any] = {"check": self._check, "clone": torch.Tensor.clone}
+        scope: dict[str, Any] = {"check": self._check, "clone": torch.Tensor.clone, "channels_last": channels_last}
         lines = ["def run(x, held):", "    rows = x.shape[0]", f"    {_local(source)} = x"]
-        steps = [(number, node) for number, node in enumerate(self.graph.nodes) if node in kept and self._runs(node)]
-        last = {operand: node for _, node in steps for operand in node.all_input_nodes}
+        steps = [(n, node) for n, node in enumerate(self.graph.nodes) if node in kept and self._runs(node) and node not in skipped]
+        read = {node: [calls[node].source] if node in calls else node.all_input_nodes for _, node in steps}
+        last = {operand: node for _, node in steps for operand in read[node]}
         for number, node in steps:
-            arguments = [self._text(argument, scope) for argument in node.args]
+            given = (calls[node].source,) if node in calls else node.args
+            arguments = [self._text(argument, scope) for argument in given]
+            if fuse and self._convolves(node):
+                arguments[0] = f"channels_last({arguments[0]})"
             if node in self.reading.in_place and node in self.shapes:
                 arguments[0] = f"clone({arguments[0]})"
             arguments += [f"{key}={self._text(value, scope)}" for key, value in node.kwargs.items()]
-            lines.append(f"    {_local(node)} = {self._call(node, number, arguments, scope)}")
+            if node in calls:
+                scope[f"f{number}"] = calls[node].function
+                lines.append(f"    {_local(node)} = f{number}({arguments[0]})")
+            else:
+                lines.append(f"    {_local(node)} = {self._call(node, number, arguments, scope)}")
             if node in self.shapes:
                 scope[f"s{number}"] = node
                 lines.append(f"    check(s{number}, {_local(node)}, rows)")
-            freed = [operand for operand in node.all_input_nodes if last[operand] is node and self._is_local(operand)]
+            freed = [operand for operand in read[node] if last[operand] is node and self._is_local(operand)]
             lines += [f"    {_local(operand)} = None" for operand in dict.fromkeys(freed) if operand not in wanted]
         lines.append(f"    return {self._text(result, scope)}")
         exec("\n".join(lines), scope)
         run: Callable[[torch.Tensor, dict[str, Any]], Any] = scope["run"]
         return run
+
+    def _convolves(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and isinstance(self.modules[str(node.target)], torch.nn.Conv2d) and bool(node.args)
 
     def _is_local(self, node: fx.Node) -> bool:
         return node in self.shapes or node in self.varying

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lipdp._sums import MOST_ROWS
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from lipdp.graphs import is_large
+from lipdp.graphs import is_large, is_recording
 from lipdp.program.dtypes import Types
 from lipdp.training.seats import Shuffled, usual_seats
 
@@ -26,6 +27,7 @@ __all__ = [
     "gather",
     "gather_lazily",
     "microbatches",
+    "only_finite",
     "rows_at_once",
     "slices",
 ]
@@ -56,7 +58,7 @@ class Rows:
         first, count = int(numbers[0]), len(numbers)
         if self.whole and int(numbers[-1]) == first + count - 1 and bool((numbers.diff() == 1).all()):
             return self.stored[first : first + count]
-        return self.stored.index_select(0, self._chosen[numbers.to(self._chosen.device)])
+        return self.stored.index_select(0, self._chosen[numbers.to(self._chosen.device, non_blocking=True)])
 
 
 LazyBatch = tuple[torch.Tensor | Rows, torch.Tensor]
@@ -206,32 +208,38 @@ def microbatches(
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     seats: torch.Tensor | None = None,
+    *,
+    check: bool = True,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
     ``seats`` says by seat which record sits there (:mod:`lipdp.training.seats`); without it they sit in their order. Empty seats,
     and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
     record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
-    place, since 0·NaN is NaN. A microbatch in which nobody sits is left out.
+    place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which nobody
+    sits is left out.
     """
     of_inputs, of_targets = dtypes or (inputs.dtype, targets.dtype)
     views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype
     numbers = torch.arange(len(inputs)) if seats is None else seats
     for start in range(0, len(numbers), size):
-        part = numbers[start : start + size]
+        part = numbers[start : start + size].numpy()
         taken = part >= 0
-        if not bool(taken.any()):
+        if not taken.any():
             continue
-        part = _filled(torch.where(taken, part, part[taken][0]), size)
-        x = (inputs.take(part) if isinstance(inputs, Rows) else _rows(inputs, part)).to(device, non_blocking=True)
-        y = _rows(targets, part).to(device, non_blocking=True)
-        x, y = x.to(of_inputs), y.to(of_targets)  # on the device: bytes travel faster than floats
-        mask = torch.zeros(size, dtype=torch.bool)
-        mask[: len(taken)] = taken
-        mask = mask.to(device, non_blocking=True)
-        (x, finite_x), (y, finite_y) = _zero_where_not_finite(x), _zero_where_not_finite(y)
-        for finite in (finite_x, finite_y):
-            mask = mask if finite is None else mask & finite
+        # The numbers of the records, and whether somebody sits there: one small transfer.
+        places = np.zeros((2, size), dtype=np.int64)
+        places[0] = part[taken][0]
+        places[0, : len(part)] = np.where(taken, part, places[0, 0])
+        places[1, : len(part)] = taken
+        here = torch.from_numpy(places)
+        there = here if device.type == "cpu" else here.to(device, non_blocking=True)
+        x = inputs.take(here[0]) if isinstance(inputs, Rows) else _rows(inputs, there[0] if inputs.device == device else here[0])
+        y = _rows(targets, there[0] if targets.device == device else here[0])
+        x, y = x.to(device, non_blocking=True).to(of_inputs), y.to(device, non_blocking=True).to(of_targets)  # bytes travel faster
+        mask = there[1] != 0
+        if check:
+            x, y, mask = only_finite(x, y, mask)
         version = _version(x)
         yield x, y, mask
         if views and _version(x) != version:
@@ -241,19 +249,21 @@ def microbatches(
             )
 
 
+def only_finite(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with zeros, and mask 0, for the records that are not finite."""
+    (x, finite_x), (y, finite_y) = _zero_where_not_finite(x), _zero_where_not_finite(y)
+    for finite in (finite_x, finite_y):
+        mask = mask if finite is None else mask & finite
+    return x, y, mask
+
+
 def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    return tensor.index_select(0, numbers.to(tensor.device))
+    return tensor.index_select(0, numbers.to(tensor.device, non_blocking=True))
 
 
 def _version(tensor: torch.Tensor) -> int:
     """How often the tensor, or what it is a view of, has been written to; tensors of inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _filled(part: torch.Tensor, size: int) -> torch.Tensor:
-    """``part`` with copies of its first row behind it, ``size`` rows in all."""
-    missing = size - part.shape[0]
-    return part if missing == 0 else torch.cat([part, part[:1].expand(missing, *part.shape[1:])])
 
 
 def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
@@ -263,7 +273,7 @@ def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
     real = torch.view_as_real(part) if part.is_complex() else part
     # One NaN or infinity makes the sum of all entries one; a sum of finite ones may overflow. Elsewhere than on a processor,
     # asking waits for the device: for large parts that is still cheaper than copying them.
-    ask = part.device.type == "cpu" or is_large(part)
+    ask = part.device.type == "cpu" or (is_large(part) and not is_recording())
     if ask and math.isfinite(real.detach().sum(dtype=torch.promote_types(real.dtype, torch.float32))):
         return None
     return torch.isfinite(real.reshape(len(part), -1).abs().amax(1))  # ten times as fast as asking each entry

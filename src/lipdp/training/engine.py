@@ -8,7 +8,7 @@ import hashlib
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.parametrize import project_, project_outside_
+from lipdp.privacy import noise_cuda
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
@@ -47,11 +48,13 @@ from lipdp.training.settings import describe_loss
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
-from lipdp.training.streams import Streams, derive_run_key, secret_of
-from lipdp.training.watch import ModelWatch, Projection, constant_state, project_trained
+from lipdp.training.streams import Prepared, Streams, derive_run_key, secret_of
+from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
 
+# Tensors of a microbatch: inputs, targets, mask.
+_MICROBATCH = 3
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
 
@@ -150,13 +153,15 @@ class PrivacyEngine:
             self.loss.to(self.device)
         project_(model)
         self._apply_clips()
-        self._watch = ModelWatch(model, self.loss)
-        self._project = Projection(model)
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
+        self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
+        self._project = Projection(model, lambda: self._watch.settings)
+        self._constants = Constants(model)
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
+        self._on_one_device = all(t.device == self.device for t in self._values)
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
@@ -281,29 +286,20 @@ class PrivacyEngine:
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
-        self._watch.check_structure()
-        if self._watch.changed or not self._query.stands:
-            self._check_plan()
-            project_(self.model)
-            self._watch.remember()
-            self._values = [*self.model.parameters(), *self.model.buffers()]
         number = self.steps
-        settings = self._mechanism.at(number)
+        batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
+        answer, settings, prepared = self._ask(batch)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        copies = self._copies(number)
-        batch = Sample(inputs, targets, self.microbatch_size, self.device, copies, dtypes, self._seats(inputs, number))
-        with self._streams.model(number), constant_state(self.model):
-            answer = self._query.ask(trained, batch, settings.clips)
         if self._public and answer.clipped is not None:
             self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
-        noise = self._streams.step_noise(number, self.optimizer, self._values, inputs, targets)
-        noised = self._release(answer, settings, noise)
+        noised = self._release(answer, settings, self._streams.take(prepared))
         spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
         self._watch.forget()  # until the projection is done, in case something below fails
-        gradients = self._query.gradients({name: total / self.plan.batch_size for name, total in noised.items()})
+        means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
+        gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
         for name, parameter in trained.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         self._held.hold()
@@ -319,6 +315,67 @@ class PrivacyEngine:
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
+
+    def _prove_again(self) -> None:
+        """The model is not the one that was proved: analyse and project it as it is now."""
+        self._check_plan()
+        project_(self.model)
+        self._watch.remember()
+        self._values = [*self.model.parameters(), *self.model.buffers()]
+        self._constants = Constants(self.model)
+        self._on_one_device = all(t.device == self.device for t in self._values)
+
+    def _look(self, weights: torch.Tensor | None = None) -> Flag:
+        """Whether the model is the one that was proved; raises where it can't be any more. ``weights``: their digest, if known."""
+        self._watch.check_structure()
+        return self._watch.compare(weights) if self._query.stands else False
+
+    def _beside(self, microbatch: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Digests of the weights, all in the first rows, and of a microbatch behind them."""
+        return torch.cat([self._watch.digest_elsewhere(), noise_cuda.words_of(microbatch, self._streams.words_key)])
+
+    def _ask(self, batch: Sample, attempts: int = 2) -> tuple[Answer, StepSettings, Prepared]:
+        """What the data say, computed by the model that was proved: to be noised, and not before this returns.
+
+        On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
+        that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
+        found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
+        all of these answers. Where one is no, what was computed is thrown away: nothing of it was released, or used.
+        """
+        number = self.steps
+        runs_ahead = self.device.type == "cuda" and self._query.recorded
+        unchanged: Flag = True
+        if not runs_ahead and (unchanged := self._look()) is False:
+            self._prove_again()
+            unchanged = True
+        settings = self._mechanism.at(number)
+        trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
+        with self._streams.model(number):
+            self._constants.keep()
+            asked = dataclasses.replace(batch, copies=self._copies(number), settings=self._watch.settings)
+            if runs_ahead and self._on_one_device:
+                asked = dataclasses.replace(asked, beside=self._beside)
+            answer = self._query.ask(trained, asked, settings.clips)
+            if runs_ahead:
+                unchanged = self._look(answer.seen[0][:-_MICROBATCH] if answer.seen else None)
+            prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
+            flags = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
+            unchanged, finite, fine, *same = read_flags(flags)
+            if not finite:
+                self._project.check()
+            self._constants.refuse(same)
+            if unchanged and not fine and answer.again is not None:
+                answer = answer.again()
+                self._constants.refuse(read_flags(self._constants.same()))
+        if unchanged:
+            return answer, settings, prepared
+        if attempts == 0:
+            raise ConfigurationError(
+                "the model's weights or settings change while a step is computed (another thread, or a forward that writes to them), "
+                "so nothing bounds what it computes. No step was taken."
+            )
+        self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
+        return self._ask(batch, attempts - 1)
 
     def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
@@ -507,6 +564,7 @@ class PrivacyEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data."""
+        self._project.check()
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
         content = copy.deepcopy(
             {

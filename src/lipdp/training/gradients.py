@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,16 +12,48 @@ from lipdp._backward import gradients
 from lipdp._numerics import arithmetic, wide
 from lipdp.errors import DataError
 from lipdp.losses import Loss
-from lipdp.training.batches import Rows, microbatches
+from lipdp.training.batches import Rows, microbatches, only_finite
 from lipdp.training.clip_counts import LayerCounts
 from lipdp.training.copies import Copies
 
-__all__ = ["Backward", "backward", "gradient_sum", "zeros_like_sum"]
+__all__ = ["Backward", "Part", "Sums", "gradient_sum", "microbatch_sum", "pending_sum", "zeros_like_sum"]
 
-Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, torch.Tensor | None]]
+Part = tuple[dict[str, torch.Tensor], torch.Tensor, list[torch.Tensor]]
+"""The sums over a microbatch in float64, whether all of them are finite, and digests of what was seen on the way, if any."""
+Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Gradient sums that may still be computed on a device.
+
+    Attributes:
+        values: by parameter. A recording's own memory: to be used before the next sum is computed.
+        fine: whether all of them are finite.
+        again: the sums without the rows that are not, where ``fine`` turns out to be false.
+        seen: digests that were computed beside them.
+    """
+
+    values: dict[str, torch.Tensor]
+    fine: torch.Tensor
+    again: Callable[[], dict[str, torch.Tensor]]
+    seen: list[torch.Tensor]
 
 
 def gradient_sum(
+    model: Callable[[torch.Tensor], torch.Tensor],
+    loss: Loss,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: torch.Tensor | Rows,
+    targets: torch.Tensor,
+    **settings: Any,
+) -> dict[str, torch.Tensor]:
+    """:func:`pending_sum`, waited for."""
+    found = pending_sum(model, loss, parameters, inputs, targets, **settings)
+    return found.values if bool(found.fine) else found.again()
+
+
+def pending_sum(
     model: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
@@ -34,38 +68,41 @@ def gradient_sum(
     counts: LayerCounts | None = None,
     replayed: Backward | None = None,
     seats: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
+) -> Sums:
     """Σ_i ∂loss_i/∂θ for each parameter θ: a sum, never a mean, in float64.
 
     With ``copies``, loss_i is the mean over the example's K copies; they go through the network as rows of their own, whose
     gradients are summed and divided by K at the end, so that layers that clip cotangents see each copy's own. Rows whose
     contribution is not finite are left out; the others stay at their places, so that no other is affected. ``dtypes`` are what
-    inputs and targets are converted to. ``counts`` notes norms on the way. ``replayed`` stands for :func:`backward` with the same
-    model, loss and parameters. ``seats``: where records sit.
+    inputs and targets are converted to. ``counts`` notes norms on the way. ``replayed`` stands for :func:`microbatch_sum` with the
+    same model, loss and parameters. ``seats``: where records sit.
     """
 
-    def run(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
-        return backward(model, loss, parameters, x, y, mask) if replayed is None else replayed(x, y, mask)
+    def run(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
+        return microbatch_sum(model, loss, parameters, x, y, mask) if replayed is None else replayed(x, y, mask)
 
     many = copies or Copies()
     size = max(1, microbatch_size // many.count)
-    sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
-    for x, y, mask in microbatches(inputs, targets, size, device, dtypes, seats):
-        with arithmetic(precision, device):
-            _accumulate(sums, run(many.rows(x), many.repeat(y), many.repeat(mask)))
-        if counts is not None:
-            counts.collect(mask, many.count)
-    if not _all_finite(sums):
-        sums = {name: zeros_like_sum(p) for name, p in parameters.items()}
-        for x, y, mask in microbatches(inputs, targets, size, device, dtypes, seats):
+
+    def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], collect: bool) -> Part:
+        total: Part | None = None
+        for number, (x, y, mask) in enumerate(microbatches(inputs, targets, size, device, dtypes, seats, check=False)):
+            if number == 1 and total is not None:  # the first may lie in a recording's memory
+                total = {name: value.clone() for name, value in total[0].items()}, total[1].clone(), [t.clone() for t in total[2]]
             with arithmetic(precision, device):
-                _accumulate(sums, _finite_part(run, many.rows(x), many.repeat(y), many.repeat(mask)))
+                part = each(many.rows(x), many.repeat(y), many.repeat(mask))
+            total = part if total is None else _added(total, part)
             if counts is not None:
-                counts.discard()  # they were counted in the first pass
-    if many.count > 1:
-        for total in sums.values():
-            total /= many.count
-    return sums
+                counts.collect(mask, many.count) if collect else counts.discard()
+        if total is None:
+            total = {name: zeros_like_sum(p) for name, p in parameters.items()}, torch.ones((), dtype=torch.bool, device=device), []
+        if many.count > 1:
+            for value in total[0].values():
+                value /= many.count
+        return total
+
+    values, fine, seen = summed(run, True)
+    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), False)[0], seen)
 
 
 def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
@@ -73,18 +110,19 @@ def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=wide(parameter), requires_grad=False)
 
 
-def backward(
+def microbatch_sum(
     model: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
     parameters: Mapping[str, torch.Tensor],
     x: torch.Tensor,
     y: torch.Tensor,
     mask: torch.Tensor,
-) -> dict[str, torch.Tensor | None]:
-    """Σ_i ∂loss_i/∂θ over the rows of ``mask``; None for a parameter that the loss does not depend on.
+) -> Part:
+    """Σ_i ∂loss_i/∂θ over the rows of ``mask``, and whether it is finite; 0 for a parameter that the loss does not depend on.
 
-    The sums over rows are those of :mod:`lipdp._sums`, whatever the layers are.
+    Rows that are not finite do not count. The sums over rows are those of :mod:`lipdp._sums`, whatever the layers are.
     """
+    x, y, mask = only_finite(x, y, mask)
     values = loss(model(x), y)
     if values.shape != mask.shape:
         raise DataError(
@@ -94,29 +132,31 @@ def backward(
     total = torch.where(mask, values, torch.zeros_like(values)).sum()
     if not total.requires_grad:
         raise DataError("the loss does not depend on any trainable parameter")
-    return dict(zip(parameters, gradients(total, list(parameters.values()), len(mask)), strict=True))
+    found = gradients(total, list(parameters.values()), len(mask))
+    sums = {
+        name: zeros_like_sum(p) if g is None else g.detach().to(wide(p))
+        for (name, p), g in zip(parameters.items(), found, strict=True)
+    }
+    largest = torch._foreach_norm([g for g in sums.values() if g.numel()], float("inf"))
+    fine = torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=x.device)
+    return sums, fine, []
 
 
-def _accumulate(sums: dict[str, torch.Tensor], found: Mapping[str, torch.Tensor | None]) -> None:
-    for name, gradient in found.items():
-        if gradient is not None:
-            sums[name] += gradient
+def _added(total: Part, part: Part) -> Part:
+    torch._foreach_add_(list(total[0].values()), list(part[0].values()))
+    return total[0], total[1] & part[1], [*total[2], *(seen.clone() for seen in part[2])]
 
 
-def _all_finite(tensors: Mapping[str, torch.Tensor | None]) -> bool:
-    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values() if tensor is not None]).all())
-
-
-def _finite_part(run: Backward, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _finite_part(run: Backward, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
     """Without the rows whose gradient overflows: each is tried by itself, all the others masked."""
     whole = run(x, y, mask)
-    if _all_finite(whole):
+    if bool(whole[1]):
         return whole
     good = torch.zeros_like(mask)
     for row in torch.nonzero(mask).flatten().tolist():
         alone = torch.zeros_like(mask)
         alone[row] = True
-        good[row] = _all_finite(run(_only(x, alone), _only(y, alone), alone))
+        good[row] = bool(run(_only(x, alone), _only(y, alone), alone)[1])
     return run(_only(x, good), _only(y, good), good)
 
 

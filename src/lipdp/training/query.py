@@ -6,7 +6,7 @@ The engine is the same for every method; a query says how the sum is computed an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import Clipper, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
 from lipdp.errors import ConfigurationError
+from lipdp.fingerprint import storages
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
@@ -25,7 +26,7 @@ from lipdp.program import Program, check_program, find_input_shape
 from lipdp.training.batches import Rows, microbatches
 from lipdp.training.clip_counts import LayerCounts, centred_count
 from lipdp.training.copies import Copies
-from lipdp.training.gradients import Backward, backward, gradient_sum, zeros_like_sum
+from lipdp.training.gradients import Part, Sums, microbatch_sum, pending_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
 from lipdp.training.settings import (
@@ -39,8 +40,14 @@ from lipdp.training.settings import (
 
 __all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]
 
+# Numbers of examples on which a program is tried on the device that it will run on.
+_TRIED = (3,)
 # Bounds of the same model come out of the same arithmetic; anything above this is another model.
 _SAME = 1 + 1e-9
+
+
+Beside = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""Digests of a microbatch (inputs, targets, mask), and of the weights that it meets."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Sample:
     copies: Copies = field(default_factory=Copies)
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
     seats: torch.Tensor | None = None  # by seat, which record sits there
+    settings: int | None = None  # the number of the model's settings, where they have just been looked at
+    beside: Beside | None = None  # digests that a recording computes with the sums
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,17 @@ class Answer:
         sums: the gradient sum by parameter.
         counts: Σ(b_i − ½) by adaptive clipping norm.
         clipped: how many examples were clipped, of how many; where examples are clipped.
+        fine: whether the sums are finite; it may still be computed on a device, as they are.
+        again: the answer without the records that make it infinite, for where it is not fine.
+        seen: the digests of :attr:`Sample.beside` for each microbatch.
     """
 
     sums: dict[str, torch.Tensor]
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
     clipped: tuple[torch.Tensor, int] | None = None
+    fine: torch.Tensor | bool = True
+    again: Callable[[], Answer] | None = None
+    seen: Sequence[torch.Tensor] = ()
 
 
 class Query(Protocol):
@@ -100,6 +115,11 @@ class Query(Protocol):
     @property
     def stands(self) -> bool:
         """Whether what was proved still is what would run, as far as classes are concerned."""
+        ...
+
+    @property
+    def recorded(self) -> bool:
+        """Whether :meth:`ask` runs the proved program and nothing of the user's, so that it may begin before it is looked at."""
         ...
 
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
@@ -158,14 +178,23 @@ class ProvedQuery:
         self._analysis: Analysis | None = None
         self._trained: dict[str, torch.Tensor] = {}
         # The engine lets no layer be replaced, so what is none of these now never will be.
-        self._has_maps = any(isinstance(module, Reparametrised) for module in model.modules())
-        watched = Watched(model, loss)
-        self._graphed = GraphedFunction(self._backward, state=lambda: (watched(), tuple(self._trained)))
+        self._has_maps = any(isinstance(module, Reparametrised) and module.maps() for module in model.modules())
+        self._watched = Watched(model, loss)
+        self._settings: int | None = None
+        self._beside: Beside | None = None
+        self._proofs = 0
+        self._values: list[torch.Tensor] = []
+        self._graphed: GraphedFunction[Part] = GraphedFunction(self._sum, state=self._state)
 
     @property
     def entries(self) -> int | None:
         """Over all operations of the analysis."""
         return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
+
+    @property
+    def recorded(self) -> bool:
+        """Where its graph is all there is to run."""
+        return not self._has_maps and not self.plan.clips
 
     @property
     def program(self) -> Program:
@@ -174,8 +203,10 @@ class ProvedQuery:
         return self._analysis.program
 
     def rehearse(self, rows: int) -> None:
-        """The program's outputs beside the module's."""
+        """The program's outputs beside the module's; elsewhere than on a processor, where other kernels run, gradients too."""
         check_program(self.program, (rows,), gradients=False)
+        if any(p.device.type != "cpu" for p in self.model.parameters()):
+            check_program(self.program, _TRIED)
 
     @property
     def stands(self) -> bool:
@@ -194,6 +225,8 @@ class ProvedQuery:
 
     def prove(self) -> None:
         """The calculus, run again; clipping norms that change are taken where they start."""
+        self._proofs += 1
+        self._values = [*self.model.parameters(), *self.model.buffers()]
         self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
         if any(group.parameters != (group.name,) for group in self.groups):
             raise ConfigurationError("a proved group is one parameter; this plan was changed. Make a new plan.")
@@ -224,14 +257,16 @@ class ProvedQuery:
         # A parameter of sensitivity 0 gets no noise, so nothing of it may be released: its gradient is not even computed.
         bounds = self.bounds(clips)
         moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
-        sums = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
+        still = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
+        self._settings, self._beside = batch.settings, batch.beside
+        found: Sums | None = None
         with self._effective_leaves() as leaves, counts.watching():
             self._trained = {**moving, **{name: leaf for name, leaf in leaves.items() if name in moving}}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
-            replayed: Backward | None = None if leaves or clips else self._graphed
+            replays = not (leaves or clips)
             if moving:
-                sums |= gradient_sum(
-                    self.program,
+                found = pending_sum(
+                    self.program.fused,
                     self._proved_loss,
                     self._trained,
                     batch.inputs,
@@ -242,14 +277,32 @@ class ProvedQuery:
                     copies=batch.copies,
                     dtypes=batch.dtypes,
                     counts=counts if counts.layers else None,
-                    replayed=replayed,
+                    replayed=self._graphed if replays else None,
                     seats=batch.seats,
                 )
+                if not replays and not bool(found.fine):  # while the leaves are there
+                    found = Sums(found.again(), torch.ones_like(found.fine), found.again, found.seen)
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
-        return Answer(sums, {name: counts.totals.get(name, zero) for name in counts.layers})
+        noted = {name: counts.totals.get(name, zero) for name in counts.layers}
+        if found is None:
+            return Answer(still, noted)
+        pending = found
+        return Answer(
+            still | pending.values,
+            noted,
+            fine=pending.fine,
+            again=lambda: Answer(still | pending.again(), noted),
+            seen=pending.seen,
+        )
 
-    def _backward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return backward(self.program, self._proved_loss, self._trained, x, y, mask)
+    def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
+        sums, fine, _ = microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+        return sums, fine, [] if self._beside is None else [self._beside((x, y, mask))]
+
+    def _state(self) -> Hashable:
+        """What a recording depends on besides its inputs."""
+        settings = self._watched() if self._settings is None else ("known", self._settings)
+        return settings, self._proofs, tuple(self._trained), storages(self._values), self._beside is None
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
@@ -273,6 +326,11 @@ class ClippedQuery:
         shape = find_input_shape(self.model)
         flat = shape is not None and len(shape) == 1 and all(p.ndim <= 2 for p in self.model.parameters())
         return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
+
+    @property
+    def recorded(self) -> bool:
+        """The module itself runs."""
+        return False
 
     def rehearse(self, rows: int) -> None:
         """Nothing: clipping runs the module itself."""
@@ -375,6 +433,11 @@ class MixedQuery:
         """As the calculus says."""
         return self._proved.entries
 
+    @property
+    def recorded(self) -> bool:
+        """The module itself runs."""
+        return False
+
     def rehearse(self, rows: int) -> None:
         """The proved part."""
         self._proved.rehearse(rows)
@@ -407,6 +470,8 @@ class MixedQuery:
         for query, names in ((self._proved, parameters.keys() - enforced), (self._clipped, parameters.keys() & enforced)):
             if names:
                 part = query.ask({name: p for name, p in parameters.items() if name in names}, batch, clips)
+                if part.again is not None and not bool(part.fine):
+                    part = part.again()
                 sums |= part.sums
                 counts |= part.counts
                 share = part.clipped or share

@@ -46,11 +46,11 @@ def random_order(count: int, draw: Stream) -> torch.Tensor:
 def choose_seats(count: int, seats: int, draw: Stream) -> torch.Tensor:
     """By seat, which of ``count`` records sits there, −1 for nobody: banks of ``seats`` seats each, as many as are needed."""
     full = (count - 1) // seats if count else 0  # banks without an empty seat, before the last
-    order = random_order(count, draw) if full else torch.arange(count)
-    last = torch.full((seats,), -1, dtype=torch.long)
+    order = random_order(count, draw).numpy() if full else np.arange(count)
+    last = np.full(seats, -1, dtype=np.int64)
     rest = order[full * seats :]
-    last[random_order(seats, draw)[: len(rest)]] = rest
-    return torch.cat([order[: full * seats], last])
+    last[random_order(seats, draw).numpy()[: len(rest)]] = rest
+    return torch.from_numpy(np.concatenate([order[: full * seats], last]) if full else last)
 
 
 def seats_in_order(count: int, seats: int, draw: Stream) -> torch.Tensor:

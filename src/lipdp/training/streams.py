@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from lipdp.training.plan import PrivacyPlan
 from lipdp.training.positions import know_run, take_position
 from lipdp.training.records import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
 
-__all__ = ["Streams", "derive_run_key", "secret_of"]
+__all__ = ["Prepared", "Streams", "derive_run_key", "secret_of"]
 
 _MT_WORDS = 624  # 32-bit words of Mersenne-Twister state
 _MT_OFFSET = 3  # in torch's CPU state, as 64-bit entries: seed, flags, position, then one entry per word
@@ -94,6 +94,20 @@ def _digest_of_code(code: types.CodeType) -> str:
     return content_digest(code.co_code, list(code.co_names), constants).hex()
 
 
+class Prepared(NamedTuple):
+    """What the noise of a release depends on.
+
+    Attributes:
+        position: the step's number, or the release's name.
+        trail: a digest of what the host knows.
+        seen: digests of what is on a device, still being computed there.
+    """
+
+    position: int | str
+    trail: bytes
+    seen: torch.Tensor
+
+
 class Streams:
     """What a run draws from its key.
 
@@ -132,6 +146,7 @@ class Streams:
     def _begin(self, key: bytes, private: bool) -> None:
         self.key, self.private = key, private
         self.run = derive_key(key, "run's name")
+        self.words_key = derive_key(key, "words")
         self._known: list[torch.Tensor] = []
         self._versions: list[tuple[int, int, int]] = []
         self._dataset: Any = None
@@ -189,17 +204,24 @@ class Streams:
                 _seed(torch.cuda.default_generators[self.device.index or 0], key)
             yield
 
-    def step_noise(
+    def prepare(
         self,
         number: int,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
         inputs: torch.Tensor | Rows,
         targets: torch.Tensor,
-    ) -> Stream:
-        """For the noise of a step on this batch. Its position is taken in the book, or refused there."""
+        seen: Sequence[torch.Tensor] = (),
+    ) -> Prepared:
+        """For the noise of a step on this batch: what it depends on. Nothing is drawn or taken yet.
+
+        ``seen``: digests under :attr:`words_key` of the batch and the weights that are on a device, where there are some already.
+        """
         known = self._known if versions(self._known) == self._versions else []
         host, on_device = batch_digest(inputs, targets, derive_key(self.key, "batch"), known)
+        if self.private and seen:
+            trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, b"")
+            return Prepared(number, trail, torch.cat(list(seen)))
         if self.private:
             weights, more = self._weights(parameters)
             on_device = [*more, *on_device]
@@ -207,8 +229,12 @@ class Streams:
             present = self._weights_at_rest(parameters)
             weights = b"" if self.left in (None, present) else present
         trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, weights)
-        stream = self._noise("noise", number, trail, on_device)
-        self.trail = trail
+        return Prepared(number, trail, self._words(on_device))
+
+    def take(self, prepared: Prepared) -> Stream:
+        """The stream of a step's noise. Its position is taken in the book, or refused there."""
+        stream = self._noise("noise", prepared)
+        self.trail = prepared.trail
         return stream
 
     def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -219,20 +245,24 @@ class Streams:
     def _weights_at_rest(self, parameters: Sequence[torch.Tensor]) -> bytes:
         tag, on_device = self._weights(parameters)
         key = tag.ljust(KEY_BYTES, b"0")
-        return mix_key(key, [noise_cuda.words_of(on_device, derive_key(self.key, "words"))] if on_device else [])
+        return mix_key(key, [noise_cuda.words_of(on_device, self.words_key)] if on_device else [])
 
     def release_noise(self, name: str, *about: Any) -> Stream:
         """For the noise of a release beside the steps."""
-        return self._noise(name, name, derive_key(self.key, "release", name, self.data, *about), [])
+        return self._noise(name, Prepared(name, derive_key(self.key, "release", name, self.data, *about), self._words([])))
 
-    def _noise(self, purpose: str, position: int | str, trail: bytes, on_device: list[torch.Tensor]) -> Stream:
-        seen = noise_cuda.words_of(on_device, derive_key(self.key, "words")) if on_device else torch.zeros(0, 2, dtype=torch.int64)
+    def _noise(self, purpose: str, prepared: Prepared) -> Stream:
+        position, trail, seen = prepared
         if self.private:
             take_position(self.run, position, trail, seen)
         stream = Stream(derive_key(self.key, purpose, position, trail), bound=self.private)
-        if on_device:
+        if len(seen):
             stream.absorb(seen)
         return stream
+
+    def _words(self, on_device: list[torch.Tensor]) -> torch.Tensor:
+        """Digests of what is on a device, computed there."""
+        return noise_cuda.words_of(on_device, self.words_key) if on_device else torch.zeros(0, 2, dtype=torch.int64)
 
     def _weights(self, parameters: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
         """A digest of the weights on the processor, and those on a device, joined."""

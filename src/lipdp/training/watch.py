@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lipdp._deferred import deferred_checks
-from lipdp.digest import content_digest, tensor_words
+from lipdp._deferred import deferred_checks, is_deferring
+from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, UnsupportedError
-from lipdp.fingerprint import reachable_tensors
-from lipdp.graphs import GraphedFunction, Watched
+from lipdp.fingerprint import reachable_tensors, storages
+from lipdp.graphs import Branches, GraphedFunction, Watched
 from lipdp.parametrize import Constrained
+from lipdp.privacy import noise_cuda
 
-__all__ = ["ModelWatch", "Projection", "constant_state", "project_trained"]
+__all__ = ["Constants", "Flag", "ModelWatch", "Projection", "constant_state", "project_trained", "read_flags"]
+
+Flag = bool | torch.Tensor
+"""Whether something holds: known, or still being computed on a device."""
+_KEY = secrets.token_bytes(32)  # of this process: nobody can aim at a collision
 
 _GLOBAL_HOOKS = (
     torch.nn.modules.module._global_forward_hooks,
@@ -30,20 +36,22 @@ class ModelWatch:
     """Remembers a model's layers, modes, settings and values (and its loss's) at the moment its bounds were proved.
 
     Settings are all attributes of all modules, hooks and replaced methods among them (:mod:`lipdp.fingerprint`); values those of
-    every tensor that can be reached from the modules, by a digest.
+    every tensor that can be reached from the modules, by a digest; on a device it is one under ``key``.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Any = None, key: Callable[[], bytes] = lambda: _KEY) -> None:
         self.model = model
+        self._key = key
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._modes = [module.training for module in self._modules]
         self._structure = self._present_structure()
         self._watched = Watched(model, loss)
-        self._settings = -1
+        self.settings = -1
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
-        self.values: list[Any] = []
-        self._words = _Replayed(model, self._digest_elsewhere)
+        self._here: list[Any] = []
+        self._elsewhere: torch.Tensor | None = None
+        self._words = _Replayed(self.digest_elsewhere, lambda: (self.settings, self._key(), *storages(self._tensors[1])))
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
@@ -75,38 +83,66 @@ class ModelWatch:
 
     @property
     def changed(self) -> bool:
-        """Whether some value or setting is not what :meth:`remember` saw."""
-        self._settings = self._watched()
-        return self._present_values() != self.values
+        """Whether some value or setting is not what :meth:`remember` saw; waits for the device."""
+        return not bool(self.compare())
+
+    def compare(self, words: torch.Tensor | None = None) -> Flag:
+        """Whether all values and settings are what :meth:`remember` saw.
+
+        What the host knows is compared at once. Weights on another device are compared there, and nobody waits: the answer may be
+        read later, as long as nothing is released before. ``words``: :meth:`digest_elsewhere`, where it is being computed already.
+        """
+        before, self.settings = self.settings, self._watched()
+        if words is not None and before != self.settings:
+            return False
+        here, words = self._present_values(words)
+        if here != self._here or (words is None) != (self._elsewhere is None):
+            return False
+        if words is None or self._elsewhere is None:
+            return True
+        return words.shape == self._elsewhere.shape and (words == self._elsewhere).all()
 
     def remember(self) -> None:
         """The present values and settings are proved."""
-        self._settings = self._watched()
-        self.values = self._present_values()
+        self.settings = self._watched()
+        self.remember_values()
 
     def remember_values(self) -> None:
-        """The present values are proved, and the settings that :attr:`changed` saw: what changed them since will be noticed."""
-        self.values = self._present_values()
+        """The present values are proved, and the settings that :meth:`compare` saw: what changed them since will be noticed."""
+        self._here, words = self._present_values()
+        self._elsewhere = None if words is None else words.clone()  # a recording's result is overwritten by the next
 
     def forget(self) -> None:
         """No values are proved until :meth:`remember`."""
-        self.values = []
+        self._here = []
 
     def _present_structure(self) -> list[dict[str, Any]]:
         """Children and trained parameters of every module. The objects themselves: a number may be given to another one later."""
         trained = [{name: p for name, p in m._parameters.items() if p is not None and p.requires_grad} for m in self._modules]
         return [*(dict(module._modules) for module in self._modules), *trained]
 
-    def _present_values(self) -> list[Any]:
-        """The number of the settings, and digests of all tensors: one for those on the processor, one for each elsewhere."""
-        if self._tensors[0] != self._settings:
-            self._tensors = self._settings, reachable_tensors(*self._watched.objects)
+    def _present_values(self, words: torch.Tensor | None = None) -> tuple[list[Any], torch.Tensor | None]:
+        """The number of the settings and a digest of the tensors on the processor; digests of those elsewhere, still computed."""
+        if self._tensors[0] != self.settings:
+            self._tensors = self.settings, reachable_tensors(*self._watched.objects)
         here = [t for t in self._tensors[1] if t.device.type == "cpu"]
-        elsewhere = len(here) < len(self._tensors[1])
-        return [self._settings, content_digest(*here), *(self._words().tolist() if elsewhere else [])]
+        elsewhere = [t.device for t in self._tensors[1] if t.device.type != "cpu"]
+        if words is None and elsewhere:
+            words = self._words(set(elsewhere))
+        return [self.settings, content_digest(*here)], words
 
-    def _digest_elsewhere(self) -> torch.Tensor:
-        return tensor_words([t for t in self._tensors[1] if t.device.type != "cpu"])
+    def digest_elsewhere(self) -> torch.Tensor:
+        """Two words for all tensors of one kind, end to end; their shapes are among the settings."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in self._tensors[1]:
+            if tensor.device.type != "cpu":
+                plain = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(plain.reshape(-1))
+        joined = [torch.cat(parts) for parts in kinds.values()]
+        first = joined[0].device
+        if all(part.device == first for part in joined):
+            return noise_cuda.words_of(joined, self._key())
+        return torch.cat([noise_cuda.words_of([part], self._key()).to(first) for part in joined])
 
 
 def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -114,56 +150,67 @@ def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 class _Replayed:
-    """A function of nothing but the model's tensors, replayed as a CUDA graph where it lives on such a device."""
+    """A function of nothing but the model's tensors, replayed as a CUDA graph where all of them live on one such device.
 
-    def __init__(self, model: torch.nn.Module, function: Callable[[], Any]) -> None:
-        self.model = model
+    ``state`` says what it depends on: their storages, and the number of the model's settings.
+    """
+
+    def __init__(self, function: Callable[[], Any], state: Callable[[], Hashable]) -> None:
         self._function = function
-        self._graphed: GraphedFunction[Any] = GraphedFunction(lambda tick: function(), state=Watched(model))
-        self._tick: torch.Tensor | None = None
+        self._graphed: GraphedFunction[Any] = GraphedFunction(lambda tick: function(), state=state)
+        self._ticks: dict[torch.device, torch.Tensor] = {}
 
-    def __call__(self) -> Any:
-        first = next(self.model.parameters(), None)
-        if first is not None and first.device.type != "cuda":
-            return self._function()
-        devices = {t.device for t in (*self.model.parameters(), *self.model.buffers())}
+    def __call__(self, devices: set[torch.device]) -> Any:
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             return self._function()
         (device,) = devices
-        if self._tick is None or self._tick.device != device:
-            self._tick = torch.zeros((), device=device)  # a recording is told its device by an input
-        return self._graphed(self._tick)
+        if device not in self._ticks:
+            self._ticks[device] = torch.zeros((), device=device)  # a recording is told its device by an input
+        return self._graphed(self._ticks[device])
 
 
 class Projection:
-    """:func:`project_trained` after every step: on CUDA as one graph, checked once at its end.
+    """:func:`project_trained` after every step: on CUDA as one graph, whose only check is read when the next one is asked.
 
-    Weights have moved by one step, so what a projection has to do is known beforehand but for exceptions. It is done taking for
-    granted that there is none; if there was one, its result is not used, and the weights are projected the careful way.
+    Nothing there depends on what is found: layers are projected by as many iterations as a step of training needs, with a
+    certificate that holds whatever they lead to (:class:`lipdp.parametrize.Bjorck`). All that can fail is that weights are not
+    finite. :attr:`fine` says so, on the device; who is about to release something reads it first.
+
+    Args:
+        model: the model.
+        settings: the number of its settings (:attr:`ModelWatch.settings`); by default they are looked at in every call.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, settings: Callable[[], int] | None = None) -> None:
         self.model = model
+        self.fine: Flag = True
         self._parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._constrained = any(isinstance(module, Constrained) for module in model.modules())
-        self._replayed = _Replayed(model, self._hopeful)
+        number = settings or Watched(model)
+        self._replayed = _Replayed(self._hopeful, lambda: (number(), *storages(self._parameters)))
 
     def __call__(self) -> None:
         """Bring the trained weights back into their sets, in place."""
+        self.fine = True
         if not self._constrained:
             return
         if not self._parameters or self._parameters[0].device.type != "cuda":
             project_trained(self.model)
             return
-        fine, projected = self._replayed()
-        if bool(fine):
-            with torch.no_grad():
-                torch._foreach_copy_(self._parameters, projected)
-        else:
-            project_trained(self.model)
+        self.fine, projected = self._replayed({p.device for p in self._parameters})
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, projected)
+
+    def check(self) -> None:
+        """Waits for the device, and raises where weights have diverged."""
+        if not bool(self.fine):
+            raise ConfigurationError(
+                "a constrained weight is not finite: training has diverged, in the last step. Lower the learning rate; nothing was "
+                "released since."
+            )
 
     def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Whether all went well, and the projected weights; the model's own are as they were."""
+        """Whether all weights are finite, and the projected weights; the model's own are as they were."""
         kept = [p.detach().clone() for p in self._parameters]
         with deferred_checks() as conditions:
             project_trained(self.model)
@@ -175,42 +222,88 @@ class Projection:
 
 
 def project_trained(model: torch.nn.Module) -> None:
-    """As :func:`lipdp.parametrize.project_`, but frozen weights, which have not moved, stay as they are to the last bit."""
+    """As :func:`lipdp.parametrize.project_`, but frozen weights, which have not moved, stay as they are to the last bit.
+
+    On CUDA layers that share no parameter are projected side by side, where nobody waits for them.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Constrained)]
+    own = {id(module): list(module.parameters(recurse=False)) for module in layers if isinstance(module, torch.nn.Module)}
+    everything = [id(p) for parameters in own.values() for p in parameters]
+    first = next((p for parameters in own.values() for p in parameters), None)
+    alone = is_deferring() and first is not None and len(set(everything)) == len(everything)
+    branches = Branches(first.device if alone and first is not None else torch.device("cpu"))
     with torch.no_grad():
-        for module in model.modules():
-            own = list(module.parameters(recurse=False))
-            if isinstance(module, Constrained) and any(p.requires_grad for p in own):
-                frozen = [(p, p.clone()) for p in own if not p.requires_grad]
-                module.project_()
-                for parameter, kept in frozen:
-                    parameter.copy_(kept)
+        for layer in layers:
+            parameters = own[id(layer)]
+            if any(p.requires_grad for p in parameters):
+                with branches.branch():
+                    frozen = [(p, p.clone()) for p in parameters if not p.requires_grad]
+                    layer.project_()
+                    for parameter, kept in frozen:
+                        parameter.copy_(kept)
+        branches.join()
+
+
+class Constants:
+    """Buffers and frozen parameters, as they were when this was made: a forward pass that updates them would carry data out.
+
+    :meth:`same` says of each whether it still is what it was, :meth:`refuse` puts back those that are not, and raises.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places: list[tuple[str, dict[str, Any], str]] = []
+        for name, module in model.named_modules():
+            prefix = f"{name}." if name else ""
+            self._places += [(prefix + key, module._buffers, key) for key, t in module._buffers.items() if t is not None]
+            frozen = [key for key, p in module._parameters.items() if p is not None and not p.requires_grad]
+            self._places += [(prefix + key, module._parameters, key) for key in frozen]
+        self._kept: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        """Remember the present values."""
+        self._kept = [place[key].detach().clone() for _, place, key in self._places]
+
+    def same(self) -> list[Flag]:
+        """Of each, whether it is as it was kept; elsewhere than on a processor still being computed."""
+        return [_is_same(place.get(key), kept) for (_, place, key), kept in zip(self._places, self._kept, strict=True)]
+
+    def refuse(self, same: Sequence[bool]) -> None:
+        """Put back what has changed, and raise."""
+        changed = [number for number, fine in enumerate(same) if not fine]
+        with torch.no_grad():
+            for number in changed:
+                _, place, key = self._places[number]
+                if place.get(key) is not None and place[key].shape == self._kept[number].shape:
+                    place[key].copy_(self._kept[number])
+                else:
+                    place[key] = self._kept[number]
+        if changed:
+            raise UnsupportedError(
+                f"the forward pass changes '{self._places[changed[0]][0]}': state that is updated from the data is a release that "
+                "nothing accounts for. It was put back and no step was taken. Make it constant, or remove it."
+            )
 
 
 @contextmanager
 def constant_state(model: torch.nn.Module) -> Iterator[None]:
-    """A buffer or a frozen parameter that the forward pass updates would carry data out without noise."""
-    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-    tensors = dict((*model.named_buffers(), *frozen))
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    """Within the block buffers and frozen parameters may not change."""
+    constants = Constants(model)
+    constants.keep()
     yield
-    present = dict((*model.named_buffers(), *model.named_parameters()))
-    # One wait for a device, not one for each tensor.
-    differ = [_differs(present[name].detach(), kept) for name, kept in before.items()]
-    device = next((flag.device for flag in differ if isinstance(flag, torch.Tensor)), torch.device("cpu"))
-    waited = torch.stack([torch.as_tensor(flag, device=device) for flag in differ]).tolist() if device.type != "cpu" else differ
-    changed = [name for name, flag in zip(before, waited, strict=True) if flag]
-    with torch.no_grad():
-        for name in changed:
-            present[name].copy_(before[name])
-    if changed:
-        raise UnsupportedError(
-            f"the forward pass changes '{changed[0]}': state that is updated from the data is a release that nothing accounts for. "
-            "It was put back and no step was taken. Make it constant, or remove it."
-        )
+    constants.refuse(read_flags(constants.same()))
 
 
-def _differs(present: torch.Tensor, before: torch.Tensor) -> torch.Tensor | bool:
-    """Elsewhere than on a processor, a tensor that is still being computed."""
-    if present.shape != before.shape or present.dtype != before.dtype or present.device != before.device:
-        return True
-    return not torch.equal(present, before) if before.device.type == "cpu" else (present != before).any()
+def read_flags(flags: Sequence[Flag]) -> list[bool]:
+    """All of them as known: those on a device are waited for once, not one by one."""
+    waiting = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    known: list[bool] = []
+    if waiting:
+        known = torch.stack([flag.to(waiting[0].device) for flag in waiting]).tolist()
+    arrived = iter(known)
+    return [next(arrived) if isinstance(flag, torch.Tensor) else flag for flag in flags]
+
+
+def _is_same(present: torch.Tensor | None, before: torch.Tensor) -> Flag:
+    if present is None or present.shape != before.shape or present.dtype != before.dtype or present.device != before.device:
+        return False
+    return torch.equal(present, before) if before.device.type == "cpu" else (present.detach() == before).all()

@@ -1,0 +1,249 @@
+"""Sorting of channel pairs and L2-norm pooling as one function: each activation is read once going forward and once going back.
+
+``y = √(Σ_window s(x + b)² + ε)``, with s the sorting of neighbouring channels, the pooling or both. As layers of their own they
+write and keep half a dozen tensors of the input's size; here what is kept is the input and the (smaller) result. Going back,
+
+    ∂/∂x = (g/y)·x, where the two of a pair trade g/y if they were sorted the other way round; 0 where y = 0.
+
+On CUDA it is one Triton kernel each way, in channels-last memory, where a pair of channels is adjacent. Elsewhere it is torch's
+operations on the same formula. Rounding: as many operations as the layers have, or fewer, so the slack counted for those covers it:
+a window's sum and root going forward; a quotient and a product going back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from lipdp._sums import row_sums
+from lipdp.errors import LipdpNotice
+
+__all__ = ["Pooling", "available", "sorted_pool"]
+
+_TILE = 2048  # numbers of a block: output pixels × channels × pixels of a window
+_CHANNELS = 128  # of a block at most
+_TYPES = (torch.float32, torch.float64)
+
+
+class Pooling(NamedTuple):
+    """Windows that lie side by side, and the ε under the root."""
+
+    height: int
+    width: int
+    eps: float
+
+
+def sorted_pool(x: torch.Tensor, *, sort: bool, pool: Pooling | None = None, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Pairs of channels of x (+ b) sorted, largest first; then the norm of each window.
+
+    Args:
+        x: (batch, channels, …): images, or rows without a pool.
+        sort: whether to sort; channels are then even in number.
+        pool: the windows; ``None``: no pooling.
+        bias: added to every channel first.
+    """
+    result: torch.Tensor = _SortedPool.apply(x, bias, sort, pool)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SortedPool(torch.autograd.Function):
+    """Keeps the input and the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None) -> torch.Tensor:
+        y = (_forward_kernel if available(x) else _forward)(x, bias, sort, pool)
+        ctx.save_for_backward(x, bias, y if pool else None)
+        ctx.settings = sort, pool
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        (x, bias, y), (sort, pool), (g,) = ctx.saved_tensors, ctx.settings, cotangents
+        if torch.is_grad_enabled():  # somebody wants gradients of gradients
+            passed = _differentiably(x, bias, sort, pool, g)
+        else:
+            passed = (_backward_kernel if available(x) else _backward)(x, bias, y, g, sort, pool)
+        of_bias = None
+        if bias is not None and ctx.needs_input_grad[1]:
+            dims = [0, *range(2, x.ndim)]
+            of_bias = passed.sum(dims) if torch.is_grad_enabled() else row_sums(passed, dims).to(bias.dtype)
+        return passed if ctx.needs_input_grad[0] else None, of_bias, None, None
+
+
+# ---------------------------------------------------------------------- torch's operations
+
+
+def _shifted(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias.reshape(-1, *[1] * (x.ndim - 2))
+
+
+def _pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = x.unflatten(1, (-1, 2)).unbind(2)  # type: ignore[no-untyped-call]
+    return first, second
+
+
+def _forward(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None) -> torch.Tensor:
+    value = _shifted(x, bias)
+    if sort:
+        a, b = _pairs(value)
+        value = torch.empty_like(value)
+        larger, smaller = _pairs(value)
+        torch.maximum(a, b, out=larger)
+        torch.minimum(a, b, out=smaller)
+    if pool is None:
+        return value.clone() if value is x else value
+    squares = value.square() if value is x else value.square_()
+    window = (pool.height, pool.width)
+    return F.avg_pool2d(squares, window, divisor_override=1).add_(pool.eps).sqrt_()
+
+
+def _backward(
+    x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor | None, g: torch.Tensor, sort: bool, pool: Pooling | None
+) -> torch.Tensor:
+    value = _shifted(x, bias)
+    if pool is not None:
+        assert y is not None
+        g = torch.where(y == 0, 0.0, g / y)
+        g = _spread(g, x, pool)
+    if sort:
+        a, b = _pairs(value)
+        weight = (a >= b).to(x.dtype)
+        of_larger, of_smaller = _pairs(g)
+        passed = torch.empty_like(value)
+        to_a, to_b = _pairs(passed)
+        torch.lerp(of_smaller, of_larger, weight, out=to_a)  # exact at weights 0 and 1, and vectorised on a processor
+        torch.lerp(of_larger, of_smaller, weight, out=to_b)
+        g = passed
+    return g * value if pool is not None and not sort else g.mul_(value) if pool is not None else g
+
+
+def _spread(g: torch.Tensor, x: torch.Tensor, pool: Pooling) -> torch.Tensor:
+    """Each window's number at all of its pixels; 0 at those that no window covers."""
+    wide = F.interpolate(g, scale_factor=(pool.height, pool.width), mode="nearest")
+    missing = [have - covered for have, covered in zip(x.shape[2:], wide.shape[2:], strict=True)]
+    return F.pad(wide, (0, missing[1], 0, missing[0])) if any(missing) else wide
+
+
+def _differentiably(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None, g: torch.Tensor) -> torch.Tensor:
+    """The same cotangent as a function of x and g that autograd can follow."""
+    value = _shifted(x, bias)
+    larger = None
+    if sort:
+        a, b = _pairs(value)
+        larger = a >= b
+        value_sorted = torch.stack((torch.where(larger, a, b), torch.where(larger, b, a)), 2).flatten(1, 2)
+    else:
+        value_sorted = value
+    if pool is not None:
+        squares = F.avg_pool2d(value_sorted.square(), (pool.height, pool.width), divisor_override=1)
+        g = _spread(g / (squares + pool.eps).sqrt(), x, pool) * value_sorted
+    if larger is None:
+        return g
+    of_larger, of_smaller = _pairs(g)
+    return torch.stack((torch.where(larger, of_larger, of_smaller), torch.where(larger, of_smaller, of_larger)), 2).flatten(1, 2)
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+@cache
+def _triton() -> Any:
+    """The compiled kernels' module; None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lipdp import _pairs_triton
+
+    return _pairs_triton
+
+
+_tried: dict[torch.device, bool] = {}
+
+
+def available(x: torch.Tensor) -> bool:
+    """Whether the kernels can be used on this tensor."""
+    if x.device.type != "cuda" or x.dtype not in _TYPES:
+        return False
+    if x.device not in _tried:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _tried[x.device] = torch.version.hip is None and _triton() is not None and _works(x.device)
+    return _tried[x.device]
+
+
+def _works(device: torch.device) -> bool:
+    """A trial once per device against torch's operations: what does not compile here, or computes something else, is not used."""
+    try:
+        trouble = "" if _right(device) else "they do not compute what they should"
+    except Exception as error:  # a compiler that is missing or does not fit
+        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if trouble:
+        why = f"the Triton kernels for sorting and pooling are not used on {device}, torch does it: {trouble}"
+        warnings.warn(why, LipdpNotice, stacklevel=3)
+    return not trouble
+
+
+def _right(device: torch.device) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    x = _by_channel(torch.randn(3, 6, 5, 7, device=device, generator=generator))
+    bias = torch.randn(6, device=device, generator=generator)
+    for sort, pool in ((True, Pooling(2, 2, 1e-12)), (True, None), (False, Pooling(2, 3, 1e-6))):
+        for shift in (None, bias):
+            y, expected = _forward_kernel(x, shift, sort, pool), _forward(x, shift, sort, pool)
+            g = torch.randn(y.shape, device=device, generator=generator)
+            passed, wanted = (f(x, shift, expected, g, sort, pool) for f in (_backward_kernel, _backward))
+            if not (torch.allclose(y, expected, rtol=1e-5) and torch.allclose(passed, wanted, rtol=1e-5)):
+                return False
+    return True
+
+
+def _by_channel(x: torch.Tensor) -> torch.Tensor:
+    """In memory such that neighbouring channels are neighbours."""
+    if x.ndim == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous() if x.ndim == 2 else x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _launch(kernel: Any, tensors: tuple[torch.Tensor | None, ...], x: torch.Tensor, sort: bool, pool: Pooling | None) -> None:
+    height, width = (x.shape[2], x.shape[3]) if x.ndim == 4 else (1, x[0, 0].numel())
+    window = pool or Pooling(1, 1, 0.0)
+    rows, columns = height // window.height, width // window.width
+    count, channels = len(x) * rows * columns, x.shape[1]
+    if count == 0 or channels == 0:
+        return
+    tile_c = max(2, min(_CHANNELS, 1 << (channels - 1).bit_length()))
+    tile_p = 1 << max(0, (_TILE // tile_c // (window.height * window.width)).bit_length() - 1)
+    grid = (-(-count // tile_p), -(-channels // tile_c))
+    settings = {"KH": window.height, "KW": window.width, "SORT": sort, "NORM": pool is not None, "BIAS": tensors[1] is not None}
+    scalars = (channels, height, width, rows, columns, count)
+    given = [x if tensor is None else tensor for tensor in tensors]
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        if kernel is _triton().forward:
+            kernel[grid](*given, *scalars, window.eps, **settings, P=tile_p, C=tile_c)
+        else:
+            kernel[grid](*given, *scalars, **settings, P=tile_p, C=tile_c)
+
+
+def _forward_kernel(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None) -> torch.Tensor:
+    x = _by_channel(x)
+    if pool is None:
+        y = torch.empty_like(x)
+    else:
+        size = (len(x), x.shape[1], x.shape[2] // pool.height, x.shape[3] // pool.width)
+        y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    _launch(_triton().forward, (x, bias, y), x, sort, pool)
+    return y
+
+
+def _backward_kernel(
+    x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor | None, g: torch.Tensor, sort: bool, pool: Pooling | None
+) -> torch.Tensor:
+    x = _by_channel(x)
+    covered = pool is None or (x.shape[2] % pool.height == 0 and x.shape[3] % pool.width == 0)
+    passed = torch.empty_like(x) if covered else torch.zeros_like(x)
+    _launch(_triton().backward, (x, bias, y, _by_channel(g), passed), x, sort, pool)
+    return passed
