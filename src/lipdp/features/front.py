@@ -40,6 +40,7 @@ __all__ = [
     "extract_features",
     "fixed_layers",
     "read_outputs",
+    "rows_through",
     "split_front",
     "write_outputs",
 ]
@@ -162,6 +163,12 @@ def _extractors() -> tuple[type[torch.nn.Module], ...]:
     return FrozenFeatures, Scattering2d, PatchFeatures
 
 
+def rows_through(model: torch.nn.Module, usual: int, device: torch.device, copies: int = 1) -> int:
+    """How many examples to work on at once: ``usual``, or fewer where an extractor's inner arrays should stay in the cache."""
+    few = (_ROWS_ON_CPU if device.type == "cpu" else _ROWS_ON_GPU) // copies
+    return max(1, min(usual, few) if _contains(model, _extractors()) else usual)
+
+
 Reader = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From numbers of records to their inputs and targets."""
 
@@ -192,12 +199,6 @@ class Front:
     def count(self) -> int:
         """K."""
         return 1 if self.copies is None else self.copies.copies
-
-    def rows(self, usual: int) -> int:
-        """How many examples to work on at once: ``usual``, or fewer where an extractor's inner arrays should stay in the cache."""
-        if not _contains(self.layers, _extractors()):
-            return max(1, usual)
-        return max(1, min(usual, (_ROWS_ON_CPU if self.device.type == "cpu" else _ROWS_ON_GPU) // self.count))
 
     def apply(
         self,
