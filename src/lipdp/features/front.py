@@ -292,7 +292,7 @@ def extract_features(
     place = torch.device(device) if device is not None else next((t.device for t in _tensors(module).values()), inputs.device)
     front = Front(module, module, Types(module), place, copies)
     file = None if cache is None else cache_file(cache, front, inputs, dtype)
-    stored = None if file is None else read_outputs(file)
+    stored = None if file is None else read_outputs(file, len(inputs))
     if stored is None:
         module.to(place)
         if place.type == "cpu":
@@ -347,15 +347,15 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def read_outputs(file: Path) -> torch.Tensor | None:
-    """The stored features; ``None`` where there are none, or where the file is damaged (it will be written again)."""
+def read_outputs(file: Path, records: int) -> torch.Tensor | None:
+    """The stored outputs of so many records; ``None`` where there are none, or where the file is damaged (it is written again)."""
     try:
         stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         return None
     except Exception:
         return None
-    return stored if isinstance(stored, torch.Tensor) else None
+    return stored if isinstance(stored, torch.Tensor) and stored.shape[:1] == (records,) else None
 
 
 def write_outputs(features: torch.Tensor, file: Path) -> None:

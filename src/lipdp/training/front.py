@@ -201,7 +201,7 @@ def _stored(
             "a cache of the front's outputs needs the data as a torch.utils.data.TensorDataset of (inputs, targets)"
         )
     file = None if cache is None else cache_file(cache, front, dataset.tensors[0])
-    outputs = None if file is None else read_outputs(file)
+    outputs = None if file is None else read_outputs(file, size)
     if outputs is not None:
         inputs, targets = dataset.tensors
         return TensorDataset(outputs.to(inputs.device), targets)
