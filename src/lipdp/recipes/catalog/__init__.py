@@ -27,7 +27,7 @@ __all__ = ["get", "names", "nearest_budget", "read_recipes", "save_recipe", "to_
 _BEST, _WITHOUT = "best", "without"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 120
-_IN_FILE = re.compile(r"\.toml(:|$)")
+_IN_FILE = re.compile(r"(.*\.toml)(?::(.*))?", re.DOTALL)
 
 
 def names() -> tuple[str, ...]:
@@ -41,8 +41,8 @@ def get(name: str, epsilon: float | None = None) -> Recipe:
 
     ``FILE.toml:NAME`` is a recipe of a file, and ``FILE.toml`` its only one.
     """
-    if isinstance(name, str) and _IN_FILE.search(name):
-        return _of_file(name)
+    if isinstance(name, str) and (place := _IN_FILE.fullmatch(name)):
+        return _of_file(place[1], place[2])
     recipes, best = _shipped()
     short = ", ".join(best)
     choices = f"{short} mean the best recipe for the dataset; `lipdp recipes` (or lipdp.recipes.names()) lists all {len(names())}."
@@ -50,12 +50,11 @@ def get(name: str, epsilon: float | None = None) -> Recipe:
     return nearest_budget(best[meant], Recipe.epsilon if epsilon is None else epsilon) if meant in best else recipes[meant]
 
 
-def _of_file(name: str) -> Recipe:
-    file, _, own = name.partition(".toml")
-    known = read_recipes(f"{file}.toml")
-    if own == "" and len(known) == 1:
+def _of_file(file: str, name: str | None) -> Recipe:
+    known = read_recipes(file)
+    if name is None and len(known) == 1:
         return next(iter(known.values()))
-    return known[choose(f"recipe in '{file}.toml'", own.removeprefix(":"), known)]
+    return known[choose(f"recipe in '{file}'", name, known)]
 
 
 def nearest_budget(recipes: Iterable[Recipe], epsilon: float) -> Recipe:
