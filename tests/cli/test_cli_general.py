@@ -62,7 +62,7 @@ def test_python_dash_m(tmp_path):
         env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: there is no recipe named 'nope'. digits, cifar10, fashion_mnist, mnist mean the best")
+    assert done.stderr.startswith("error: there is no recipe named 'nope'. cifar10, digits, fashion_mnist, mnist mean the best")
     assert "Traceback" not in done.stderr
     assert '"kind": "ConfigurationError"' in done.stdout
 

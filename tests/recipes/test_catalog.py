@@ -130,6 +130,19 @@ def test_the_round_trip_is_exact(recipe: Recipe, tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+def test_recipes_of_a_file_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml.d" / "mine.toml"
+    one = ODD.but(name="one", augmentation=None, test_copies="one")
+    save_recipe(one, file)
+    assert get(str(file)) == get(f"{file}:one") == get(f"{file}:ONE", 1.0) == read_recipes(file)["one"]
+    save_recipe(one.but(name="two"), file)
+    for wrong in (f"{file}", f"{file}:", f"{file}:three"):
+        with pytest.raises(ConfigurationError, match="'one', 'two'"):
+            get(wrong)
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        get(str(tmp_path / "none.toml"))
+
+
 def test_what_a_file_can_not_hold_is_refused_before_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "one.toml"
     for options in ({"layer": object()}, {"deep": (None,)}):

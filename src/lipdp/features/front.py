@@ -40,6 +40,7 @@ __all__ = [
     "extract_features",
     "fixed_layers",
     "read_outputs",
+    "rows_through",
     "split_front",
     "write_outputs",
 ]
@@ -162,6 +163,12 @@ def _extractors() -> tuple[type[torch.nn.Module], ...]:
     return FrozenFeatures, Scattering2d, PatchFeatures
 
 
+def rows_through(model: torch.nn.Module, usual: int, device: torch.device, copies: int = 1) -> int:
+    """How many examples to work on at once: ``usual``, or fewer where an extractor's inner arrays should stay in the cache."""
+    few = (_ROWS_ON_CPU if device.type == "cpu" else _ROWS_ON_GPU) // copies
+    return max(1, min(usual, few) if _contains(model, _extractors()) else usual)
+
+
 Reader = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From numbers of records to their inputs and targets."""
 
@@ -192,12 +199,6 @@ class Front:
     def count(self) -> int:
         """K."""
         return 1 if self.copies is None else self.copies.copies
-
-    def rows(self, usual: int) -> int:
-        """How many examples to work on at once: ``usual``, or fewer where an extractor's inner arrays should stay in the cache."""
-        if not _contains(self.layers, _extractors()):
-            return max(1, usual)
-        return max(1, min(usual, (_ROWS_ON_CPU if self.device.type == "cpu" else _ROWS_ON_GPU) // self.count))
 
     def apply(
         self,
@@ -291,7 +292,7 @@ def extract_features(
     place = torch.device(device) if device is not None else next((t.device for t in _tensors(module).values()), inputs.device)
     front = Front(module, module, Types(module), place, copies)
     file = None if cache is None else cache_file(cache, front, inputs, dtype)
-    stored = None if file is None else read_outputs(file)
+    stored = None if file is None else read_outputs(file, len(inputs))
     if stored is None:
         module.to(place)
         if place.type == "cpu":
@@ -346,15 +347,15 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def read_outputs(file: Path) -> torch.Tensor | None:
-    """The stored features; ``None`` where there are none, or where the file is damaged (it will be written again)."""
+def read_outputs(file: Path, records: int) -> torch.Tensor | None:
+    """The stored outputs of so many records; ``None`` where there are none, or where the file is damaged (it is written again)."""
     try:
         stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         return None
     except Exception:
         return None
-    return stored if isinstance(stored, torch.Tensor) else None
+    return stored if isinstance(stored, torch.Tensor) and stored.shape[:1] == (records,) else None
 
 
 def write_outputs(features: torch.Tensor, file: Path) -> None:

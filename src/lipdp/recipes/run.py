@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from lipdp import data, models
 from lipdp.data import DatasetInfo, TestTimeAverage
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.features.front import rows_through
 from lipdp.losses import Loss
 from lipdp.privacy import Accountant, Adjacency
 from lipdp.privacy.budget import AnyBudget
@@ -217,9 +218,10 @@ def train(
     seconds = time.monotonic() - started
     views = chosen.views
     predictor = ready.model if views is None else TestTimeAverage(ready.model, views)
+    rows = rows_through(ready.model, 1024, torch.device("cpu" if device is None else device))
     return Result(
         recipe=chosen.name,
-        accuracy=evaluate(predictor, ready.loss, test, device=device, batch_size=8192)["accuracy"],
+        accuracy=evaluate(predictor, ready.loss, test, device=device, batch_size=rows)["accuracy"],
         epsilon=history.epsilon,
         delta=ready.plan.delta,
         steps=int(history.last.get("step", 0)),

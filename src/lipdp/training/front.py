@@ -26,7 +26,7 @@ from lipdp import nn
 from lipdp.bounds import Bound, Call, Transfer, analyse, rule
 from lipdp.data.augment import Augmentation, is_fixed
 from lipdp.errors import ConfigurationError
-from lipdp.features.front import Front, cache_file, fixed_layers, read_outputs, write_outputs
+from lipdp.features.front import Front, cache_file, fixed_layers, read_outputs, rows_through, write_outputs
 from lipdp.graphs import is_large
 from lipdp.nn.boundary import example_norms
 from lipdp.privacy.randomness import Stream
@@ -201,7 +201,7 @@ def _stored(
             "a cache of the front's outputs needs the data as a torch.utils.data.TensorDataset of (inputs, targets)"
         )
     file = None if cache is None else cache_file(cache, front, dataset.tensors[0])
-    outputs = None if file is None else read_outputs(file)
+    outputs = None if file is None else read_outputs(file, size)
     if outputs is not None:
         inputs, targets = dataset.tensors
         return TensorDataset(outputs.to(inputs.device), targets)
@@ -214,7 +214,7 @@ def _stored(
         return torch.empty((size, *y.shape[1:]), dtype=y.dtype, device=inputs.device)
 
     seats = torch.arange(size) if places is None else places
-    rows = front.rows(rows_at_once(front.count * front.entries, front.device))
+    rows = rows_through(front.layers, rows_at_once(front.count * front.entries, front.device), front.device, front.count)
     outputs, targets = front.apply(lambda numbers: gather(dataset, numbers), seats, min(rows, len(seats)), storage)
     if file is not None:
         write_outputs(outputs.cpu(), file)

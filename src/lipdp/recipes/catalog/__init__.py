@@ -27,13 +27,13 @@ __all__ = ["get", "names", "nearest_budget", "read_recipes", "save_recipe", "to_
 _BEST, _WITHOUT = "best", "without"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 120
-_IN_FILE = re.compile(r"\.toml(:|$)")
+_IN_FILE = re.compile(r"(.*\.toml)(?::(.*))?", re.DOTALL)
 
 
 def names() -> tuple[str, ...]:
     """All recipes, the short names included."""
-    recipes, best = _shipped()
-    return (*best, *recipes)
+    tables, best = _shipped()
+    return (*best, *tables)
 
 
 def get(name: str, epsilon: float | None = None) -> Recipe:
@@ -41,21 +41,22 @@ def get(name: str, epsilon: float | None = None) -> Recipe:
 
     ``FILE.toml:NAME`` is a recipe of a file, and ``FILE.toml`` its only one.
     """
-    if isinstance(name, str) and _IN_FILE.search(name):
-        return _of_file(name)
-    recipes, best = _shipped()
+    if isinstance(name, str) and (place := _IN_FILE.fullmatch(name)):
+        return _of_file(place[1], place[2])
+    best = _shipped()[1]
     short = ", ".join(best)
     choices = f"{short} mean the best recipe for the dataset; `lipdp recipes` (or lipdp.recipes.names()) lists all {len(names())}."
     meant = choose("recipe", name, names(), choices)
-    return nearest_budget(best[meant], Recipe.epsilon if epsilon is None else epsilon) if meant in best else recipes[meant]
+    if meant not in best:
+        return _shipped_recipe(meant)
+    return nearest_budget([_shipped_recipe(own) for own in best[meant]], Recipe.epsilon if epsilon is None else epsilon)
 
 
-def _of_file(name: str) -> Recipe:
-    file, _, own = name.partition(".toml")
-    known = read_recipes(f"{file}.toml")
-    if own == "" and len(known) == 1:
+def _of_file(file: str, name: str | None) -> Recipe:
+    known = read_recipes(file)
+    if name is None and len(known) == 1:
         return next(iter(known.values()))
-    return known[choose(f"recipe in '{file}.toml'", own.removeprefix(":"), known)]
+    return known[choose(f"recipe in '{file}'", name, known)]
 
 
 def nearest_budget(recipes: Iterable[Recipe], epsilon: float) -> Recipe:
@@ -66,16 +67,21 @@ def nearest_budget(recipes: Iterable[Recipe], epsilon: float) -> Recipe:
 
 
 @cache
-def _shipped() -> tuple[dict[str, Recipe], dict[str, tuple[Recipe, ...]]]:
-    """All recipes of the package, and the best of each dataset that has a short name."""
-    recipes: dict[str, Recipe] = {}
-    best: dict[str, tuple[Recipe, ...]] = {}
+def _shipped() -> tuple[dict[str, tuple[Any, str]], dict[str, tuple[str, ...]]]:
+    """The package's tables of settings by name, each with its file, and the names of the best recipes by dataset."""
+    tables: dict[str, tuple[Any, str]] = {}
+    best: dict[str, tuple[str, ...]] = {}
     files = [file for file in resources.files(__name__).iterdir() if file.name.endswith(".toml")]
     for file in sorted(files, key=lambda file: file.name):
         own, chosen = _parsed(file.read_text(encoding="utf-8"), file.name)
-        recipes |= own
-        best |= {own[name].dataset: tuple(own[other] for other in chosen) for name in chosen}
-    return recipes, best
+        tables |= {name: (settings, file.name) for name, settings in own.items()}
+        best |= {own[name]["dataset"]: chosen for name in chosen}
+    return tables, best
+
+
+@cache
+def _shipped_recipe(name: str) -> Recipe:
+    return _recipe(name, *_shipped()[0][name])
 
 
 def read_recipes(file: str | Path) -> dict[str, Recipe]:
@@ -84,20 +90,24 @@ def read_recipes(file: str | Path) -> dict[str, Recipe]:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"'{file}' can't be read: {error}") from None
-    return _parsed(text, str(file))[0]
+    return _recipes(text, str(file))
 
 
-def _parsed(text: str, file: str) -> tuple[dict[str, Recipe], tuple[str, ...]]:
+def _recipes(text: str, file: str) -> dict[str, Recipe]:
+    return {name: _recipe(name, settings, file) for name, settings in _parsed(text, file)[0].items()}
+
+
+def _parsed(text: str, file: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The tables of a file by name, and the names that ``best`` lists."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"'{file}' is no TOML: {error}") from None
     best: tuple[str, ...] = read(tuple[str, ...], content.pop(_BEST, []), f"'{file}': {_BEST}")
-    recipes = {name: _recipe(name, settings, file) for name, settings in content.items()}
-    unknown = [name for name in best if name not in recipes]
+    unknown = [name for name in best if name not in content]
     if unknown:
         raise ConfigurationError(f"'{file}': {_BEST} lists {unknown[0]!r}, which is no recipe of the file")
-    return recipes, best
+    return content, best
 
 
 def _recipe(name: str, settings: Any, file: str) -> Recipe:
@@ -133,7 +143,7 @@ def save_recipe(recipe: Recipe, file: str | Path) -> None:
     if recipe.name in (read_recipes(path) if before else {}):
         raise ConfigurationError(f"'{path}' already holds a recipe {recipe.name!r}: rename this one, or take another file")
     after = f"{before.rstrip()}\n\n{to_toml(recipe)}".lstrip()
-    if settings_of(_parsed(after, str(path))[0][recipe.name]) != settings_of(recipe):
+    if settings_of(_recipes(after, str(path))[recipe.name]) != settings_of(recipe):
         raise ConfigurationError(f"the recipe {recipe.name!r} has a setting that a file can't hold: {settings_of(recipe)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
