@@ -1,6 +1,21 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
-from lipdp import bounds, clipping, data, diagnose, errors, losses, mechanisms, models, nn, parametrize, privacy, recipes, training
+from lipdp import (
+    audit,
+    bounds,
+    clipping,
+    data,
+    diagnose,
+    errors,
+    losses,
+    mechanisms,
+    models,
+    nn,
+    parametrize,
+    privacy,
+    recipes,
+    training,
+)
 from lipdp.bounds import sensitivities
 from lipdp.certify import attack, certified_accuracy, certify
 from lipdp.convert import convert
@@ -14,6 +29,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyPlan",
     "attack",
+    "audit",
     "bounds",
     "certified_accuracy",
     "certify",
