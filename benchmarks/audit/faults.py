@@ -81,13 +81,13 @@ def no_projection() -> Iterator[None]:
 @contextmanager
 def shuffled() -> Iterator[None]:
     """Batches are cut from a random order, each record once in an epoch, and accounted as if they were Poisson samples."""
-    left: list[torch.Tensor] = []
+    left: dict[int, torch.Tensor] = {}
 
     def cut(size, rate, stream):
         count = max(1, round(rate * size))
-        if not left or len(left[0]) < count:
-            left[:] = [torch.randperm(size)]
-        chosen, left[0] = left[0][:count], left[0][count:]
+        if len(left.get(size, ())) < count:
+            left[size] = torch.randperm(size)
+        chosen, left[size] = left[size][:count], left[size][count:]
         return chosen.sort().values
 
     with patch.object(engine, "poisson_indices", cut):

@@ -3,8 +3,8 @@
     python benchmarks/audit/sabotage.py                 # all faults once, 20 clean audits of each setting; minutes on one core
     python benchmarks/audit/sabotage.py --clean 3       # fewer clean ones
 
-Each fault is planted (benchmarks/audit/faults.py), a plan is made with ε = 4 and δ = 1e-5, and :func:`lipdp.audit.check` runs as a user
-would run it, without any data.
+Each fault is planted (benchmarks/audit/faults.py), a plan is made with ε = 4 and δ = 1e-5, and :func:`lipdp.audit.check` runs as
+a user would run it, without any data.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ def setting(kind: str):
     loss = losses.CrossEntropy(tau=4.0)
     options = {"dataset_size": 1000, "batch_size": 250, "delta": 1e-5, "epsilon": 4.0, "steps": 24}
     if kind == "conv":
-        model = nn.Sequential(
-            nn.BoundedInput((1, 8, 8)),
-            nn.SpectralConv2d(1, 4, 3, padding=1),
-            nn.GroupSort(2),
-            nn.Flatten(),
-            nn.SpectralLinear(256, 4),
-        )
+        convolution = nn.SpectralConv2d(1, 4, 3, padding=1)
+        model = nn.Sequential(nn.BoundedInput((1, 8, 8)), convolution, nn.GroupSort(2), nn.Flatten(), nn.SpectralLinear(256, 4))
     elif kind == "clipping":
         model = torch.nn.Sequential(nn.BoundedInput((32,)), torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
         options |= {"method": "bookkeeping", "max_grad_norm": 1.0}

@@ -1,6 +1,7 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
 from lipdp import (
+    audit,
     bounds,
     clipping,
     data,
@@ -30,6 +31,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyPlan",
     "attack",
+    "audit",
     "bounds",
     "certified_accuracy",
     "certify",

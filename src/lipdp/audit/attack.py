@@ -228,9 +228,12 @@ class _Attack:
                     "this plan clips: its sensitivities are enforced, not proved. lipdp.audit.release_path looks whether they are; "
                     "without plan= this looks at what the calculus proves."
                 )
-            if set(plan.sensitivities) != set(found):
-                different = ", ".join(sorted(set(plan.sensitivities) ^ set(found))[:5])
-                raise ConfigurationError(f"the plan was made for another model: the trainable parameters differ in {different}")
+            sizes = {(row.name, row.size) for row in self.analysis.parameters}
+            different = sorted({name for name, _ in sizes ^ {(g.name, g.size) for g in plan.groups}})
+            if different:
+                raise ConfigurationError(
+                    f"the plan was made for another model: {', '.join(different[:5])} differ. Make a new plan."
+                )
             found = plan.sensitivities
         return list(found), list(found.values())
 

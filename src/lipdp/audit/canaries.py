@@ -9,7 +9,7 @@ Nothing of it reads private data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,13 @@ from lipdp.program.dtypes import Types
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Sample, query_of
 
-__all__ = ["Canaries", "Contributions", "craft", "target_choices"]
+__all__ = ["Canaries", "Contributions", "craft", "strongest", "target_choices"]
 
+_WEAK = 0.8  # of the strongest canary: what is below is left out
 _TRIED = 8  # canaries that weights and scales are judged by
 _LARGE = 1e4
 _GOOD = 0.95  # of what the plan allows: no ascent beyond
+_ASCENDED = 64  # canaries that are moved, at most
 
 
 @dataclass(frozen=True)
@@ -39,28 +41,46 @@ class Canaries:
     Attributes:
         inputs: one row each.
         targets: of each.
-        strength: whitened norm of each one's contribution ÷ the largest that the plan accounts for, 1/σ.
+        rows: what each one contributes to a step's sums, whitened.
+        strength: norm of that, or of its part that counts, ÷ the largest that the plan accounts for, 1/σ.
     """
 
     inputs: Tensor
     targets: Tensor
+    rows: Tensor
     strength: tuple[float, ...]
+
+    def of(self, numbers: Sequence[int], strength: Sequence[float]) -> Canaries:
+        """Some of them, in this order."""
+        chosen = torch.tensor(numbers, dtype=torch.long)
+        x, y = (part[chosen.to(part.device)] for part in (self.inputs, self.targets))
+        return Canaries(x, y, self.rows[chosen], tuple(strength))
 
 
 class Contributions:
     """What single records add to the sums of a step, through the very query that the engine asks.
 
-    Only ordinary parameters are looked at: of a reparametrised weight, the optimiser sees what post-processing made of the release.
+    With ``watched``, only ordinary parameters are looked at: of a reparametrised weight, the optimiser sees what post-processing
+    made of the release.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: Any, plan: PrivacyPlan, input_shape: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Any,
+        plan: PrivacyPlan,
+        input_shape: tuple[int, ...] | None = None,
+        *,
+        watched: bool = True,
+    ) -> None:
         self.model, self.plan = model, plan
         self.query = query_of(model, loss, plan, input_shape)
         self.query.prove()
         self.loss = self.query.loss
         self._types = Types(model, self.loss)
         mapped = {id(p) for m in model.modules() if isinstance(m, Reparametrised) and m.maps() for p in m.parameters(recurse=False)}
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in mapped}
+        hidden = mapped if watched else set()
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in hidden}
         self.device = next(model.parameters()).device
         self._rows = self.query.most_rows
         if not self.parameters:
@@ -148,48 +168,71 @@ def craft(
         raise ConfigurationError("the shape of one example is not known: pass input_shape=, or begin the model with BoundedInput")
     draw = torch.Generator().manual_seed(seed)
     limit = 1 / contributions.plan.noise_multiplier
-    chooser = _Chooser(contributions, stds, targets)
     starts: list[dict[str, Tensor]] = list(_weight_starts(model, draw)) if weights else [_kept(model)]
+    choices: Tensor | None = None
     options = []
     for number, values in enumerate(starts):
         _put(model, values)
         for scale in _scales(model):
             x = _directions(min(count, _TRIED), shape, scale, model, draw)
-            options.append((float(chooser.choose(x)[1].mean()), number, scale))
+            choices = target_choices(model, contributions.loss, x, targets) if choices is None else choices
+            rows = contributions.rows(x, _worst_targets(contributions, x, choices), stds)
+            options.append((float(rows.norm(dim=1).mean()), number, scale))
     _, number, scale = max(options)
     _put(model, starts[number])
+    assert choices is not None
     x = _directions(count, shape, scale, model, draw)
-    y, norms = chooser.choose(x)
-    short = (norms < _GOOD * limit).nonzero().flatten().tolist()
+    y = _worst_targets(contributions, x, choices)
+    rows = contributions.rows(x, y, stds)
+    short = (rows.norm(dim=1) < _GOOD * limit).nonzero().flatten().tolist()[:_ASCENDED]
     if ascent and short and x.is_floating_point():
+        moved, stronger = x.clone(), rows.clone()
         for i in short:
-            x[i : i + 1] = _ascended(contributions, stds, x[i : i + 1], y[i : i + 1], ascent)
-        y, norms = chooser.choose(x)
-    return Canaries(x, y, tuple((norms / limit).tolist()))
+            moved[i : i + 1], stronger[i] = _ascended(contributions, stds, x[i : i + 1], y[i : i + 1], rows[i], ascent)
+        # Ascent may lead all of them to one place, where they can't be told apart.
+        if _own_parts(stronger)[2] > _own_parts(rows)[2]:
+            x, rows = moved, stronger
+    return Canaries(x, y, rows, tuple((rows.norm(dim=1) / limit).tolist()))
 
 
-class _Chooser:
-    """Finds the target that makes each input's contribution longest."""
+def _worst_targets(contributions: Contributions, x: Tensor, choices: Tensor) -> Tensor:
+    """For each input the target with the longest gradient in the outputs."""
+    own, types = contributions, Types(contributions.model, contributions.loss)
+    with torch.enable_grad():
+        outputs = own.model(x).detach().requires_grad_()
+        lengths = []
+        for choice in choices:
+            y = types.targets(choice.expand(len(x), *choice.shape).to(x.device))
+            (slope,) = torch.autograd.grad(own.loss(outputs, y).sum(), outputs)
+            lengths.append(torch.linalg.vector_norm(slope.reshape(len(x), -1).double(), dim=1))
+    return choices[torch.stack(lengths).nan_to_num(0.0).argmax(0).cpu()].clone()
 
-    def __init__(self, contributions: Contributions, stds: Mapping[str, float], given: Tensor | None) -> None:
-        self._contributions, self._stds, self._given = contributions, stds, given
-        self._choices: Tensor | None = None
 
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets, and the norms with them. A target is kept where no other is longer by a tenth: fewer to try."""
-        own = self._contributions
-        if self._choices is None:
-            self._choices = target_choices(own.model, own.loss, x, self._given)
-        limit = 1 / own.plan.noise_multiplier
-        y = self._choices[torch.zeros(len(x), dtype=torch.long)].clone()
-        best = torch.full((len(x),), -1.0, dtype=torch.float64)
-        for choice in self._choices:
-            open_ones = (best < _GOOD * limit).nonzero().flatten().tolist()
-            for i in open_ones:
-                norm = own.whiten(own.of(x[i : i + 1], choice[None]), self._stds).norm()
-                if norm > best[i]:
-                    best[i], y[i] = norm, choice
-        return y, best
+def strongest(canaries: Canaries, multiplier: float) -> Canaries:
+    """Those that together tell most; the strength of each is that of its own part, orthogonal to the ones before."""
+    order, parts, _ = _own_parts(canaries.rows)
+    if not float(parts[0]) * multiplier > 1e-6:
+        raise ConfigurationError(
+            "no canary has a gradient at these weights: nothing can be told from what is released. Pass other targets=, or weights "
+            "that are not saturated."
+        )
+    return canaries.of(order, (parts * multiplier).tolist())
+
+
+def _own_parts(rows: Tensor) -> tuple[list[int], Tensor, float]:
+    """Which rows to take, their parts that are orthogonal to the ones before, and by how many deviations they stand out.
+
+    They are taken as QR with pivoting takes them: the longest first, then always the one with most of its own, as long as that is
+    not much less. The sum of k guesses with parts r_i stands out by about Σr_i/√k deviations: k is where that is largest.
+    """
+    from scipy.linalg import qr
+
+    triangle, order = qr(rows.T.numpy(), mode="r", pivoting=True)
+    parts = torch.from_numpy(triangle.copy()).diagonal().abs()
+    parts = parts[parts >= _WEAK * float(parts[0])]
+    deviations = parts.cumsum(0) / torch.arange(1, len(parts) + 1).sqrt()
+    count = int(deviations.argmax()) + 1
+    return order[:count].tolist(), parts[:count], float(deviations[count - 1])
 
 
 def _scales(model: torch.nn.Module) -> tuple[float, ...]:
@@ -238,12 +281,14 @@ def _weight_starts(model: torch.nn.Module, draw: torch.Generator) -> Iterator[di
     yield {name: drawn[name] if name in trained else value for name, value in here.items()}
 
 
-def _ascended(contributions: Contributions, stds: Mapping[str, float], x: Tensor, y: Tensor, steps: int) -> Tensor:
-    """The input after some steps of ascent on the logarithm of its whitened gradient norm, at the length it has."""
+def _ascended(
+    contributions: Contributions, stds: Mapping[str, float], x: Tensor, y: Tensor, row: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """The input after some steps of ascent on the logarithm of its whitened gradient norm, at the length it has; and its row."""
     model, loss = contributions.model, contributions.loss
     program = getattr(contributions.query, "program", model)
     length = float(x.double().norm())
-    best, longest = x, float(contributions.whiten(contributions.of(x, y), stds).norm())
+    best, longest = x, row
     point = x.clone()
     parameters = list(contributions.parameters.items())
     for _ in range(steps):
@@ -258,15 +303,15 @@ def _ascended(contributions: Contributions, stds: Mapping[str, float], x: Tensor
                     if g is not None and stds.get(name, 0) > 0
                 ]
                 if not whitened:
-                    return best
+                    break
                 (direction,) = torch.autograd.grad(torch.log(torch.stack(whitened).sum() + 1e-30), leaf, allow_unused=True)
         except RuntimeError:  # no second derivative: the start has to do
-            return best
+            break
         if direction is None or not bool(torch.isfinite(direction).all()) or float(direction.norm()) == 0:
-            return best
+            break
         point = leaf.detach() + direction * (0.5 * length / float(direction.norm()))
         point = point * (length / max(float(point.double().norm()), 1e-30))
-        reached = float(contributions.whiten(contributions.of(point, y), stds).norm())
-        if reached > longest:
+        reached = contributions.whiten(contributions.of(point, y), stds)
+        if float(reached.norm()) > float(longest.norm()):
             best, longest = point, reached
-    return best
+    return best, longest

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import positive, whole
-from lipdp.audit.canaries import Canaries, Contributions, craft
+from lipdp.audit.canaries import Canaries, Contributions, craft, strongest
 from lipdp.audit.results import AuditResult, bounds_of_guesses
 from lipdp.audit.statistics import check_confidence
 from lipdp.audit.watching import MakeOptimizer, Step, audited_plan, hold_still, watch_run
@@ -33,8 +33,7 @@ __all__ = ["run"]
 Access = Literal["white", "black"]
 Progress = Callable[[int, int], None]
 
-_MOST_CANARIES, _MOST_ENTRIES = 1024, 2**26  # entries of all contributions together
-_WEAK = 0.7  # of the strongest canary: what is below is left out
+_MOST_CANARIES, _MOST_ENTRIES = 1024, 2**25  # entries of all contributions together
 
 
 def run(
@@ -119,6 +118,8 @@ def run(
             if progress is not None:
                 progress(tally.runs * tally.canaries, runs * tally.canaries)
     scores, coins = tally.joined()
+    if access == "black":  # half of them are guessed in
+        scores = scores - scores.median()
     bounds, p_value = bounds_of_guesses(scores, coins, audited, confidence, independent=access == "white")
     return AuditResult(
         epsilon=bounds[0].epsilon,
@@ -202,8 +203,7 @@ class _Setting:
             before = self._losses()
             for _ in watching:
                 pass
-            drop = before - self._losses()
-            return drop - drop.median() + 1e-300, coins
+            return before - self._losses(), coins
         scores = torch.zeros(len(coins), dtype=torch.float64)
         for step in watching:
             scores += self._score(step, inside)
@@ -288,7 +288,7 @@ def _prepare(
 ) -> _Setting:
     own = copy.deepcopy(model)
     project_(own)
-    contributions = Contributions(own, loss, plan, input_shape)
+    contributions = Contributions(own, loss, plan, input_shape, watched=access == "white")
     stds = plan.noise_stds
     size = sum(p.numel() for name, p in contributions.parameters.items() if stds[name] > 0)
     room = max(1, min(_MOST_CANARIES, _MOST_ENTRIES // size, size // 2))
@@ -302,10 +302,8 @@ def _prepare(
         targets = known[1] if targets is None else targets
     hold = access == "white" and optimizer is None
     chosen = craft(contributions, stds, room_of_inputs, input_shape=shape, targets=targets, weights=hold)
-    sight = None
-    if access == "white":
-        chosen, rows = _strong(chosen, contributions, stds)
-        sight = _Sight.of(rows, own, stds, dict(plan.clips))
+    chosen = strongest(chosen, plan.noise_multiplier)
+    sight = _Sight.of(chosen.rows, own, stds, dict(plan.clips)) if access == "white" else None
     subtract = public or known is None
     if known is None:  # one record that everybody knows: no run is on nothing
         known = torch.zeros_like(chosen.inputs[:1]), chosen.targets[:1].clone()
@@ -314,19 +312,3 @@ def _prepare(
     weights = {name: value.detach().clone() for name, value in own.state_dict().items()}
     make = optimizer or (hold_still if access == "white" else lambda m: suggest_optimizer(m, plan)[0])
     return _Setting(plan, own, loss, weights, contributions, chosen, known, access, subtract, make, shape, sight)
-
-
-def _strong(canaries: Canaries, contributions: Contributions, stds: Mapping[str, float]) -> tuple[Canaries, Tensor]:
-    """Those whose own part, orthogonal to the ones before, is not much shorter than the longest; and their contributions."""
-    x, y, strength = canaries.inputs, canaries.targets, torch.tensor(canaries.strength)
-    order = strength.argsort(descending=True)
-    rows = contributions.rows(x[order], y[order], stds)
-    size = torch.linalg.qr(rows.T, mode="r")[1].diagonal().abs() * contributions.plan.noise_multiplier
-    kept = (size >= _WEAK * float(size.max())).nonzero().flatten()
-    if float(size.max()) <= 1e-6:
-        raise ConfigurationError(
-            "no canary has a gradient at these weights: nothing can be told from what is released. Pass other targets=, or weights "
-            "that are not saturated."
-        )
-    numbers = order[kept].to(x.device)
-    return Canaries(x[numbers], y[numbers.to(y.device)], tuple(size[kept].tolist())), rows[kept]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -34,7 +35,8 @@ __all__ = ["Check", "ReleaseReport", "release_path"]
 
 _PAIRED = 24  # steps that are compared with each other
 _SAMPLED = 2000  # records that are sampled from
-_ENTRIES = 400_000  # of noise that a run is long enough for
+_ENTRIES = 400_000  # of noise that a run is long enough for, where the plan is
+_LEAST, _RUNS = 20_000, 12  # of noise in all runs together; how many runs, at most
 _TINY = 1e-300
 
 
@@ -135,18 +137,20 @@ def release_path(
     audited = audited_plan(plan, steps=usual if steps is None else whole("steps", steps))
     contributions = Contributions(own, loss, audited, input_shape)
     shape = find_input_shape(own) if input_shape is None else tuple(input_shape)
-    canaries = craft(contributions, audited.noise_stds, 16, input_shape=shape, targets=targets)
+    canaries = craft(contributions, audited.noise_stds, 8, input_shape=shape, targets=targets, ascent=6)
     made_up = _made_up(canaries, whole("records", records))
     with several_runs():
-        first, second = (_residuals(own, loss, audited, made_up, contributions, shape) for _ in range(2))
+        count = max(2, min(_RUNS, math.ceil(_LEAST / (size * audited.steps))))
+        runs = [_residuals(own, loss, audited, made_up, contributions, shape) for _ in range(count)]
+        noise = _Residuals([step for one in runs for step in one.by_step])
         checks = [
             *_bounded(contributions, canaries, "at worst-case weights"),
-            *_noise_checks(first, contributions),
-            *_repeats(first, second),
+            *_noise_checks(noise, contributions),
+            *_repeats(runs),
             *_sampling_checks(own, loss, plan, made_up, shape),
             *_projection_checks(own, loss, audited, made_up, shape, travel),
         ]
-    return ReleaseReport(tuple(checks), alarm, audited.steps, time.monotonic() - started)
+    return ReleaseReport(tuple(checks), alarm, count * audited.steps, time.monotonic() - started)
 
 
 def _made_up(canaries: Canaries, count: int) -> TensorDataset:
@@ -243,8 +247,8 @@ def _gaussian_shape(values: Tensor) -> Check:
 # --- noise that is used twice -----------------------------------------------------------------------------------------------------
 
 
-def _repeats(first: _Residuals, second: _Residuals) -> Iterator[Check]:
-    names = first.names
+def _repeats(runs: list[_Residuals]) -> Iterator[Check]:
+    first, names = runs[0], runs[0].names
     between = [
         (f"steps {a} and {b}, {name}", first.by_step[a][name], first.by_step[b][name])
         for name in names
@@ -262,8 +266,8 @@ def _repeats(first: _Residuals, second: _Residuals) -> Iterator[Check]:
     ]
     inside = [(f"neighbours in {name}", sizes[name][:, :-1].reshape(-1), sizes[name][:, 1:].reshape(-1)) for name in names]
     yield _uncorrelated("noise of two entries is independent", [*alike, *inside])
-    runs = [(name, first.of(name).reshape(-1), second.of(name).reshape(-1)) for name in names]
-    yield _uncorrelated("noise of two runs is independent", runs)
+    pairs = [(name, a.of(name).reshape(-1), b.of(name).reshape(-1)) for name in names for a, b in itertools.pairwise(runs)]
+    yield _uncorrelated("noise of two runs is independent", pairs)
 
 
 def _uncorrelated(name: str, pairs: list[tuple[str, Tensor, Tensor]]) -> Check:
@@ -365,7 +369,7 @@ def _projection_checks(
     outside = [name for name, module in constrained.items() if not module.is_inside()]
     yield Check("weights are back in their sets", 0.0 if outside else 1.0, f"outside: {', '.join(outside) or 'none'}")
     contributions = Contributions(model, loss, plan, shape)
-    reached = craft(contributions, plan.noise_stds, 8, input_shape=shape, weights=False, ascent=20)
+    reached = craft(contributions, plan.noise_stds, 4, input_shape=shape, weights=False, ascent=12)
     yield from _bounded(contributions, reached, "at weights that training reached")
 
 

@@ -29,6 +29,7 @@ __all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses", "table_text"]
 
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the canaries that are guessed at, the surest first
 _MOST_NOISE = 64.0
+_SEARCHED = {"least": 1 / 16, "most": 4.0, "precision": 0.03}  # what noise may have been divided by, where it takes an accountant
 
 GAUSSIAN = "independent guesses, noise of the plan's shape (strength unknown)"
 CURVE = "noise of the plan's shape (strength unknown)"
@@ -148,7 +149,7 @@ def bounds_of_guesses(
     counts = [(int(right[order[: max(1, round(share * total))]].sum()), max(1, round(share * total))) for share in _SHARES]
     free = max(one_run_epsilon(v, r, total, plan.delta, 1 - level) for v, r in counts)
     factors = [
-        one_run_bound(v, r, total, lambda x: run_curve(scaled_run(run, 1 / x)), 1 - level, most=_MOST_NOISE, precision=0.01)
+        one_run_bound(v, r, total, lambda x: run_curve(scaled_run(run, 1 / x), coarse=True), 1 - level, **_SEARCHED)
         for v, r in counts
     ]
     curve = EpsilonBound("any dependence", _epsilon(plan, run, max(factors)), CURVE)
@@ -175,24 +176,26 @@ def _epsilon(plan: PrivacyPlan, run: PrivateRun, strength: float) -> float:
     return run_epsilon(scaled_run(run, 1 / strength), plan.delta, plan.accountant, plan.adjacency) if strength > 0 else 0.0
 
 
-def _accuracy(run: PrivateRun) -> float:
+def _accuracy(run: PrivateRun, *, coarse: bool = False) -> float:
     """The best chance to guess a fair coin: (1 + total variation)/2, and the total variation is δ(0)."""
-    curve = run_curve(run)
-    if isinstance(curve, GaussianCurve):
+    if run.sampling_rate == 1 and not run.releases:
+        curve = run_curve(run)
+        assert isinstance(curve, GaussianCurve)
         return NormalDist().cdf(curve.mu / 2)
-    return (1 + privacy_profile(run, [0.0])[0]) / 2
+    return (1 + privacy_profile(run, [0.0], coarse=coarse)[0]) / 2
 
 
 def _strength(run: PrivateRun, accuracy: float) -> float:
     """What the noise was divided by, at least: the largest x such that noise divided by x allows no guesses this good."""
     if accuracy <= 0.5:
         return 0.0
-    curve = run_curve(run)
-    if isinstance(curve, GaussianCurve):
+    if run.sampling_rate == 1 and not run.releases:
+        curve = run_curve(run)
+        assert isinstance(curve, GaussianCurve)
         return 2 * NormalDist().inv_cdf(min(accuracy, 1 - 1e-12)) / curve.mu
 
     def falls_short(log: float) -> bool:
-        return _accuracy(scaled_run(run, math.exp(-log))) < accuracy
+        return _accuracy(scaled_run(run, math.exp(-log)), coarse=True) < accuracy
 
     low, high = -math.log(_MOST_NOISE), math.log(4.0)
     return math.exp(bisect(falls_short, low, high, 12)[0]) if falls_short(low) else 0.0

@@ -156,6 +156,7 @@ def one_run_bound(
     family: Callable[[float], Curve],
     confidence: float = 0.95,
     *,
+    least: float = 1e-3,
     most: float = 64.0,
     precision: float = 1e-3,
 ) -> float:
@@ -167,7 +168,8 @@ def one_run_bound(
         canaries: coins in all.
         family: curves by a number, each telling more than the one before: :class:`~lipdp.audit.curves.GaussianCurve` by μ, say.
         confidence: of the bound.
-        most: where the search ends.
+        least: where the search begins; 0 is returned if this is not refuted.
+        most: where it ends.
         precision: of x, relative; the result is rounded down.
 
     Example:
@@ -180,7 +182,7 @@ def one_run_bound(
     def refuted(x: float) -> bool:
         return refutes(correct, guesses, canaries, family(x), level)
 
-    low = most * 2.0**-16
+    low = least
     if not refuted(low):
         return 0.0
     high = low

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, budget, certify, mechanism, pareto, show, sweep, train
+from lipdp.cli import account, audit, budget, certify, mechanism, pareto, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -21,12 +21,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 unexpected error; 2 bad configuration or data; 3 the privacy budget does not allow it; "
+    "4 an audit refutes the guarantee; "
     "130 interrupted, 143 by SIGTERM. LIPDP_DEBUG=1 shows tracebacks.",
 )
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("pareto", epilog=pareto.EXAMPLE)(pareto.pareto)
 app.command("certify", epilog=certify.EXAMPLE)(certify.certify)
+app.command("audit", epilog=audit.EXAMPLE)(audit.audit)
 app.command("plan", epilog=show.PLAN_EXAMPLE)(show.plan)
 app.command("bounds", epilog=show.BOUNDS_EXAMPLE)(show.bounds)
 app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)

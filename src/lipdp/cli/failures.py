@@ -14,11 +14,11 @@ import typer
 from typer.core import TyperGroup
 
 from lipdp.cli.output import console, print_json
-from lipdp.errors import BudgetError, LipdpError, LipdpWarning
+from lipdp.errors import AuditError, BudgetError, LipdpError, LipdpWarning
 
 __all__ = ["FriendlyGroup"]
 
-_UNEXPECTED, _REFUSED, _BUDGET = 1, 2, 3
+_UNEXPECTED, _REFUSED, _BUDGET, _REFUTED = 1, 2, 3, 4
 
 
 class FriendlyGroup(TyperGroup):
@@ -58,6 +58,8 @@ def _describe(error: Exception) -> tuple[str, int]:
     text = " ".join(str(error).split())
     if isinstance(error, BudgetError):
         return text, _BUDGET
+    if isinstance(error, AuditError):
+        return text, _REFUTED
     if isinstance(error, LipdpError):
         return text, _REFUSED
     if isinstance(error, OSError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp.cli import options
+from lipdp.cli.audit import audit_recipe
 from lipdp.cli.certify import MODEL
 from lipdp.cli.options import check_budget, configured, dataset_info, training_size
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
@@ -70,6 +71,10 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     budget_file: options.BudgetFile = None,
+    audit: Annotated[
+        bool,
+        typer.Option("--audit", help="Audit the plan before any data are read (`lipdp audit`); one that is refuted is not run."),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -102,6 +107,7 @@ def train(
 
     account = open_budget(budget_file)
     place = _device(device)
+    audited = _audited(chosen, epsilon, noise_multiplier, validation_fraction) if audit else None
     from rich.markup import escape
 
     from lipdp import recipes
@@ -136,6 +142,8 @@ def train(
     report = _report(result, chosen, validation_fraction, place)
     if account is not None:
         report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
+    if audited is not None:
+        report["audit"] = audited.to_dict()
     if output is not None:
         report["files"] = _save(result, report, output)
     if as_json:
@@ -154,6 +162,11 @@ def train(
         out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent", markup=False)
     if not result.private:
         out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
+    if audited is not None:
+        found = audited.epsilon
+        out.print(
+            f"audited: nothing refutes the plan; one step leaks ε ≥ {found.epsilon:.3g} of {found.claimed:.3g}", soft_wrap=True
+        )
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 
@@ -170,6 +183,13 @@ def _plan_printer(out: Console) -> Callback:
                 out.print(f"resumed after {run.engine.steps:,} of {run.engine.plan.steps:,} steps")
 
     return ShowPlan()
+
+
+def _audited(recipe: Recipe, epsilon: float | None, noise_multiplier: float | None, validation_fraction: float | None) -> Any:
+    """The audit of what will be trained; AuditError where it is refuted."""
+    size = training_size(dataset_info(recipe.dataset), validation_fraction)
+    with console(stderr=True).status("auditing the plan") as status:
+        return audit_recipe(recipe, epsilon, noise_multiplier, dataset_size=size, seconds=60.0, progress=status.update, strict=True)
 
 
 def _how_to_resume(checkpoint: Path | None) -> str:

@@ -90,14 +90,27 @@ def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", a
 
 
 def privacy_profile(
-    run: PrivateRun, epsilons: Sequence[float], accountant: Accountant = "pld", adjacency: Adjacency = "add_remove"
+    run: PrivateRun,
+    epsilons: Sequence[float],
+    accountant: Accountant = "pld",
+    adjacency: Adjacency = "add_remove",
+    *,
+    coarse: bool = False,
 ) -> list[float]:
-    """δ(ε) of a whole run at many ε ≥ 0 at once; those below the ε of its pure releases have δ = 1."""
+    """δ(ε) of a whole run at many ε ≥ 0 at once; those below the ε of its pure releases have δ = 1.
+
+    ``coarse``: ten times as fast, and a little larger.
+    """
     how, pure = _analysis(accountant, adjacency), run.pure_epsilon
     if run.steps == 0 and not run.gaussian_releases:
         return [0.0 if e >= pure else 1.0 for e in epsilons]
-    composed = _composed(run, *how)
-    return [float(composed.get_delta(e - pure)) if e >= pure else 1.0 for e in epsilons]
+    composed = _compose(run, *how, _COARSE) if coarse else _composed(run, *how)
+    beyond = [e - pure for e in epsilons if e >= pure]
+    if accountant == "pld":
+        found = iter(map(float, composed.get_delta(beyond)) if beyond else ())
+    else:
+        found = (float(composed.get_delta(e)) for e in beyond)
+    return [next(found) if e >= pure else 1.0 for e in epsilons]
 
 
 def delta(

@@ -1,0 +1,120 @@
+"""The release path from outside: sound ones stand, and every planted fault is seen by the check that is about it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import lipdp
+from lipdp import audit, losses, nn
+from lipdp.audit.release import _dispersion
+from lipdp.errors import AuditError
+
+from .common import faults, network
+
+
+def names(report):
+    return " | ".join(check.name for check in report.faults)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv", "clipping"])
+def test_a_sound_path_stands(kind):
+    model, loss, plan = network(kind)
+    report = audit.release_path(plan, model, loss)
+    assert not report.refuted, str(report)
+    content = json.loads(report.to_json())
+    assert content["faults"] == []
+    assert len(content["checks"]) == len(report.checks) > 8
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "expected"),
+    [
+        (faults.noise_divided, "mlp", "noise on 1.weight"),
+        (faults.realised_batch_size, "mlp", "noise in every step"),
+        (faults.no_projection, "mlp", "weights are back in their sets"),
+        (faults.shuffled, "mlp", "each record is sampled anew in every step"),
+        (faults.noise_reused, "mlp", "noise of two steps is independent"),
+        (faults.one_without_noise, "mlp", "noise on 3.bias"),
+        (faults.clipped_too_far, "clipping", "Δ of all parameters"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_planted_faults_are_seen(plant, kind, expected):
+    model, loss, plan = network(kind)
+    with plant():
+        report = audit.release_path(plan, model, loss)
+    assert expected in names(report), str(report)
+    assert "REFUTED" in str(report)
+
+
+def test_noise_that_is_the_same_in_two_runs_is_seen(monkeypatch):
+    """As from a seed that is set at the beginning of each run."""
+    from lipdp.training import step_mechanism
+
+    model, loss, plan = network()
+    calls = iter(range(10_000))
+
+    def seeded(sums, stds, stream):
+        draw = torch.Generator().manual_seed(next(calls) % plan.steps)
+        return {name: s + torch.randn(s.shape, generator=draw, dtype=s.dtype) * stds[name] for name, s in sums.items()}
+
+    monkeypatch.setattr(step_mechanism, "add_noise", seeded)
+    assert "noise of two runs is independent" in names(audit.release_path(plan, model, loss))
+
+
+def test_noise_of_another_shape_is_seen(monkeypatch):
+    from lipdp.training import step_mechanism
+
+    model, loss, plan = network()
+
+    def uniform(sums, stds, stream):
+        return {name: s + (2 * torch.rand_like(s) - 1) * stds[name] * 3**0.5 for name, s in sums.items()}
+
+    monkeypatch.setattr(step_mechanism, "add_noise", uniform)
+    assert "noise is Gaussian" in names(audit.release_path(plan, model, loss))
+
+
+@pytest.mark.parametrize("q", [0.01, 0.3])
+def test_the_dispersion_of_samples(q):
+    draw = torch.Generator().manual_seed(1)
+    low = []
+    for _ in range(200):
+        present = torch.rand(50, 2000, generator=draw) < q
+        low += [_dispersion("", present.sum(0).double(), 50, q).p_value, _dispersion("", present.sum(1).double(), 2000, q).p_value]
+    assert sum(p < 0.01 for p in low) <= 12  # of 400: about 4 are expected
+    fixed = torch.full((50,), round(2000 * q)).double()
+    assert _dispersion("", fixed, 2000, q).p_value < 1e-6
+
+
+def test_a_plan_of_full_batches_and_phases():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BoundedInput((4,)), torch.nn.Linear(4, 3))
+    loss = losses.CrossEntropy()
+    plan = lipdp.plan(model, loss, dataset_size=40, batch_size=40, delta=1e-4, noise_multiplier=2.0, steps=6)
+    report = audit.release_path(plan, model, loss)
+    assert not report.refuted, str(report)
+    assert any(check.name == "every record is in every step" for check in report.checks)
+
+
+def test_all_audits_in_one_call():
+    model, loss, plan = network("conv")
+    told = []
+    found = audit.check(plan, model, loss, seconds=2.0, guesses=20, progress=told.append)
+    assert not found.refuted, str(found)
+    assert len(told) == len(found.parts) == 3
+    assert json.loads(found.to_json())["sensitivities"]["refuted"] is False
+    with faults.no_root_m():
+        model, loss, plan = network("conv")
+        with pytest.raises(AuditError, match=r"1\.weight"):
+            audit.check(plan, model, loss, seconds=2.0, guesses=20, strict=True)
+    clipped = audit.check(*reversed_setting("clipping"), seconds=2.0, guesses=20)
+    assert clipped.sensitivities is None
+    assert not clipped.refuted, str(clipped)
+
+
+def reversed_setting(kind):
+    model, loss, plan = network(kind)
+    return plan, model, loss
