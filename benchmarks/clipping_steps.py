@@ -77,7 +77,7 @@ def ours(method: str, *, captured: bool = True, **settings: str) -> Callable[...
             torch._foreach_add_(sums, noise)
             torch._foreach_div_(sums, len(x))
             for parameter, gradient in zip(trained.values(), sums, strict=True):
-                parameter.grad = gradient
+                parameter.grad = gradient.to(parameter.dtype)
             optimizer.step()
 
         return step
