@@ -14,7 +14,7 @@ import lipdp
 from lipdp import losses
 
 sys.path.append(str(Path(__file__).parent / "speed"))
-from pairs import PAIRS  # noqa: E402
+from pairs import PAIRS
 
 
 def main() -> None:

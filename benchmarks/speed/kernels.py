@@ -36,7 +36,10 @@ def roofline(rows: int = 4096) -> list[dict[str, float | str]]:
         g = torch.randn_like(y)
         jobs = {
             "sort and pool": (lambda x=x: _pairs._forward_kernel(x, None, True, pool), x.nbytes + y.nbytes),
-            "its cotangent": (lambda x=x, y=y, g=g: _pairs._backward_kernel(x, None, y, g, True, pool), 2 * x.nbytes + 2 * y.nbytes),
+            "its cotangent": (
+                lambda x=x, y=y, g=g: _pairs._backward_kernel(x, None, y, g, True, pool),
+                2 * x.nbytes + 2 * y.nbytes,
+            ),
         }
         for name, (job, moved) in jobs.items():
             job()

@@ -57,7 +57,9 @@ def _cnns(channels: tuple[int, int, int], hidden: int) -> Pair:
 
 def _models(ordinary: str, lipschitz: str, shape: tuple[int, ...], classes: int = 10, **options: object) -> Pair:
     make = {name: getattr(models, name) for name in (ordinary, lipschitz)}
-    return Pair(lambda: make[ordinary](shape, classes, **options), lambda: make[lipschitz](shape, classes, **options), shape, classes)
+    return Pair(
+        lambda: make[ordinary](shape, classes, **options), lambda: make[lipschitz](shape, classes, **options), shape, classes
+    )
 
 
 PAIRS = {

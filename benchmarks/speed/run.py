@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from pairs import PAIRS  # noqa: E402
-from steps import METHODS, Step  # noqa: E402
+from pairs import PAIRS
+from steps import METHODS, Step
 
 Row = dict[str, float | str | int]
 

@@ -14,8 +14,9 @@ from lipdp.graphs import GraphedFunction, Watched
 from lipdp.training.watch import Projection
 
 sys.path.append(str(Path(__file__).parents[1]))
-from clipping_steps import METHODS as CLIPPING  # noqa: E402
-from pairs import Pair  # noqa: E402
+from pairs import Pair
+
+from clipping_steps import METHODS as CLIPPING
 
 Step = Callable[[], object]
 Make = Callable[[Pair, Tensor, Tensor], Step]

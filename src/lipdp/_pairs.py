@@ -38,9 +38,7 @@ class Pooling(NamedTuple):
     eps: float
 
 
-def sorted_pool(
-    x: torch.Tensor, *, sort: bool, pool: Pooling | None = None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def sorted_pool(x: torch.Tensor, *, sort: bool, pool: Pooling | None = None, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Pairs of channels of x (+ b) sorted, largest first; then the norm of each window.
 
     Args:
@@ -131,9 +129,7 @@ def _spread(g: torch.Tensor, x: torch.Tensor, pool: Pooling) -> torch.Tensor:
     return F.pad(wide, (0, missing[1], 0, missing[0])) if any(missing) else wide
 
 
-def _differentiably(
-    x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None, g: torch.Tensor
-) -> torch.Tensor:
+def _differentiably(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None, g: torch.Tensor) -> torch.Tensor:
     """The same cotangent as a function of x and g that autograd can follow."""
     value = _shifted(x, bias)
     larger = None

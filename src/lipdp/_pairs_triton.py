@@ -107,9 +107,7 @@ def backward(
             if SORT:
                 a, b = tl.split(tl.reshape(value, (P, C // 2, 2)))
                 larger = a >= b
-                back = tl.reshape(
-                    tl.join(tl.where(larger, of_larger, of_smaller), tl.where(larger, of_smaller, of_larger)), (P, C)
-                )
+                back = tl.reshape(tl.join(tl.where(larger, of_larger, of_smaller), tl.where(larger, of_smaller, of_larger)), (P, C))
             else:
                 back = g
             if NORM:

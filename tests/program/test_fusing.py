@@ -140,9 +140,7 @@ def test_a_fused_form_that_computes_something_else_is_refused(monkeypatch):
     """What runs is what was proved: planning compares the fused form too."""
     monkeypatch.setitem(fusing._stages, nn.L2NormPool2d, lambda layer: fusing.Stage(pool=Pooling(2, 2, 0.1)))
     with pytest.raises(UnsupportedError, match="fused"):
-        lipdp.plan(
-            network(), losses.CrossEntropy(), dataset_size=100, batch_size=10, steps=2, delta=1e-3, noise_multiplier=1.0
-        )
+        lipdp.plan(network(), losses.CrossEntropy(), dataset_size=100, batch_size=10, steps=2, delta=1e-3, noise_multiplier=1.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 import lipdp
 from lipdp import nn
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.graphs import GraphedFunction, deferred_checks, holds
 from lipdp.losses import CrossEntropy
 from lipdp.parametrize import constraint
@@ -146,36 +147,97 @@ def test_diverged_weights_are_an_error_on_cuda_too() -> None:
         project.check()
 
 
+def batch_of(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 1, 8, 8), torch.zeros(rows, dtype=torch.long)
+
+
+def take(engine: lipdp.PrivacyEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step(*batch_of())
+
+
+def watched_sums(engine: lipdp.PrivacyEngine) -> list[float]:
+    """The norms of the sums that get noise, step by step."""
+    found: list[float] = []
+    release = engine._mechanism.release
+
+    def noted(answer, *given):
+        found.append(sum(float(total.norm()) for total in answer.sums.values()))
+        return release(answer, *given)
+
+    engine._mechanism.release = noted  # type: ignore[method-assign]
+    return found
+
+
 @on_cuda
 def test_after_weights_diverge_nothing_more_is_released() -> None:
-    """The host learns of it in the next step, before its noise is drawn; the state is not saved either."""
-    model, engine = trained("cuda", steps=9)
-    data = torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.long)
+    """The device puts zeros in the place of all later sums; the host hears of it soon, and the state is not saved either."""
+    _, engine = trained("cuda", steps=30)
     engine.ledger.releases = 5
+    sums = watched_sums(engine)
     for group in engine.optimizer.param_groups:
         group["lr"] = float("inf")
-    engine.step(*data)
-    assert engine.steps == 6
-    for action in (lambda: engine.step(*(part.clone() for part in data)), engine.state_dict):
-        with pytest.raises(ConfigurationError, match="diverged"):
-            action()
-    assert engine.steps == 6
+    engine.step(*batch_of())
+    with pytest.raises(ConfigurationError, match="diverged"), pytest.warns(LipdpWarning, match="nobody"):
+        take(engine, 10)
+    assert sums[0] > 0
+    assert not any(sums[1:])
+    with pytest.raises(ConfigurationError, match="diverged"):
+        engine.state_dict()
 
 
 @on_cuda
 def test_weights_written_past_torch_are_noticed_before_anything_is_released() -> None:
-    """The digests are compared on the device while the sums are computed: the host reads the answer before it draws noise."""
-    model, engine = trained("cuda", steps=9)
+    """No version of a tensor shows it; the digests are compared on the device, which lets no sum pass from then on."""
+    model, engine = trained("cuda", steps=30)
+    engine.ledger.releases = 5
+    sums = watched_sums(engine)
+    engine.step(*batch_of())
+    for p in model.parameters():
+        p.data.mul_(30.0)
+    with pytest.warns(LipdpWarning, match="nobody"):
+        take(engine, 8)
+    void = next(number for number, size in enumerate(sums[1:]) if size)
+    assert sums[0] > 0
+    assert 1 <= void <= 5  # until the host hears of it, analyses and projects
+    assert all(sums[1 + void :])
+    assert max(norms(model)) <= 1
+
+
+@on_cuda
+def test_weights_written_through_torch_are_projected_before_the_step() -> None:
+    model, engine = trained("cuda", steps=30)
     engine.ledger.releases = 5
     with torch.no_grad():
         for p in model.parameters():
-            p.data.mul_(30.0)  # no version of any tensor shows it
+            p.mul_(30.0)
     asked = []
     ask = engine._query.ask
     engine._query.ask = lambda *given: asked.append(max(norms(model))) or ask(*given)  # type: ignore[method-assign]
-    engine.step(torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))
+    sums = watched_sums(engine)
+    engine.step(*batch_of())
     assert len(asked) == 2  # once for nothing, and again from projected weights
     assert asked[1] <= 1 < asked[0]
+    assert sums[0] > 0
+
+
+@on_cuda
+def test_a_gradient_that_is_not_finite_is_left_out_once_the_host_has_heard_of_it() -> None:
+    _, engine = trained("cuda", steps=30)
+    engine.ledger.releases = 5
+    sums = watched_sums(engine)
+    fine = torch.zeros((), dtype=torch.bool, device="cuda")
+    ask = engine._query.ask
+
+    def broken(*given):
+        answer = ask(*given)
+        return dataclasses.replace(answer, fine=fine, again=lambda: answer)
+
+    engine._query.ask = broken  # type: ignore[method-assign]
+    with pytest.warns(LipdpWarning, match="nobody"):
+        take(engine, 8)
+    assert sums[0] == 0
+    assert sums[-1] > 0
 
 
 @on_cuda

@@ -78,10 +78,15 @@ def fusions(
             continue
         source, rank = node.args[0], ranks.get(node.args[0], 0)
         before = found.get(source)
-        if own.pool is not None and before is not None and len(source.users) == 1 and rank == 4 and _sorts_channels(source, layer_of):
+        if (
+            own.pool is not None
+            and before is not None
+            and len(source.users) == 1
+            and rank == 4
+            and _sorts_channels(source, layer_of)
+        ):
             del found[source]
-            function = partial(sorted_pool, sort=True, pool=own.pool)
-            found[node] = Fused(function, before.source, (*before.inside, node))
+            found[node] = Fused(partial(sorted_pool, sort=True, pool=own.pool), before.source, (*before.inside, node))
         elif own.pool is not None and rank == 4:
             found[node] = Fused(partial(sorted_pool, sort=False, pool=own.pool), source, (node,))
         elif own.dim is not None and rank >= 2 and own.dim % rank in (1, rank - 1):
@@ -95,9 +100,7 @@ def _stage_of(node: fx.Node, layer_of: Callable[[fx.Node], tuple[torch.nn.Module
     return None if layer is None or layer[1] not in _stages else _stages[layer[1]](layer[0])
 
 
-def _sorts_channels(
-    node: fx.Node, layer_of: Callable[[fx.Node], tuple[torch.nn.Module, type[torch.nn.Module]] | None]
-) -> bool:
+def _sorts_channels(node: fx.Node, layer_of: Callable[[fx.Node], tuple[torch.nn.Module, type[torch.nn.Module]] | None]) -> bool:
     own = _stage_of(node, layer_of)
     return own is not None and own.pool is None and own.dim is not None and own.dim % 4 == 1
 

@@ -28,6 +28,7 @@ from lipdp.privacy.sampling import poisson_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount
+from lipdp.training.answers import LateAnswers
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
 from lipdp.training.copies import Copies
@@ -158,6 +159,8 @@ class PrivacyEngine:
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
         self._project = Projection(model, lambda: self._watch.settings)
         self._constants = Constants(model)
+        self._late, self._careful = LateAnswers(), False
+        self._trusted: torch.Tensor | None = None
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
         self._on_one_device = all(t.device == self.device for t in self._values)
@@ -206,6 +209,7 @@ class PrivacyEngine:
         """
         self._held.release()
         self._account.close(keep=keep)
+        self._hear(wait=True)
 
     def __enter__(self) -> PrivacyEngine:
         return self
@@ -284,6 +288,8 @@ class PrivacyEngine:
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         claim_batch((inputs, targets), self._account.nonce)
+        self._hear(wait=False)
+        self._trusted = None
         self._watch.restore_modes()
         number = self.steps
         batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
@@ -310,7 +316,7 @@ class PrivacyEngine:
             self._apply_clips()
             self._watch.remember()
         else:
-            self._watch.remember_values()
+            self._watch.remember_values(self._trusted)
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
@@ -338,8 +344,10 @@ class PrivacyEngine:
 
         On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
         that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
-        found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
-        all of these answers. Where one is no, what was computed is thrown away: nothing of it was released, or used.
+        found them finite, whether the sums are, and whether the forward pass left the model's state alone. Where the host knows of
+        no change, it does not wait for the device's answers: where one of them is no, the device itself puts zeros in the place of
+        the sums, and the step is one on nobody. In all other cases the host waits once, for all of them, before it goes on; where
+        one is no, what was computed is thrown away.
         """
         number = self.steps
         runs_ahead = self.device.type == "cuda" and self._query.recorded
@@ -355,10 +363,13 @@ class PrivacyEngine:
             if runs_ahead and self._on_one_device:
                 asked = dataclasses.replace(asked, beside=self._beside)
             answer = self._query.ask(trained, asked, settings.clips)
+            untouched = self._watch.untouched
             if runs_ahead:
                 unchanged = self._look(answer.seen[0][:-_MICROBATCH] if answer.seen else None)
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
-            flags = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
+            flags: list[Flag] = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
+            if runs_ahead and untouched and not self._careful and False not in [f for f in flags if isinstance(f, bool)]:
+                return self._gated(answer, flags), settings, prepared
             unchanged, finite, fine, *same = read_flags(flags)
             if not finite:
                 self._project.check()
@@ -375,6 +386,29 @@ class PrivacyEngine:
             )
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
         return self._ask(batch, attempts - 1)
+
+    def _gated(self, answer: Answer, flags: list[Flag]) -> Answer:
+        """The answer where all flags hold, and zeros where they do not; decided on the device, told to the host later."""
+        pending = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+        holds = torch.stack(pending).all()
+        trusted = [flag for flag in flags[:2] if isinstance(flag, torch.Tensor)]
+        self._trusted = torch.stack(trusted).all() if trusted else None
+        self._late.expect(self.steps, holds)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return dataclasses.replace(answer, sums={name: torch.where(holds, total, zero) for name, total in answer.sums.items()})
+
+    def _hear(self, *, wait: bool) -> None:
+        """What the device has found out about earlier steps; from the first no on, the host waits for it in every step."""
+        failed = self._late.failed(wait=wait)
+        if failed and not self._careful:
+            self._careful = True
+            warnings.warn(
+                f"step {failed[0]} met weights that were written to past torch's bookkeeping (.data), a state that its forward pass "
+                "changes, or a gradient that is not finite. It was taken on nobody: noise and nothing else. From here on every "
+                "step waits for its checks.",
+                LipdpWarning,
+                stacklevel=4,
+            )
 
     def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: charged first, then noised."""
@@ -530,6 +564,7 @@ class PrivacyEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data."""
+        self._hear(wait=True)
         self._project.check()
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
         content = copy.deepcopy(

@@ -151,7 +151,8 @@ def microbatch_sum(
         raise DataError("the loss does not depend on any trainable parameter")
     found = gradients(total, list(parameters.values()), len(mask))
     sums = {
-        name: zeros_like_sum(p) if g is None else g.detach().to(wide(p)) for (name, p), g in zip(parameters.items(), found, strict=True)
+        name: zeros_like_sum(p) if g is None else g.detach().to(wide(p))
+        for (name, p), g in zip(parameters.items(), found, strict=True)
     }
     largest = torch._foreach_norm([g for g in sums.values() if g.numel()], float("inf"))
     fine = torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=x.device)

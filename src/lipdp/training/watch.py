@@ -50,6 +50,7 @@ class ModelWatch:
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
         self._here: list[Any] = []
         self._elsewhere: torch.Tensor | None = None
+        self._versions: list[int] = []
         self._words = _Replayed(self.digest_elsewhere, lambda: (self.settings, self._key(), *storages(self._tensors[1])))
 
     def restore_modes(self) -> None:
@@ -106,10 +107,21 @@ class ModelWatch:
         self.settings = self._watched()
         self.remember_values()
 
-    def remember_values(self) -> None:
-        """The present values are proved, and the settings that :meth:`compare` saw: what changed them since will be noticed."""
+    def remember_values(self, trusted: torch.Tensor | None = None) -> None:
+        """The present values are proved, and the settings that :meth:`compare` saw: what changed them since will be noticed.
+
+        ``trusted``, on a device: where it turns out false, what was remembered before stays, so that the change goes on showing.
+        """
         self._here, words = self._present_values()
+        if words is not None and trusted is not None and self._elsewhere is not None and self._elsewhere.shape == words.shape:
+            words = torch.where(trusted, words, self._elsewhere)
         self._elsewhere = None if words is None else words.clone()  # a recording's result is overwritten by the next
+        self._versions = [t._version for t in self._tensors[1] if not t.is_inference()]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has written to a tensor since :meth:`remember_values`, as far as torch counts such writes."""
+        return self._versions == [t._version for t in self._tensors[1] if not t.is_inference()]
 
     def forget(self) -> None:
         """No values are proved until :meth:`remember`."""
