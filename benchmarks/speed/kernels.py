@@ -22,12 +22,16 @@ def _microseconds(function: Callable[[], object], repeats: int = 30) -> float:
     return sorted(times)[repeats // 2]
 
 
-def roofline(rows: int = 4096) -> list[dict[str, float | str]]:
-    """Sorting and 2×2 pooling, forward and back, at the shapes of the large CNN."""
+def _copy_bandwidth() -> float:
+    """GB/s, reading and writing counted."""
     numbers = torch.randn(2**28, device="cuda")
     other = torch.empty_like(numbers)
-    copy = 2 * numbers.nbytes / _microseconds(lambda: other.copy_(numbers)) / 1e3
-    del numbers, other
+    return 2 * numbers.nbytes / _microseconds(lambda: other.copy_(numbers)) / 1e3
+
+
+def roofline(rows: int = 4096) -> list[dict[str, float | str]]:
+    """Sorting and 2×2 pooling, forward and back, at the shapes of the large CNN."""
+    copy = _copy_bandwidth()
     found: list[dict[str, float | str]] = []
     pool = Pooling(2, 2, 1e-12)
     for channels, side in SHAPES:

@@ -10,7 +10,7 @@ import torch
 
 import lipdp
 from lipdp import nn
-from lipdp.errors import ConfigurationError, LipdpWarning
+from lipdp.errors import ConfigurationError, LipdpWarning, UnsupportedError
 from lipdp.graphs import GraphedFunction, deferred_checks, holds
 from lipdp.losses import CrossEntropy
 from lipdp.parametrize import constraint
@@ -251,3 +251,21 @@ def test_weights_far_outside_are_projected_on_cuda_too() -> None:
             parameter.mul_(30.0)
     project()
     assert max(norms(model)) <= 1
+
+
+@on_cuda
+def test_state_that_a_forward_pass_writes_is_put_back_on_the_device() -> None:
+    """Before the host has heard of it: what the data wrote into a buffer is not to be seen after the step."""
+    model, engine = trained("cuda", steps=30)
+    engine.ledger.releases = 5
+    model[0].register_buffer("note", torch.zeros(4, device="cuda"))
+    engine.step(*batch_of())  # settings have changed: analysed again
+    ask = engine._query.ask
+    engine._query.ask = lambda *given: (model[0].note.data.add_(7.0), ask(*given))[1]  # type: ignore[method-assign]
+    sums = watched_sums(engine)
+    engine.step(*batch_of())
+    assert torch.equal(model[0].note.cpu(), torch.zeros(4))
+    assert sums == [0.0]
+    with pytest.raises(UnsupportedError, match="note"), pytest.warns(LipdpWarning, match="nobody"):
+        take(engine, 8)
+    assert torch.equal(model[0].note.cpu(), torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Answers that a device gives later: whether the checks of a step held, read once they are there, and never waited for in between."""
+"""Answers that a device gives later: whether the checks of a step held. They are read once they have arrived."""
 
 from __future__ import annotations
 

@@ -381,14 +381,18 @@ class PrivacyEngine:
             return answer, settings, prepared
         if attempts == 0:
             raise ConfigurationError(
-                "the model's weights or settings change while a step is computed (another thread, or a forward that writes to them), "
-                "so nothing bounds what it computes. No step was taken."
+                "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
+                "them), so nothing bounds what it computes. No step was taken."
             )
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
         return self._ask(batch, attempts - 1)
 
     def _gated(self, answer: Answer, flags: list[Flag]) -> Answer:
-        """The answer where all flags hold, and zeros where they do not; decided on the device, told to the host later."""
+        """The answer where all flags hold, and zeros where they do not; decided on the device, told to the host later.
+
+        Buffers and frozen parameters get the values that they had, whether they have others now or not.
+        """
+        self._constants.put_back()
         pending = [flag for flag in flags if isinstance(flag, torch.Tensor)]
         holds = torch.stack(pending).all()
         trusted = [flag for flag in flags[:2] if isinstance(flag, torch.Tensor)]
@@ -403,7 +407,7 @@ class PrivacyEngine:
         if failed and not self._careful:
             self._careful = True
             warnings.warn(
-                f"step {failed[0]} met weights that were written to past torch's bookkeeping (.data), a state that its forward pass "
+                f"step {failed[0]} met weights that were written to past torch's bookkeeping (.data), state that its forward pass "
                 "changes, or a gradient that is not finite. It was taken on nobody: noise and nothing else. From here on every "
                 "step waits for its checks.",
                 LipdpWarning,

@@ -278,6 +278,12 @@ class Constants:
         """Of each, whether it is as it was kept; elsewhere than on a processor still being computed."""
         return [_is_same(place.get(key), kept) for (_, place, key), kept in zip(self._places, self._kept, strict=True)]
 
+    def put_back(self) -> None:
+        """Give all of them the values that were kept; without waiting for a device."""
+        with torch.no_grad():
+            for (_, place, key), kept in zip(self._places, self._kept, strict=True):
+                place[key].copy_(kept)
+
     def refuse(self, same: Sequence[bool]) -> None:
         """Put back what has changed, and raise."""
         changed = [number for number, fine in enumerate(same) if not fine]
