@@ -1,4 +1,4 @@
-"""What the checks of a step cost: the watch over model and loss, the program's classes, the state that forward may not write.
+"""What the checks of a step cost (the watch over model and loss, the program's classes), and what its cryptographic noise does.
 
 python benchmarks/checks.py --batch 1024 --device cpu|cuda      # small and large CNN, shares of a whole clipless step
 """
@@ -34,8 +34,9 @@ def main() -> None:
         torch.manual_seed(0)
         model, loss = PAIRS[name].lipschitz().to(device), losses.CrossEntropy(tau=10.0)
         sizes = {"dataset_size": 50_000, "batch_size": options.batch, "steps": 10_000}
-        plan = lipdp.plan(model, loss, delta=1e-5, noise_multiplier=1.0, accountant="rdp", **sizes)
-        engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=options.batch)
+        precision = "tf32" if device.type == "cuda" else None
+        plan = lipdp.plan(model, loss, delta=1e-5, noise_multiplier=1.0, accountant="rdp", precision=precision, **sizes)
+        engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
         spent = {"checks": 0.0}
 
         def timed(owner: object, attribute: str, spent: dict[str, float] = spent) -> None:
@@ -70,7 +71,20 @@ def main() -> None:
         # What they add to a step, most of which they share with the device: the same run without them.
         engine._look, watch.remember_values = (lambda weights=None: True), (lambda: None)  # type: ignore[method-assign]
         without = run(options.steps)
+        drawn = engine._mechanism.release
+
+        def plain(answer, settings, draw):  # torch's own generator, which can be predicted
+            return {key: total + settings.stds[key] * torch.randn_like(total) for key, total in answer.sums.items()}
+
         print(f"{name}: without them {1e3 * without:.2f} ms: they cost {max(0.0, 1 - without / step):.1%} of a step", flush=True)
+        engine._mechanism.release = plain  # type: ignore[method-assign]
+        easy = run(options.steps)
+        engine._mechanism.release = drawn  # type: ignore[method-assign]
+        again = run(options.steps)
+        print(
+            f"{name}: with torch's noise {1e3 * easy:.2f} ms, cryptographic {1e3 * again:.2f} ms: {again / easy - 1:+.1%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

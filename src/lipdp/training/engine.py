@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -157,7 +159,7 @@ class PrivacyEngine:
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
-        self._project = Projection(model, lambda: self._watch.settings)
+        self._project = Projection(model, self._watch)
         self._constants = Constants(model)
         self._late, self._careful = LateAnswers(), False
         self._trusted: torch.Tensor | None = None
@@ -316,7 +318,7 @@ class PrivacyEngine:
             self._apply_clips()
             self._watch.remember()
         else:
-            self._watch.remember_values(self._trusted)
+            self._watch.remember_values(self._trusted, self._project.words)
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
@@ -394,12 +396,11 @@ class PrivacyEngine:
         """
         self._constants.put_back()
         pending = [flag for flag in flags if isinstance(flag, torch.Tensor)]
-        holds = torch.stack(pending).all()
         trusted = [flag for flag in flags[:2] if isinstance(flag, torch.Tensor)]
-        self._trusted = torch.stack(trusted).all() if trusted else None
+        self._trusted = functools.reduce(operator.and_, trusted) if trusted else None
+        holds = functools.reduce(operator.and_, pending)
         self._late.expect(self.steps, holds)
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return dataclasses.replace(answer, sums={name: torch.where(holds, total, zero) for name, total in answer.sums.items()})
+        return dataclasses.replace(answer, sums={name: torch.where(holds, total, 0.0) for name, total in answer.sums.items()})
 
     def _hear(self, *, wait: bool) -> None:
         """What the device has found out about earlier steps; from the first no on, the host waits for it in every step."""
