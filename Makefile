@@ -42,7 +42,7 @@ docs: $(VENV)/.docs ## the documentation site, into site/
 	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.dev ## speed and memory against named peers, as ratios in one run
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/speed/run.py
 
 clean:           ## remove everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

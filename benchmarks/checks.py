@@ -1,16 +1,20 @@
-"""What the checks of a step cost: the watch over model and loss, the program's classes, the state that forward may not write.
+"""What the checks of a step cost (the watch over model and loss, the program's classes), and what its cryptographic noise does.
 
 python benchmarks/checks.py --batch 1024 --device cpu|cuda      # small and large CNN, shares of a whole clipless step
 """
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
 import torch
 
 import lipdp
 from lipdp import losses
-from step import SIZES, lipschitz_twin
+
+sys.path.append(str(Path(__file__).parent / "speed"))
+from pairs import PAIRS
 
 
 def main() -> None:
@@ -26,12 +30,13 @@ def main() -> None:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for name in SIZES:
+    for name in ("cnn-small", "cnn-large"):
         torch.manual_seed(0)
-        model, loss = lipschitz_twin(*SIZES[name]).to(device), losses.CrossEntropy(tau=10.0)
+        model, loss = PAIRS[name].lipschitz().to(device), losses.CrossEntropy(tau=10.0)
         sizes = {"dataset_size": 50_000, "batch_size": options.batch, "steps": 10_000}
-        plan = lipdp.plan(model, loss, delta=1e-5, noise_multiplier=1.0, accountant="rdp", **sizes)
-        engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=options.batch)
+        precision = "tf32" if device.type == "cuda" else None
+        plan = lipdp.plan(model, loss, delta=1e-5, noise_multiplier=1.0, accountant="rdp", precision=precision, **sizes)
+        engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
         spent = {"checks": 0.0}
 
         def timed(owner: object, attribute: str, spent: dict[str, float] = spent) -> None:
@@ -57,17 +62,32 @@ def main() -> None:
         run(4)
         step = run(options.steps)
         watch = engine._watch
-        for attribute in ("restore_modes", "check_structure", "remember_values"):
+        for attribute in ("restore_modes", "remember_values"):
             timed(watch, attribute)
-        program = engine._query.program  # type: ignore[attr-defined]
-        start = now()
-        for _ in range(options.steps):
-            _ = watch.changed
-            program.has_changed_classes()
-        looking = (now() - start) / options.steps
+        timed(engine, "_look")
         run(options.steps)
-        checks = spent["checks"] / options.steps + looking
-        print(f"{name}: step {1e3 * step:.2f} ms, checks {1e3 * checks:.3f} ms, {checks / step:.1%}", flush=True)
+        checks = spent["checks"] / options.steps
+        print(f"{name}: step {1e3 * step:.2f} ms, checks by themselves {1e3 * checks:.3f} ms", flush=True)
+        # What they add to a step, most of which they share with the device: the same run without them.
+        engine._look = lambda weights=None: True  # type: ignore[method-assign]
+        watch.remember_values = lambda *given, watch=watch: setattr(  # type: ignore[method-assign]
+            watch, "_versions", [t._version for t in watch._tensors[1]]
+        )
+        without = run(options.steps)
+        drawn = engine._mechanism.release
+
+        def plain(answer, settings, draw):  # torch's own generator, which can be predicted
+            return {key: total + settings.stds[key] * torch.randn_like(total) for key, total in answer.sums.items()}
+
+        print(f"{name}: without them {1e3 * without:.2f} ms: they cost {max(0.0, 1 - without / step):.1%} of a step", flush=True)
+        engine._mechanism.release = plain  # type: ignore[method-assign]
+        easy = run(options.steps)
+        engine._mechanism.release = drawn  # type: ignore[method-assign]
+        again = run(options.steps)
+        print(
+            f"{name}: with torch's noise {1e3 * easy:.2f} ms, cryptographic {1e3 * again:.2f} ms: {again / easy - 1:+.1%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

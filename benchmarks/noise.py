@@ -15,13 +15,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from step import SIZES, lipschitz_twin
 
 import lipdp
 from lipdp import losses, privacy
 from lipdp.training import step_mechanism
 from lipdp.training.streams import Streams
 from networks import NETWORKS
-from step import SIZES, lipschitz_twin
 
 
 def once(work: Callable[[], object], device: torch.device) -> float:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from lipdp.clipping import Clipper
 from lipdp.training import engine, query, step_mechanism, watch
 
 __all__ = ["FAULTS"]
@@ -128,13 +129,13 @@ def one_without_noise() -> Iterator[None]:
 @contextmanager
 def clipped_too_far(by: float = 1.5) -> Iterator[None]:
     """Examples are clipped to more than the norm that the noise is for."""
-    original = CapturedClipping.__call__
+    original = Clipper.__call__
 
     def wider(self, x, y, max_norm, **options):
         larger = {name: by * value for name, value in max_norm.items()} if isinstance(max_norm, dict) else by * max_norm
         return original(self, x, y, larger, **options)
 
-    with patch.object(CapturedClipping, "__call__", wider):
+    with patch.object(Clipper, "__call__", wider):
         yield
 
 

@@ -10,7 +10,7 @@ __all__ = ["backward", "forward"]
 
 @triton.jit
 def _places(channels, height, width, rows, columns, count, KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
-    """Where a block of output pixels × channels lies: in the input (its window's first pixel), in the output, and what is inside."""
+    """Where a block of output pixels × channels lies: in the input (a window's first pixel), in the output, and what is inside."""
     pixel = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     channel = tl.program_id(1) * C + tl.arange(0, C)
     image, rest = pixel // (rows * columns), pixel % (rows * columns)
@@ -59,7 +59,7 @@ def forward(
             else:
                 total = value
     if NORM:
-        if y.dtype.element_ty == tl.float32:
+        if y.dtype.element_ty == tl.float32:  # noqa: SIM108
             total = tl.sqrt_rn(total + eps)
         else:
             total = tl.sqrt(total + eps)

@@ -62,7 +62,7 @@ def convolution_sums(
     cotangents = delta + (group * OUTPUTS + p).to(tl.int64) * delta_channel
     first = part * together
     count = tl.minimum(rows - first, together) * POSITIONS
-    if SWAPPED:
+    if SWAPPED:  # noqa: SIM108
         gradient = tl.zeros((D, P), dtype=tl.float32)
     else:
         gradient = tl.zeros((P, D), dtype=tl.float32)

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from torch.nn import functional
 
+import lipdp
 from lipdp import losses, nn
 from lipdp.bounds import Bound, Transfer, rule
 from lipdp.errors import DataError, UnsupportedError
@@ -253,3 +254,28 @@ def test_an_autocast_of_the_caller_does_not_coarsen_the_arithmetic():
     rough = clean_sum(model, batch, plan=coarse)
     fine = clean_sum(model, batch)
     assert any((rough[n] - fine[n]).abs().max() > 1e-3 for n in fine)
+
+
+@pytest.mark.parametrize("bad", [3e38, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))]
+)
+def test_a_record_that_overflows_takes_nobody_with_it(bad, device):
+    """Finite or not on its way in, its gradient is not: the sum over all others is released, so neighbours differ by nothing."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerCentering(), nn.BoundedInput((6,), mode="sphere"), nn.SpectralLinear(6, 3, bias=False)).to(device)
+    loss = losses.CrossEntropy()
+    plan = lipdp.plan(model, loss, dataset_size=40, batch_size=20, delta=1e-3, noise_multiplier=1.0, steps=30, accountant="rdp")
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.0), plan, device=device)
+    sums = []
+    release = engine._mechanism.release
+    engine._mechanism.release = lambda answer, *given: (sums.append(answer.sums["2.weight"].cpu()), release(answer, *given))[1]
+    for number in range(6):  # recorded and replayed, where there is CUDA
+        x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)), torch.arange(8) % 3
+        with_it = torch.cat([x, torch.full((1, 6), bad)]), torch.cat([y, y[:1]])
+        for inputs, targets in ((x, y), with_it):
+            engine.step(inputs.to(device), targets.to(device))
+        assert torch.allclose(sums[-1], sums[-2], atol=1e-5)
+        assert float(sums[-1].norm()) > 0.1

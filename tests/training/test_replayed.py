@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import lipdp
 from lipdp import nn
 from lipdp._deferred import deferred_checks, holds
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.graphs import GraphedFunction
 from lipdp.losses import CrossEntropy
 from lipdp.parametrize import constraint
@@ -52,7 +53,7 @@ def test_the_hopeful_projection_is_the_careful_one(size: float) -> None:
     careful = copy.deepcopy(model)
     project_trained(careful)
     before = [p.detach().clone() for p in model.parameters()]
-    fine, projected = Projection(model)._hopeful()
+    fine, projected, _ = Projection(model)._hopeful()
     assert bool(fine)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     with torch.no_grad():
@@ -68,7 +69,7 @@ def test_the_hopeful_projection_holds_from_anywhere_and_notices_what_is_not_fini
     with torch.no_grad():
         weight = next(iter(model.parameters()))
         weight.fill_(float("nan")) if damage == "nan" else weight.mul_(40.0)
-    fine, projected = Projection(model)._hopeful()
+    fine, projected, _ = Projection(model)._hopeful()
     assert bool(fine) == (damage == "far")
     if damage == "far":
         with torch.no_grad():
@@ -127,7 +128,7 @@ def test_replayed_steps_are_the_steps_without_graphs(monkeypatch: pytest.MonkeyP
     assert graphed.refused is None
     assert graphed.recordings == 1
     assert engine._project._replayed._graphed.recordings == 1
-    assert engine._watch._words._graphed.recordings == 1
+    assert engine._project.words is not None  # the digest of what it left comes with it
     monkeypatch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
     plain, _ = trained("cuda")
     for p, q in zip(replayed.parameters(), plain.parameters(), strict=True):
@@ -147,36 +148,91 @@ def test_diverged_weights_are_an_error_on_cuda_too() -> None:
         project.check()
 
 
+def batch_of(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 1, 8, 8), torch.zeros(rows, dtype=torch.long)
+
+
+def take(engine: lipdp.PrivacyEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step(*batch_of())
+
+
+def watched_sums(engine: lipdp.PrivacyEngine) -> list[float]:
+    """The norms of the sums that get noise, step by step."""
+    found: list[float] = []
+    release = engine._mechanism.release
+
+    def noted(answer, *given):
+        found.append(sum(float(total.norm()) for total in answer.sums.values()))
+        return release(answer, *given)
+
+    engine._mechanism.release = noted  # type: ignore[method-assign]
+    return found
+
+
 @on_cuda
 def test_after_weights_diverge_nothing_more_is_released() -> None:
-    """The host learns of it in the next step, before its noise is drawn; the state is not saved either."""
-    model, engine = trained("cuda", steps=9)
-    data = torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.long)
+    """The host hears of it before the next release, and the state is not saved either."""
+    _, engine = trained("cuda", steps=30)
     engine.ledger.releases = 5
+    sums = watched_sums(engine)
     for group in engine.optimizer.param_groups:
         group["lr"] = float("inf")
-    engine.step(*data)
-    assert engine.steps == 6
-    for action in (lambda: engine.step(*(part.clone() for part in data)), engine.state_dict):
-        with pytest.raises(ConfigurationError, match="diverged"):
-            action()
-    assert engine.steps == 6
+    engine.step(*batch_of())
+    with pytest.raises(ConfigurationError, match="diverged"):
+        take(engine, 10)
+    assert len(sums) == 1
+    assert sums[0] > 0
+    with pytest.raises(ConfigurationError, match="diverged"):
+        engine.state_dict()
 
 
 @on_cuda
 def test_weights_written_past_torch_are_noticed_before_anything_is_released() -> None:
-    """The digests are compared on the device while the sums are computed: the host reads the answer before it draws noise."""
-    model, engine = trained("cuda", steps=9)
+    """No version of a tensor shows it; the digests are compared on the device, and the model is analysed and projected again."""
+    model, engine = trained("cuda", steps=30)
+    engine.ledger.releases = 5
+    sums = watched_sums(engine)
+    engine.step(*batch_of())
+    for p in model.parameters():
+        p.data.mul_(30.0)
+    take(engine, 8)
+    assert all(size > 0 for size in sums)
+    assert max(norms(model)) <= 1
+
+
+@on_cuda
+def test_weights_written_through_torch_are_projected_before_the_step() -> None:
+    model, engine = trained("cuda", steps=30)
     engine.ledger.releases = 5
     with torch.no_grad():
         for p in model.parameters():
-            p.data.mul_(30.0)  # no version of any tensor shows it
+            p.mul_(30.0)
     asked = []
     ask = engine._query.ask
     engine._query.ask = lambda *given: asked.append(max(norms(model))) or ask(*given)  # type: ignore[method-assign]
-    engine.step(torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))
+    sums = watched_sums(engine)
+    engine.step(*batch_of())
     assert len(asked) == 2  # once for nothing, and again from projected weights
     assert asked[1] <= 1 < asked[0]
+    assert sums[0] > 0
+
+
+@on_cuda
+def test_a_gradient_that_is_not_finite_is_left_out() -> None:
+    _, engine = trained("cuda", steps=30)
+    engine.ledger.releases = 5
+    sums = watched_sums(engine)
+    fine = torch.zeros((), dtype=torch.bool, device="cuda")
+    ask = engine._query.ask
+
+    def broken(*given):
+        answer = ask(*given)
+        return dataclasses.replace(answer, sums={}, fine=fine, again=lambda: answer)
+
+    engine._query.ask = broken  # type: ignore[method-assign]
+    take(engine, 8)
+    assert all(size > 0 for size in sums)
 
 
 @on_cuda
@@ -190,3 +246,19 @@ def test_weights_far_outside_are_projected_on_cuda_too() -> None:
             parameter.mul_(30.0)
     project()
     assert max(norms(model)) <= 1
+
+
+@on_cuda
+def test_state_that_a_forward_pass_writes_is_put_back_on_the_device() -> None:
+    """What the data wrote into a buffer is not to be seen after the step, and nothing is released."""
+    model, engine = trained("cuda", steps=30)
+    engine.ledger.releases = 5
+    model[0].register_buffer("note", torch.zeros(4, device="cuda"))
+    engine.step(*batch_of())  # settings have changed: analysed again
+    ask = engine._query.ask
+    engine._query.ask = lambda *given: (model[0].note.data.add_(7.0), ask(*given))[1]  # type: ignore[method-assign]
+    sums = watched_sums(engine)
+    with pytest.raises(UnsupportedError, match="note"):
+        engine.step(*batch_of())
+    assert torch.equal(model[0].note.cpu(), torch.zeros(4))
+    assert sums == []

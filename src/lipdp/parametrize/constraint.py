@@ -212,10 +212,10 @@ def _after_rounding(work: torch.Tensor, dtype: torch.dtype) -> float:
 
     The last term is what :func:`~lipdp.bounds.operator_norm.is_contraction` is loose by: what is made has to be found inside by it.
     """
-    rows, rank = work.shape[-2:]
+    rows, rank = int(work.shape[-2]), int(work.shape[-1])
     u = unit_roundoff(work.dtype)
     measured = (2 * rows * rank + 256) * unit_roundoff(torch.float64) + (1 + math.log(rank)) * 2.0**-32
-    return 1.0 + 1.01 * rank**0.5 * (unit_roundoff(dtype) + u) + 8 * u + measured
+    return 1.0 + 1.01 * math.sqrt(rank) * (unit_roundoff(dtype) + u) + 8 * u + measured
 
 
 @dataclass(frozen=True)

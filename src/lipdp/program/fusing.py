@@ -86,8 +86,7 @@ def fusions(
             and _sorts_channels(source, layer_of)
         ):
             del found[source]
-            function = partial(sorted_pool, sort=True, pool=own.pool)
-            found[node] = Fused(function, before.source, (*before.inside, node))
+            found[node] = Fused(partial(sorted_pool, sort=True, pool=own.pool), before.source, (*before.inside, node))
         elif own.pool is not None and rank == 4:
             found[node] = Fused(partial(sorted_pool, sort=False, pool=own.pool), source, (node,))
         elif own.dim is not None and rank >= 2 and own.dim % rank in (1, rank - 1):

@@ -216,8 +216,8 @@ def microbatches(
     ``seats`` says by seat which record sits there (:mod:`lipdp.training.seats`); without it they sit in their order. Empty seats,
     and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
     record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
-    place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which nobody
-    sits is left out.
+    place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which
+    nobody sits is left out.
     """
     of_inputs, of_targets = dtypes or (inputs.dtype, targets.dtype)
     views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype

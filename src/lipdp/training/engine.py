@@ -157,7 +157,7 @@ class PrivacyEngine:
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
-        self._project = Projection(model, lambda: self._watch.settings)
+        self._project = Projection(model, self._watch)
         self._constants = Constants(model)
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
@@ -311,7 +311,7 @@ class PrivacyEngine:
             self._apply_clips()
             self._watch.remember()
         else:
-            self._watch.remember_values()
+            self._watch.remember_values(self._project.words)
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
@@ -340,7 +340,8 @@ class PrivacyEngine:
         On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
         that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
         found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
-        all of these answers. Where one is no, what was computed is thrown away: nothing of it was released, or used.
+        all of them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient
+        is not finite must be left out of the sum, and no other record with it, or it would change all that the others say.
         """
         number = self.steps
         runs_ahead = self.device.type == "cuda" and self._query.recorded
@@ -359,7 +360,7 @@ class PrivacyEngine:
             if runs_ahead:
                 unchanged = self._look(answer.seen[0][:-_MICROBATCH] if answer.seen else None)
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
-            flags = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
+            flags: list[Flag] = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
             unchanged, finite, fine, *same = read_flags(flags)
             if not finite:
                 self._project.check()
@@ -371,8 +372,8 @@ class PrivacyEngine:
             return answer, settings, prepared
         if attempts == 0:
             raise ConfigurationError(
-                "the model's weights or settings change while a step is computed (another thread, or a forward that writes to them), "
-                "so nothing bounds what it computes. No step was taken."
+                "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
+                "them), so nothing bounds what it computes. No step was taken."
             )
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
         return self._ask(batch, attempts - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,8 @@ class ModelWatch:
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
         self._here: list[Any] = []
         self._elsewhere: torch.Tensor | None = None
-        self._words = _Replayed(self.digest_elsewhere, lambda: (self.settings, self._key(), *storages(self._tensors[1])))
+        self._versions: list[int] = []
+        self._words = _Replayed(self.digest_elsewhere, self.state)
 
     def restore_modes(self) -> None:
         """Training and evaluation modes as they were when the bounds were proved."""
@@ -107,10 +108,17 @@ class ModelWatch:
         self.settings = self._watched()
         self.remember_values()
 
-    def remember_values(self) -> None:
-        """The present values are proved, and the settings that :meth:`compare` saw: what changed them since will be noticed."""
-        self._here, words = self._present_values()
+    def remember_values(self, words: torch.Tensor | None = None) -> None:
+        """The present values are proved, and the settings that :meth:`compare` saw: what changed them since will be noticed.
+
+        ``words``: :meth:`digest_elsewhere`, where it is known already.
+        """
+        self._here, words = self._present_values(words)
         self._elsewhere = None if words is None else words.clone()  # a recording's result is overwritten by the next
+
+    def state(self) -> Hashable:
+        """What a recording of :meth:`digest_elsewhere` depends on."""
+        return self.settings, self._key(), storages(self._tensors[1])
 
     def forget(self) -> None:
         """No values are proved until :meth:`remember`."""
@@ -131,12 +139,17 @@ class ModelWatch:
             words = self._words(set(elsewhere))
         return [self.settings, content_digest(*here)], words
 
-    def digest_elsewhere(self) -> torch.Tensor:
-        """Two words for all tensors of one kind, end to end; their shapes are among the settings."""
+    def digest_elsewhere(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """Two words for all tensors of one kind, end to end; their shapes are among the settings.
+
+        ``instead``: what will be in the place of some of them, by their id.
+        """
+        coming = instead or {}
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in self._tensors[1]:
             if tensor.device.type != "cpu":
-                plain = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+                present = coming.get(id(tensor), tensor).detach()
+                plain = present if present.layout == torch.strided else present.to_dense()
                 kinds.setdefault((tensor.device, tensor.dtype), []).append(plain.reshape(-1))
         joined = [torch.cat(parts) for parts in kinds.values()]
         first = joined[0].device
@@ -178,26 +191,29 @@ class Projection:
 
     Args:
         model: the model.
-        settings: the number of its settings (:attr:`ModelWatch.settings`); by default they are looked at in every call.
+        watch: whose settings it goes by, and for whom it computes the digest of what it leaves; by default it looks at the model's
+            settings itself in every call.
     """
 
-    def __init__(self, model: torch.nn.Module, settings: Callable[[], int] | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, watch: ModelWatch | None = None) -> None:
         self.model = model
         self.fine: Flag = True
+        self.words: torch.Tensor | None = None
+        self._watch = watch
         self._parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._constrained = any(isinstance(module, Constrained) for module in model.modules())
-        number = settings or Watched(model)
-        self._replayed = _Replayed(self._hopeful, lambda: (number(), *storages(self._parameters)))
+        self._watched = Watched(model)
+        self._replayed = _Replayed(self._hopeful, self._state)
 
     def __call__(self) -> None:
         """Bring the trained weights back into their sets, in place."""
-        self.fine = True
+        self.fine, self.words = True, None
         if not self._constrained:
             return
         if not self._parameters or self._parameters[0].device.type != "cuda":
             project_trained(self.model)
             return
-        self.fine, projected = self._replayed({p.device for p in self._parameters})
+        self.fine, projected, self.words = self._replayed({p.device for p in self._parameters})
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, projected)
 
@@ -209,8 +225,13 @@ class Projection:
                 "released since."
             )
 
-    def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Whether all weights are finite, and the projected weights; the model's own are as they were."""
+    def _state(self) -> Hashable:
+        if self._watch is None:
+            return self._watched(), storages(self._parameters)
+        return self._watch.state(), storages(self._parameters)
+
+    def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+        """Whether all weights are finite, the projected weights and a digest of all tensors with these; the model's own stay."""
         kept = [p.detach().clone() for p in self._parameters]
         with deferred_checks() as conditions:
             project_trained(self.model)
@@ -218,7 +239,9 @@ class Projection:
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, kept)
         fine = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
-        return fine, projected
+        if self._watch is None or kept[0].device.type != "cuda":
+            return fine, projected, None
+        return fine, projected, self._watch.digest_elsewhere(dict(zip(map(id, self._parameters), projected, strict=True)))
 
 
 def project_trained(model: torch.nn.Module) -> None:
