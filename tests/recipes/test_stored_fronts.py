@@ -72,21 +72,24 @@ def test_random_copies_are_not_stored() -> None:
         train(TINY.but(augmentation=RandomCrop(1, 2)), epsilon=3.0, seed=0, **REPEATED)
 
 
+def final_weight(recipe: Recipe, epsilon: float, **options: Any) -> torch.Tensor:
+    model = train(recipe, epsilon=epsilon, seed=5, **options, **REPEATED).model
+    return [p.detach() for p in model.parameters()][-1]
+
+
 @pytest.mark.parametrize("private", [False, True])
 def test_runs_repeat_and_the_cache_changes_nothing(tmp_path: Path, private: bool) -> None:
     """Statistics are no part of what is kept: with another budget they are others."""
     changes = {"options": {**SMALL, "statistics": "private"}, "statistics_budget": 0.1} if private else {}
-    recipe = TINY.but(**changes).but(steps=5)
-    first, again = (train(recipe, epsilon=3.0, seed=5, cache=tmp_path, **REPEATED) for _ in range(2))
-    alone, other, dear = (train(recipe, epsilon=e, seed=s, **REPEATED) for e, s in ((3.0, 5), (3.0, 6), (30.0, 5)))
-    cached = train(recipe, epsilon=30.0, seed=5, cache=tmp_path, **REPEATED)
-    weights = [[p.detach() for p in r.model.parameters()][-1] for r in (first, again, alone, other)]
-    assert torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[0], weights[2])
-    assert not torch.equal(weights[0], weights[3])
+    recipe = TINY.but(**changes).but(steps=3)
+    first, again, alone = (final_weight(recipe, 3.0, cache=cache) for cache in (tmp_path, tmp_path, None))
+    assert torch.equal(first, again)
+    assert torch.equal(first, alone)
     assert len(list(tmp_path.iterdir())) == 1
-    for mine, theirs in zip(dear.model.state_dict().values(), cached.model.state_dict().values(), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-5)
+    if private:
+        other, cached = (final_weight(recipe, 30.0, cache=cache) for cache in (None, tmp_path))
+        assert torch.equal(other, cached)
+        assert not torch.allclose(other, first, atol=1e-3)
 
 
 def test_a_part_of_the_training_set_is_held_out_and_watched() -> None:
@@ -162,7 +165,7 @@ def test_patches_on_digits() -> None:
 
 def test_straightened_digits_through_random_relus() -> None:
     """The layers of the recipes for MNIST on 8 × 8 images; so few of them need a larger budget."""
-    recipe = get("mnist", 8.0).but(dataset="digits", batch_size=1438, delta=1e-4, learning_rate=2.0).but(steps=60)
+    recipe = get("mnist", 8.0).but(dataset="digits", batch_size=1438, delta=1e-4, learning_rate=2.0).but(steps=40)
     assert isinstance(recipe.make_loss(), losses.Squares)
     result = train(recipe, epsilon=20.0, seed=0, **REPEATED)
     assert result.accuracy > 0.93
