@@ -22,7 +22,7 @@ from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_m
 from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
 from lipdp.privacy.randomness import Stream, derive_key, derive_seed, fresh_key, fresh_seed, generator
-from lipdp.privacy.runs import PrivateRun, Release
+from lipdp.privacy.runs import PrivateRun, Release, Sampling
 from lipdp.privacy.sampling import PoissonSampler, poisson_indices
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Pure",
     "Release",
     "Reservation",
+    "Sampling",
     "Stream",
     "above_threshold",
     "add_noise",

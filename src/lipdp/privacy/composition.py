@@ -20,7 +20,8 @@ from functools import lru_cache
 from typing import Any
 
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy.accounting import Adjacency, _quiet, run_epsilon
+from lipdp.privacy._rdp import quiet
+from lipdp.privacy.accounting import Adjacency, run_epsilon
 from lipdp.privacy.costs import Approximate, Pure, from_key, to_key
 from lipdp.privacy.runs import PrivateRun, Release
 
@@ -371,7 +372,7 @@ def _curve(key: str) -> Any:
     from dp_accounting import rdp
 
     accountant = rdp.RdpAccountant(_ORDERS)
-    with _quiet():
+    with quiet():
         accountant.compose(from_key(key))
     values = np.asarray(accountant.rdp, dtype=np.float64)
     return np.where(values >= 0, values, math.inf) + _ROUNDING
