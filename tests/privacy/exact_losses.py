@@ -7,7 +7,7 @@ With K(z) = log E e^{zL} of one step's privacy loss L, and any t > 0,
 as E[1 − e^{ε−L}]₊ is the inverse Laplace transform of e^{TK} with this kernel (Alghamdi et al. 2023, "The saddle-point method in
 differential privacy"). K is an integral over the noise, up to where what is beyond is nothing against δ. Nothing is rounded to a
 grid of losses, and all is relative to the value at t, so tiny δ keep their digits. One step and full batches have closed forms.
-Where losses are rare and large that converges slowly (ArithmeticError). There :func:`fine_grid_epsilon` has a plain, very fine grid:
+Where losses are rare and large that converges slowly (ArithmeticError). There :func:`fine_grid_epsilon` has a plain, fine grid:
 each loss is shared by the two nearest points so that its mean is kept (an estimate, right to second order, no bound), and
 transforms are taken in numpy's longest floats.
 """
@@ -193,8 +193,8 @@ def _sum(terms: np.ndarray) -> float:
     return float(terms.sum() - terms[0] / 2)
 
 
-def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: int = 22) -> float:
-    """ε at δ for one record removed, on a grid of 2^bits points."""
+def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: int = 22, tilt: float = 4.0) -> float:
+    """ε at δ for one record removed, on a grid of 2^bits points; masses times e^{tilt·loss} are convolved."""
     from scipy import fft
 
     x = np.linspace(-14 * sigma, 15 * sigma + 1, 1 << 21)
@@ -203,6 +203,8 @@ def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: in
     weight /= weight.sum()
     kept = steps * np.cumsum(weight[::-1])[::-1] > 1e-5 * delta  # beyond: infinite
     infinity, loss, weight = steps * weight[~kept].sum(), loss[kept], weight[kept]
+    weight = weight * np.exp(tilt * loss)
+    log_total, weight = steps * math.log(weight.sum()), weight / weight.sum()
     mean = float(weight @ loss)
     deviation = math.sqrt(steps * float(weight @ (loss - mean) ** 2))
     low, size = -14 * deviation, 1 << bits
@@ -218,6 +220,7 @@ def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: in
     losses = steps * mean + h * (first + np.arange(size))
     composed = np.roll(composed, -(first % size))[losses > 0]
     losses = losses[losses > 0]
+    composed *= np.exp(log_total - tilt * losses)
     above, lower = np.cumsum(composed[::-1])[::-1], np.cumsum((composed * np.exp(-losses))[::-1])[::-1]
     place = int(np.flatnonzero(infinity + above - np.exp(losses) * lower > delta)[-1]) + 1
     return math.log((infinity + above[place] - delta) / lower[place])

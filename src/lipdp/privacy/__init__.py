@@ -23,7 +23,7 @@ from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
 from lipdp.privacy.randomness import Stream, derive_key, derive_seed, fresh_key, fresh_seed, generator
 from lipdp.privacy.runs import PrivateRun, Release, Sampling
-from lipdp.privacy.sampling import PoissonSampler, poisson_indices
+from lipdp.privacy.sampling import PoissonSampler, poisson_indices, sample_indices
 
 __all__ = [
     "MAX_STEPS",
@@ -66,4 +66,5 @@ __all__ = [
     "private_moments",
     "private_quantile",
     "run_epsilon",
+    "sample_indices",
 ]

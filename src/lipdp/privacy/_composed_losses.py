@@ -212,10 +212,14 @@ class _Upper(NamedTuple):
             return math.inf
         wanted = delta - self.infinity - doubt
         highest = (self.first + len(self.masses) - 1) * self.h
+        if self.h > 50:  # e^{ε − l} is nothing: the loss above which there is less mass
+            place = int(np.count_nonzero(np.maximum.accumulate(np.cumsum(self.masses[::-1])) > wanted))
+            return max(least, (self.first + place - 1) * self.h)
         # From above, a piece at a time: exponentials are relative to its lowest loss.
         above, lower = 0.0, 0.0  # Σ m and Σ m·e^{loss − l} beyond the present loss
-        for stop in range(len(self.masses), 0, -_PIECE):
-            start = max(0, stop - _PIECE)
+        piece = min(_PIECE, 1 + int(600 / self.h))
+        for stop in range(len(self.masses), 0, -piece):
+            start = max(0, stop - piece)
             decay = np.exp(-self.h * np.arange(stop - start))  # e^{−(l − lowest)}
             masses, base = self.masses[start:stop], (self.first + start) * self.h
             upper = above + np.cumsum(masses[::-1])[::-1]
@@ -226,8 +230,8 @@ class _Upper(NamedTuple):
             if len(beyond):
                 place = int(beyond[-1])  # ε is above this loss, and at most the next one
                 over = (float(upper[place + 1]), float(rest[place + 1])) if place + 1 < stop - start else (above, lower)
-                crossing = base + math.log((over[0] - wanted) / over[1]) if over[0] > wanted else base + place * self.h
-                return max(least, min(crossing, base + (place + 1) * self.h, highest))
+                crossing = math.inf if over[1] == 0 else math.log((over[0] - wanted) / over[1]) if over[0] > wanted else 0.0
+                return max(least, min(base + max(crossing, place * self.h), base + (place + 1) * self.h, highest))
             above, lower = float(upper[0]), float(rest[0])
         return least
 
@@ -303,7 +307,7 @@ class Composition:
         t = before.tilt or direction.best_tilt(lambda t, k: k + _kernel(t) - t * epsilon)
         chernoff = direction.cumulant(t) + direction.inexactness(t) + _kernel(t) - t * epsilon
         least, share = min(1.0, math.exp(min(chernoff, 0.0)) + direction.infinity), before.share
-        for window in self._windows(direction, t, epsilon, 1e-3 * least, share):
+        for window in self._windows(direction, t, epsilon, max(1e-3 * least, 1e-300), share):
             upper = self._upper(direction, window, epsilon)
             if upper.first * self.h <= epsilon:
                 doubt = upper.doubt(epsilon)

@@ -50,7 +50,13 @@ class Figure(NamedTuple):
 
 
 def parts_epsilon(parts: Parts, d: float, neighbours: Neighbours) -> Figure:
-    """ε at δ of sampled Gaussian steps, at any rates and noises."""
+    """ε at δ of sampled Gaussian steps, at any rates and noises.
+
+    A step without the record is the same for both neighbours: all of them differ by Σ nᵢqᵢ at most in total variation. Where that
+    is no more than δ, ε is 0.
+    """
+    if math.fsum(count * step.rate for step, count in parts) <= d:
+        return Figure(0.0)
     return _refined(parts, neighbours, _log_tail(parts, d), lambda composed, known: composed.epsilon(d, known), PRECISION)
 
 

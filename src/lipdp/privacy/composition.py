@@ -146,7 +146,7 @@ class Composition:
         return min(apart, self._pld(_merged(totals.counts), float(self.delta), grid, alone=False))
 
     def _pld(self, counts: Counts, delta: float, grid: float, *, alone: bool) -> float:
-        if delta <= 0 or _width(counts, self.adjacency) * _GRIDS[0] > _WIDEST * grid:
+        if delta <= 0 or _width(counts, self.adjacency) * _GRIDS[0] > _WIDEST * grid or not _known(counts, self.adjacency):
             return math.inf
         base = self._kept.get((grid, alone))
         if base is None or not base.extends_to(counts):
@@ -229,6 +229,12 @@ def _check_parameters(event: Any) -> None:
         raise ConfigurationError(f"sampling_probability is {q!r}: each record's chance to be in a sample, above 0, at most 1.")
     if hasattr(event, "event"):
         _check_parameters(event.event)
+
+
+def _known(counts: Counts, adjacency: Adjacency) -> bool:
+    """Whether dp-accounting's PLD has an analysis of all of them."""
+    events = (_in_relation(from_key(key), adjacency) for key in counts)
+    return all(isinstance(event, Pure | Approximate) or _accountant(adjacency, _GRIDS[0]).supports(event) for event in events)
 
 
 def _count(counts: dict[str, int], key: str, more: int) -> None:

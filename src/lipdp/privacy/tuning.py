@@ -181,6 +181,10 @@ def _one_run(run: PrivateRun) -> Any:
             "a run with pure releases beside its steps can't be repeated and selected: their Rényi curve is not known here. "
             "Make them Gaussian."
         )
+    if run.sampling.scheme != "poisson":
+        raise ConfigurationError(
+            f"a run with {run.sampling.scheme} sampling can't be repeated and selected here: the analysis is for Poisson samples."
+        )
     if run.steps == 0 and not run.gaussian_releases:
         raise ConfigurationError("the run releases nothing: there is nothing to choose between")
     dp = _accounting()
