@@ -448,8 +448,8 @@ def _log_size(coefficients: Sequence[Any], offs: Sequence[Any], counts: Sequence
 
 def _log1p(value: npt.NDArray[np.complex128]) -> npt.NDArray[np.complex128]:
     """log(1 + value), with the digits that a small value has."""
-    with np.errstate(divide="ignore"):
-        real = np.log1p(np.maximum(2 * value.real + value.real**2 + value.imag**2, -1.0)) / 2
+    # A coefficient that is 0 to all digits: 1e-16 is within what it may be off by.
+    real = np.log1p(np.maximum(2 * value.real + value.real**2 + value.imag**2, -1 + 1e-16)) / 2
     result: npt.NDArray[np.complex128] = real + 1j * np.arctan2(value.imag, 1 + value.real)
     return result
 
