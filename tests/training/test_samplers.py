@@ -1,4 +1,4 @@
-"""Truncated Poisson and fixed-size samples: drawn as they are accounted for, planned, written down, refused where they do not fit."""
+"""Truncated Poisson and fixed-size samples: drawn as accounted for, planned, written down, refused where they do not fit."""
 
 from __future__ import annotations
 
