@@ -54,7 +54,8 @@ def test_a_run_that_was_planned_for_the_whole_budget_fits_and_nothing_else_does(
     cost = epsilon(noise_multiplier=3.0, sampling_rate=0.05, steps=60, delta=1e-5)
     budget = begun(tmp_path / "a", epsilon=cost)
     budget.reserve("run", run, "training")
-    assert budget.spent == pytest.approx(cost, abs=1e-9)
+    assert budget.spent <= cost
+    assert budget.spent == pytest.approx(cost, rel=1e-6)
     with pytest.raises(BudgetError, match="training would bring"):
         budget.reserve("other", run, "training")
     with pytest.raises(BudgetError):

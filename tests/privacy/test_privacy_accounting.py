@@ -34,10 +34,11 @@ def test_pld_is_dp_accounting(adjacency, sigma, q, steps):
     direct = pld.PLDAccountant(RELATIONS[adjacency])
     direct.compose(run_event(sigma, q, steps))
     run = {"noise_multiplier": sigma, "sampling_rate": q, "steps": steps, "adjacency": adjacency}
+    # The same grid; ours has what rounding may hide on top, and theirs may be off by the rounding of its transforms.
     for d in (1e-5, 1e-8):
-        assert privacy.epsilon(**run, delta=d) == pytest.approx(direct.get_epsilon(d), abs=1e-9)
+        assert privacy.epsilon(**run, delta=d) == pytest.approx(direct.get_epsilon(d), rel=2e-6)
     for e in (0.5, 3.0):
-        assert privacy.delta(**run, epsilon=e) == pytest.approx(direct.get_delta(e), abs=1e-9)
+        assert privacy.delta(**run, epsilon=e) == pytest.approx(direct.get_delta(e), rel=1e-3, abs=1e-12)
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), itertools.product([0.7, 2.0], [0.01, 0.3, 1.0], [1, 1000]))
@@ -131,6 +132,15 @@ def test_nothing_costs_nothing():
     run = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "steps": 0}
     assert privacy.epsilon(**run, delta=1e-5) == 0.0
     assert privacy.delta(**run, epsilon=1.0) == 0.0
+
+
+def test_what_delta_hides_costs_nothing():
+    """All steps together hold the record with probability T·q at most: where that is below δ, ε is 0, however little the noise."""
+    assert privacy.epsilon(noise_multiplier=0.01, sampling_rate=1e-12, steps=10**7, delta=1.1e-5) == 0.0
+    assert privacy.epsilon(noise_multiplier=0.01, sampling_rate=1e-12, steps=10**7, delta=0.9e-5) > 1.0
+
+
+def test_no_steps_are_no_event():
     assert privacy.event(1.0, 0.1, 0) == dp_accounting.NoOpDpEvent()
 
 
@@ -176,10 +186,13 @@ def test_bad_epsilon(value):
         privacy.max_steps(epsilon=value, delta=1e-5, sampling_rate=0.1, noise_multiplier=1.0)
 
 
-def test_a_pld_too_large_for_memory_is_refused():
-    with pytest.raises(ConfigurationError, match="rdp"):
-        privacy.epsilon(noise_multiplier=0.01, sampling_rate=0.1, steps=100, delta=1e-5)
-    assert privacy.epsilon(noise_multiplier=0.01, sampling_rate=0.1, steps=100, delta=1e-5, accountant="rdp") > 1000
+def test_hardly_any_noise_has_an_answer():
+    """A loss of thousands, on a grid that is as coarse as it has to be; at q = 1 it is known in closed form."""
+    run = {"noise_multiplier": 0.1, "sampling_rate": 0.1, "steps": 100, "delta": 1e-5}
+    assert 500 < privacy.epsilon(**run) < privacy.epsilon(**run, accountant="rdp")
+    whole = privacy.epsilon(noise_multiplier=1e-3, sampling_rate=1.0, steps=100, delta=1e-5)
+    exact = dp_accounting.get_epsilon_gaussian(1e-4, 1e-5)
+    assert exact * (1 - 1e-12) <= whole <= exact * (1 + 1e-3)
 
 
 def test_dropped_orders_are_not_logged(caplog):

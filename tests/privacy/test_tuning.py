@@ -16,6 +16,8 @@ from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, scor
 ORDERS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 SHAPES = [0.0, 0.5, 1.0, 3.0]
 
+KEY = bytes(range(32))
+
 
 @lru_cache
 def sampled_gaussian_rdp(q: float, sigma: float, order: float) -> float:
@@ -129,11 +131,38 @@ def test_the_run_that_fits_fits_and_a_larger_one_does_not() -> None:
         affordable_run(lambda _: describe(1.0), Repetitions(1000.0), epsilon=0.01, delta=1e-5)
 
 
-def test_coins_do_not_depend_on_other_records() -> None:
-    few, more = record_coins(100, 0.3), record_coins(5000, 0.3)
-    assert torch.equal(few, more[:100])
-    assert float(more.double().mean()) == pytest.approx(0.3, abs=0.03)
-    assert not torch.equal(record_coins(100, 0.3, seed=1), few)
+def records(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return torch.rand(count, 5, generator=draw), torch.randint(3, (count,), generator=draw)
+
+
+@pytest.mark.parametrize("place", [0, 1, 250, 498, 499])
+def test_neighbours_that_differ_anywhere_keep_all_other_sides(place: int) -> None:
+    """Removing the record at any place, or adding one there, changes no other record's coin."""
+    inputs, targets = records(500)
+    coins = record_coins((inputs, targets), 0.3, KEY)
+    others = torch.arange(500) != place
+    assert torch.equal(record_coins((inputs[others], targets[others]), 0.3, KEY), coins[others])
+    more = [torch.cat([part[:place], part[7:8] * 0 + 1, part[place:]]) for part in (inputs, targets)]
+    kept = torch.arange(501) != place
+    assert torch.equal(record_coins(more, 0.3, KEY)[kept], coins)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(record_coins((inputs[order], targets[order]), 0.3, KEY), coins[order])
+
+
+def test_coins_are_secret_fair_and_of_the_whole_record() -> None:
+    inputs, targets = records(5000)
+    coins = record_coins((inputs, targets), 0.3, KEY)
+    assert float(coins.double().mean()) == pytest.approx(0.3, abs=0.03)  # 4.6 standard deviations
+    for other in (record_coins((inputs, targets), 0.3, bytes(32)), record_coins((inputs, targets + 1), 0.3, KEY)):
+        assert 0.3 < float((other != coins).double().mean()) < 0.54  # independent ones differ in 0.42 of them
+
+
+def test_copies_share_a_coin_and_one_more_joins_them() -> None:
+    inputs, targets = records(50)
+    coins = record_coins((inputs, targets), 0.5, KEY)
+    twice = record_coins((torch.cat([inputs, inputs]), torch.cat([targets, targets])), 0.5, KEY)
+    assert torch.equal(twice, torch.cat([coins, coins]))
 
 
 def test_refusals() -> None:
@@ -150,4 +179,6 @@ def test_refusals() -> None:
     with pytest.raises(ConfigurationError, match="gamma"):
         _ = Repetitions(5.0, math.inf).gamma
     with pytest.raises(ConfigurationError, match="share"):
-        record_coins(10, 1.0)
+        record_coins(records(10), 1.0, KEY)
+    with pytest.raises(ConfigurationError, match="fresh_key"):
+        record_coins(records(10), 0.5, b"short")

@@ -23,8 +23,8 @@ from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_m
 from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
 from lipdp.privacy.randomness import Stream, derive_key, derive_seed, fresh_key, fresh_seed, generator
-from lipdp.privacy.runs import PrivateRun, Release
-from lipdp.privacy.sampling import PoissonSampler, poisson_indices
+from lipdp.privacy.runs import PrivateRun, Release, Sampling
+from lipdp.privacy.sampling import PoissonSampler, poisson_indices, sample_indices
 
 __all__ = [
     "MAX_STEPS",
@@ -42,6 +42,7 @@ __all__ = [
     "Pure",
     "Release",
     "Reservation",
+    "Sampling",
     "Stream",
     "above_threshold",
     "add_noise",
@@ -67,4 +68,5 @@ __all__ = [
     "private_moments",
     "private_quantile",
     "run_epsilon",
+    "sample_indices",
 ]

@@ -41,14 +41,14 @@ def smallest_noise(
     return high, slope
 
 
-def most_steps(cost: Callable[[int], float], target: float, guess: int) -> int:
-    """The largest n in 0…MAX_STEPS with cost(n) ≤ target, for a rising cost with cost(0) = 0."""
+def most_steps(cost: Callable[[int], float], target: float, guess: int, precision: float = 0.0) -> int:
+    """The largest n in 0…MAX_STEPS with cost(n) ≤ target, for a rising cost with cost(0) = 0; to a relative ``precision``."""
     low, high = 0, MAX_STEPS + 1  # fits; does not
     n, slope, last = min(max(guess, 1), MAX_STEPS), 0.6, (0, math.nan)
     for turn in itertools.count():
         value = cost(n)
         low, high = (n, high) if value <= target else (low, n)
-        if high - low <= 1:
+        if high - low <= max(1, precision * low):
             break
         if 0 < value < math.inf and 0 < last[1] < math.inf and last[0] != n:
             fresh = math.log(last[1] / value) / math.log(last[0] / n)

@@ -1,30 +1,30 @@
-"""How much privacy a run spends: thin, validated calls to Google's dp-accounting.
+"""How much privacy a run spends, by Google's dp-accounting.
 
-One training step releases the noised sum of per-example vectors of a Poisson sample: a Gaussian mechanism of noise
-multiplier σ (noise std ÷ per-example bound Δ) behind Poisson sampling at rate q. :func:`event` *describes* T of
-them; the other functions *analyse* that description, with the accountant asked for:
+One training step releases the noised sum of per-example vectors of a random sample: a Gaussian mechanism of noise
+multiplier σ (noise std ÷ per-example bound Δ) behind Poisson sampling at rate q, if nothing else is said. :func:`event`
+*describes* T of them; the other functions *analyse* that description, with the accountant asked for:
 
-- ``"pld"`` (default): privacy loss distributions, tight up to a discretisation of 1e-4 that is always pessimistic.
+- ``"pld"`` (default): privacy loss distributions, on a grid that is halved until ε no longer moves by 0.1%; always pessimistic,
+  rounding included. Where dp-accounting's usual grid of 1e-4 will do, it is that. See :mod:`lipdp.privacy._pld`.
 - ``"rdp"``: Rényi differential privacy over dp-accounting's default orders (they include Opacus'): looser.
 
 And for the neighbours asked for:
 
 - ``"add_remove"`` (default): one record more or less. The sum moves by at most Δ.
 - ``"replace_one"``: one record changed. The sum moves by up to 2Δ, but "2Δ and the add/remove accountant" is wrong once
-  Poisson samples are composed. The multiplier passed here is still s/Δ: the PLD accountant doubles internally.
+  Poisson samples are composed. The multiplier passed here is still s/Δ: the accountant doubles internally.
 
-:class:`~lipdp.privacy.runs.PrivateRun` describes the general case: steps at several noise levels and one-off releases
-(statistics, say) beside them. Gaussian ones are composed by the accountant, exactly; the ε of pure ones is added.
+:class:`~lipdp.privacy.runs.PrivateRun` describes the general case: steps at several noise levels, with another
+:class:`~lipdp.privacy.runs.Sampling`, and one-off releases (statistics, say) beside them. Gaussian ones are composed by the
+accountant, exactly; the ε of pure ones is added.
 
 dp-accounting (and with it scipy) is imported on the first call, not with this module.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 from lipdp._checks import is_number, positive, probability, rate, whole
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._search import MAX_NOISE, MAX_STEPS, most_steps, smallest_noise
-from lipdp.privacy.runs import PrivateRun
+from lipdp.privacy.runs import PrivateRun, Sampling
 
 __all__ = [
     "MAX_STEPS",
@@ -47,14 +47,13 @@ __all__ = [
     "max_steps",
     "privacy_profile",
     "run_epsilon",
+    "step_event",
 ]
 
 Adjacency = Literal["add_remove", "replace_one"]
 Accountant = Literal["pld", "rdp"]
 
-_FINE, _COARSE = 1e-4, 1e-3  # PLD discretisation: dp-accounting's default, and a ten times faster one for first guesses
-_MAX_LOSS = 5_000.0  # the widest privacy loss a PLD is built for: 5e7 bins, about 5 GB
-_ROUGH_ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 256)  # whole orders cost 3 ms in all
+_POISSON = Sampling()
 
 
 def event(noise_multiplier: float, sampling_rate: float, steps: int) -> Any:
@@ -66,6 +65,19 @@ def event(noise_multiplier: float, sampling_rate: float, steps: int) -> Any:
     return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count)
 
 
+def step_event(run: PrivateRun, noise_multiplier: float) -> Any:
+    """The dp-accounting ``DpEvent`` of one step of the run with this noise, as its sampling says.
+
+    For "fixed_size" the multiplier is halved: dp-accounting means the noise against the sensitivity to *replacing* a record there.
+    """
+    dp, how = _dp(), run.sampling
+    if how.scheme == "truncated_poisson":
+        return dp.dp_event.TruncatedSubsampledGaussianDpEvent(how.dataset_size, run.sampling_rate, how.batch_size, noise_multiplier)
+    if how.scheme == "fixed_size":
+        return dp.SampledWithoutReplacementDpEvent(how.dataset_size, how.batch_size, dp.GaussianDpEvent(noise_multiplier / 2))
+    return dp.PoissonSampledDpEvent(run.sampling_rate, dp.GaussianDpEvent(noise_multiplier))
+
+
 def epsilon(
     *,
     noise_multiplier: float,
@@ -74,19 +86,21 @@ def epsilon(
     delta: float,
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
+    sampling: Sampling = _POISSON,
 ) -> float:
     """The ε that T steps spend at this δ: min{ε : P(S) ≤ e^ε·P'(S) + δ for all neighbours and all S}; 0 for 0 steps.
 
-    It is dp-accounting's own value, and ``inf`` where the accountant has no finite one (PLD below δ ≈ 1e-15 per run).
+    An upper bound, within about 0.1% of the smallest (a warning says where it may be more).
     """
-    return run_epsilon(PrivateRun(sampling_rate, ((noise_multiplier, steps),)), delta, accountant, adjacency)
+    run = PrivateRun(sampling_rate, ((noise_multiplier, steps),), sampling=sampling)
+    return run_epsilon(run, delta, accountant, adjacency)
 
 
 def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove") -> float:
     """The ε of a whole run at this δ: its Gaussian parts composed by the accountant, plus Σε of its pure releases."""
-    d, how = probability(delta), _analysis(accountant, adjacency)
+    d, how = probability(delta), _analysis(accountant, adjacency, run.sampling)
     idle = run.steps == 0 and not run.gaussian_releases
-    return run.pure_epsilon + (0.0 if idle else _epsilon(run, d, *how))
+    return run.pure_epsilon + (0.0 if idle else _figure(run, d, *how).told("epsilon"))
 
 
 def privacy_profile(
@@ -97,20 +111,40 @@ def privacy_profile(
     *,
     coarse: bool = False,
 ) -> list[float]:
-    """δ(ε) of a whole run at many ε ≥ 0 at once; those below the ε of its pure releases have δ = 1.
+    """δ(ε) of a whole run at many ε ≥ 0 at once, by dp-accounting; those below the ε of its pure releases have δ = 1.
 
-    ``coarse``: ten times as fast, and a little larger.
+    Args:
+        run: what is released.
+        epsilons: where δ is wanted.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+        coarse: on a grid of 1e-3 instead of 1e-4: ten times as fast, and a little larger.
     """
-    how, pure = _analysis(accountant, adjacency), run.pure_epsilon
+    how, pure = _analysis(accountant, adjacency, run.sampling), run.pure_epsilon
     if run.steps == 0 and not run.gaussian_releases:
         return [0.0 if e >= pure else 1.0 for e in epsilons]
-    composed = _compose(run, *how, _COARSE) if coarse else _composed(run, *how)
     beyond = [e - pure for e in epsilons if e >= pure]
-    if accountant == "pld":
-        found = iter(map(float, composed.get_delta(beyond)) if beyond else ())
+    if how[0] == "rdp":
+        from lipdp.privacy import _rdp
+
+        deltas = iter([_rdp.run_delta(run, e) for e in beyond])
     else:
-        found = (float(composed.get_delta(e)) for e in beyond)
-    return [next(found) if e >= pure else 1.0 for e in epsilons]
+        deltas = iter(map(float, _losses(run, adjacency, 1e-3 if coarse else 1e-4).get_delta(beyond)) if beyond else ())
+    return [next(deltas) if e >= pure else 1.0 for e in epsilons]
+
+
+@lru_cache(maxsize=4)  # a composed distribution is some megabytes
+def _losses(run: PrivateRun, adjacency: Adjacency, grid: float) -> Any:
+    """dp-accounting's own accountant of privacy losses that has seen the Gaussian parts of the run."""
+    dp = _dp()
+    relation = dp.NeighboringRelation
+    ledger = dp.pld.PLDAccountant(relation.ADD_OR_REMOVE_ONE if adjacency == "add_remove" else relation.REPLACE_ONE, grid)
+    for sigma, steps in run.segments:
+        if steps:
+            ledger.compose(step_event(run, sigma), steps)
+    for sigma in run.gaussian_releases:
+        ledger.compose(event(sigma, 1.0, 1))  # every record is in it: the event that also doubles for replace-one
+    return ledger
 
 
 def delta(
@@ -121,11 +155,19 @@ def delta(
     epsilon: float,
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
+    sampling: Sampling = _POISSON,
 ) -> float:
-    """The δ that T steps spend at this ε: sup over neighbours and S of P(S) − e^ε·P'(S); 0 for 0 steps."""
-    budget, analysis = positive("epsilon", epsilon), _analysis(accountant, adjacency)
-    run = PrivateRun(sampling_rate, ((noise_multiplier, steps),))
-    return float(_composed(run, *analysis).get_delta(budget)) if run.steps else 0.0
+    """The δ that T steps spend at this ε: sup over neighbours and S of P(S) − e^ε·P'(S); 0 for 0 steps.
+
+    Its grid is halved until that moves δ by less than 1%.
+    """
+    budget, how = positive("epsilon", epsilon), _analysis(accountant, adjacency, sampling)
+    run = PrivateRun(sampling_rate, ((noise_multiplier, steps),), sampling=sampling)
+    if not run.steps:
+        return 0.0
+    from lipdp.privacy import _pld, _rdp
+
+    return _rdp.run_delta(run, budget) if how[0] == "rdp" else _pld.parts_delta(_parts(run), budget, how[1]).told("delta")
 
 
 def calibrate_noise(
@@ -137,17 +179,18 @@ def calibrate_noise(
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
     tolerance: float = 1e-5,
+    sampling: Sampling = _POISSON,
 ) -> float:
     """The smallest noise multiplier whose T steps cost at most (ε, δ): min{σ : ε(σ, q, T, δ) ≤ ε}.
 
     The returned σ has been fed to :func:`epsilon` and fits, and σ/(1 + tolerance) has been seen not to fit, so the
-    answer is within that relative tolerance of the smallest (it does not look below 1e-3).
-    BudgetError when not even σ = 1e8 fits: a PLD's pessimistic rounding leaves a floor under ε for millions of steps,
-    and no finite ε below δ ≈ 1e-15.
+    answer is within that relative tolerance of the smallest (it does not look below 1e-3). Where ε itself is loose, which a warning
+    says, it is not sought more exactly than that.
+    BudgetError when not even σ = 1e8 fits.
     """
     count, q = whole("steps", steps), rate(sampling_rate)
     return calibrate_run(
-        lambda sigma: PrivateRun(q, ((sigma, count),)),
+        lambda sigma: PrivateRun(q, ((sigma, count),), sampling=sampling),
         epsilon=epsilon,
         delta=delta,
         accountant=accountant,
@@ -169,36 +212,63 @@ def calibrate_run(
 
     The cost has to fall as σ grows; what does not depend on σ (one-off releases) must leave something of the budget.
     """
-    target, d, how = positive("epsilon", epsilon), probability(delta), _analysis(accountant, adjacency)
+    target, d = positive("epsilon", epsilon), probability(delta)
     if not (is_number(tolerance) and 1e-9 <= tolerance < 1):
         raise ConfigurationError(f"tolerance is {tolerance!r}: a relative precision between 1e-9 and 1; leave it at 1e-5.")
     one = describe(1.0)
+    how = _analysis(accountant, adjacency, one.sampling)
     if one.steps > MAX_STEPS:
         raise ConfigurationError(
             f"steps is {one.steps}: more than {MAX_STEPS:,} can't be accounted for in reasonable time. Use fewer."
         )
     _refuse_dear_releases(one, target, d, *how)
     left = target - one.pure_epsilon
-    passes = [(lambda s: _rough(describe(s), d, how[1]), 0.01)]
-    if how[0] == "pld":
-        passes.append((lambda s: _measure(describe(s), d, *how, _COARSE), 1e-3))
     guess, slope = 1.0, -1.5
-    for cost, precision in passes:
-        found, steepness = smallest_noise(cost, left, guess, slope, precision)
-        if math.isfinite(found):  # else beyond that accountant, which says nothing of the next
-            guess, slope = found, steepness
-    found, _ = smallest_noise(lambda s: _epsilon(describe(s), d, *how), left, guess, slope, tolerance)
-    if math.isinf(found):
+    # About where it is, then on a coarse grid, then as it will be reported.
+    coarse: tuple[tuple[Callable[[float], float], float], ...] = (
+        (lambda s: _guess(describe(s), d, how[1]), 0.02),
+        (lambda s: _first_epsilon(describe(s), d, *how), 1e-3),
+    )
+    for cost, precision in coarse:
+        near, steepness = smallest_noise(cost, left, guess, slope, precision)
+        if math.isfinite(near):  # else beyond that estimate, which says nothing of the next
+            guess, slope = near, steepness
+    guess, slope = _nearer(describe, d, how, left, guess, slope)
+    tolerance = max(tolerance, _figure(describe(guess), d, *how).loose / 4)
+    sigma, _ = smallest_noise(lambda s: _epsilon(describe(s), d, *how), left, guess, slope, tolerance)
+    if math.isinf(sigma):
         raise BudgetError(
             f"No noise multiplier up to {MAX_NOISE:g} brings {one.steps} steps at sampling_rate={one.sampling_rate:g} under "
             f"epsilon={target:g} at delta={d:g} with the {how[0]} accountant: its numerical floor is higher. Ask for a larger "
             "epsilon or delta, for fewer steps, or for the other accountant."
         )
-    return found
+    _figure(describe(sigma), d, *how).told("epsilon")
+    return sigma
+
+
+def _nearer(
+    describe: Callable[[float], PrivateRun], d: float, how: tuple[Accountant, Adjacency], left: float, guess: float, slope: float
+) -> tuple[float, float]:
+    """A better σ to start from, where the grid that is needed there is a fine one: sought on one that is coarser.
+
+    What is coarse about that one is a factor of ε that hardly depends on σ.
+    """
+    from lipdp.privacy import _pld
+
+    figure = _figure(describe(guess), d, *how)
+    if how[0] == "rdp" or not (figure.grid and 0 < figure.value < math.inf) or abs(figure.value / left - 1) < 1e-3:
+        return guess, slope
+
+    def cost(sigma: float) -> float:
+        return _pld.grid_epsilon(_parts(describe(sigma)), d, how[1], 4 * figure.grid)
+
+    factor = figure.value / cost(guess)
+    near, steepness = smallest_noise(lambda s: factor * cost(s), left, guess, slope, 1e-3)
+    return (near, steepness) if math.isfinite(near) else (guess, slope)
 
 
 def _refuse_dear_releases(run: PrivateRun, target: float, d: float, accountant: Accountant, adjacency: Adjacency) -> None:
-    alone = run_epsilon(PrivateRun(run.sampling_rate, (), run.releases), d, accountant, adjacency)
+    alone = run_epsilon(PrivateRun(run.sampling_rate, (), run.releases, run.sampling), d, accountant, adjacency)
     if alone >= target:
         raise BudgetError(
             f"the releases beside the training ({', '.join(release.name for release in run.releases)}) cost epsilon {alone:.4g} "
@@ -214,6 +284,7 @@ def max_steps(
     sampling_rate: float,
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
+    sampling: Sampling = _POISSON,
 ) -> int:
     """The largest number of steps that costs at most (ε, δ): max{T : ε(σ, q, T, δ) ≤ ε}.
 
@@ -222,7 +293,11 @@ def max_steps(
     """
     sigma, q = positive("noise_multiplier", noise_multiplier), rate(sampling_rate)
     return longest_run(
-        lambda steps: PrivateRun(q, ((sigma, steps),)), epsilon=epsilon, delta=delta, accountant=accountant, adjacency=adjacency
+        lambda steps: PrivateRun(q, ((sigma, steps),), sampling=sampling),
+        epsilon=epsilon,
+        delta=delta,
+        accountant=accountant,
+        adjacency=adjacency,
     )
 
 
@@ -235,90 +310,99 @@ def longest_run(
     adjacency: Adjacency = "add_remove",
 ) -> int:
     """The largest T for which the run ``describe(T)`` costs at most (ε, δ); see :func:`max_steps`."""
-    target, d, how = positive("epsilon", epsilon), probability(delta), _analysis(accountant, adjacency)
+    target, d = positive("epsilon", epsilon), probability(delta)
     one = describe(1)
+    how = _analysis(accountant, adjacency, one.sampling)
     _refuse_dear_releases(one, target, d, *how)
     left = target - one.pure_epsilon
-    guess = most_steps(lambda n: _rough(describe(n), d, how[1]), left, 1)
-    if how[0] == "pld":  # a coarser grid costs more epsilon, so what fits there fits
-        guess = most_steps(lambda n: _measure(describe(n), d, *how, _COARSE), left, guess)
-    found = guess if guess >= MAX_STEPS else most_steps(lambda n: _epsilon(describe(n), d, *how), left, guess)
+    guess = most_steps(lambda n: _guess(describe(n), d, how[1]), left, 1, precision=0.02)
+    guess = most_steps(lambda n: _first_epsilon(describe(n), d, *how), left, guess, precision=1e-3)
+    most = most_steps(lambda n: _epsilon(describe(n), d, *how), left, guess)
     sigma, q = one.segments[0][0], one.sampling_rate
-    if found == 0:
+    if most == 0:
         raise BudgetError(
             f"Even one step costs epsilon={run_epsilon(one, d, *how):.4g} at delta={d:g}, noise_multiplier="
             f"{sigma:g}, sampling_rate={q:g}: above the budget of {target:g}. Raise the noise multiplier or epsilon, or "
             "lower the sampling rate; calibrate_noise finds the noise for a given number of steps."
         )
-    if found >= MAX_STEPS:
+    if most >= MAX_STEPS:
         raise ConfigurationError(
             f"At least {MAX_STEPS:,} steps fit in epsilon={target:g} with noise_multiplier={sigma:g}, sampling_rate="
             f"{q:g}: the budget does not limit the run. Give the number of steps, and calibrate_noise finds less noise."
         )
-    return found
+    return most
 
 
 # --- analysis ---------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
-    return float(_composed(run, accountant, adjacency).get_epsilon(d))
+def _figure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> Any:
+    """ε of the Gaussian parts, with how loose it may be."""
+    _dp()
+    from lipdp.privacy import _pld, _rdp
 
-
-def _measure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency, interval: float) -> float:
-    return float(_compose(run, accountant, adjacency, interval).get_epsilon(d))
-
-
-@lru_cache(maxsize=4)  # a composed PLD is some megabytes
-def _composed(run: PrivateRun, accountant: Accountant, adjacency: Adjacency) -> Any:
-    return _compose(run, accountant, adjacency, _FINE)
-
-
-def _compose(run: PrivateRun, accountant: Accountant, adjacency: Adjacency, interval: float) -> Any:
-    """An accountant that has seen the Gaussian parts of the run."""
-    dp = _dp()
     if accountant == "rdp":
-        ledger = dp.rdp.RdpAccountant()
-    else:
-        for sigma, steps in run.segments:
-            _refuse_huge(sigma if adjacency == "add_remove" else sigma / 2, run.sampling_rate, steps)
-        relation = dp.NeighboringRelation
-        chosen = relation.ADD_OR_REMOVE_ONE if adjacency == "add_remove" else relation.REPLACE_ONE
-        ledger = dp.pld.PLDAccountant(chosen, interval)
-    with _quiet():
-        for part in _events(run):
-            ledger.compose(part)
-    return ledger
+        return _pld.Figure(_rdp.run_epsilon(run, d))
+    return _pld.parts_epsilon(_parts(run), d, adjacency)
 
 
-def _events(run: PrivateRun, scale: float = 1.0) -> Iterator[Any]:
+def _epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
+    return float(_figure(run, d, accountant, adjacency).value)
+
+
+def _parts(run: PrivateRun) -> tuple[tuple[Any, int], ...]:
+    """The Gaussian steps and releases of a run, equal ones counted together; all full-batch ones are one Gaussian.
+
+    n full-batch Gaussians of σ are one of σ/√n, whichever the neighbours: their losses are normal, and add up.
+    """
+    from lipdp.privacy._step_losses import SampledGaussian
+
+    counts: dict[SampledGaussian, int] = {}
+    power = math.fsum(sigma**-2 for sigma in run.gaussian_releases)
+    truncation = _truncation(run.sampling_rate, run.sampling)
     for sigma, steps in run.segments:
-        if steps:
-            yield event(sigma * scale, run.sampling_rate, steps)
-    for sigma in run.gaussian_releases:
-        yield event(sigma * scale, 1.0, 1)  # every record is in it: the event that also doubles for replace-one
+        step = SampledGaussian(sigma, run.sampling_rate, truncation)
+        if run.sampling_rate == 1 and truncation is None:
+            power += steps * sigma**-2
+        elif steps:
+            counts[step] = counts.get(step, 0) + steps
+    if power:
+        counts[SampledGaussian(power**-0.5 * (1 - 1e-14), 1.0)] = 1
+    return tuple(counts.items())
 
 
-def _rough(run: PrivateRun, d: float, adjacency: Adjacency) -> float:
-    """An ε to start a search from: RDP at whole orders; for replace-one (a guess only) at twice the sensitivity."""
-    ledger = _dp().rdp.RdpAccountant(_ROUGH_ORDERS)
-    for part in _events(run, 1.0 if adjacency == "add_remove" else 0.5):
-        ledger.compose(part)
-    return float(ledger.get_epsilon(d))
+def _truncation(q: float, sampling: Sampling) -> tuple[float, float] | None:
+    """(P(cut | a record was drawn), P(it stays | cut)), as dp-accounting has them; None where a sample is never cut."""
+    if sampling.scheme != "truncated_poisson":
+        return None
+    from scipy import stats
+
+    records, most = sampling.dataset_size, sampling.batch_size
+    assert records is not None
+    assert most is not None
+    cut = float(stats.binom.sf(most - 1, records - 1, q))
+    return None if cut == 0 else (cut, min(1.0, float(stats.binom.sf(most, records, q)) * most / cut / records))
 
 
-def _refuse_huge(sigma: float, q: float, steps: int) -> None:
-    """A PLD is an array over the privacy loss. One step's loss reaches 1/2σ² + 8/σ; the composed one is about
-    T·KL wide, and KL ≤ min(q/2σ², log(1 + q²(e^{1/σ²} − 1))), the second being the Rényi divergence of order 2."""
-    kl = q / (2 * sigma**2) if sigma < 0.1 else min(q / (2 * sigma**2), math.log1p(q**2 * math.expm1(sigma**-2)))
-    loss = 1 / (2 * sigma**2) + 8 / sigma + steps * kl
-    if loss > _MAX_LOSS:
-        raise ConfigurationError(
-            f"noise_multiplier={sigma:g} (against the sensitivity) with sampling_rate={q:g} and {steps} steps: the PLD "
-            f"accountant would need about {loss * 1e4:.1g} bins of memory for a run that is hardly private. Add noise "
-            "(lower the epsilon or delta to calibrate for), or take accountant='rdp', which works for any noise."
-        )
+def _first_epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
+    """ε on the first grid alone, or at few orders: an upper bound."""
+    from lipdp.privacy import _pld, _rdp
+
+    return _rdp.run_epsilon(run, d, _rdp.FEW_ORDERS) if accountant == "rdp" else _pld.grid_epsilon(_parts(run), d, adjacency)
+
+
+def _guess(run: PrivateRun, d: float, adjacency: Adjacency) -> float:
+    """About ε, by the central limit theorem: n steps are like one Gaussian of σ² = 1/Σ nᵢqᵢ²(e^{1/σᵢ²} − 1). It bounds nothing."""
+    import numpy as np
+
+    sensitivity = 1.0 if adjacency == "add_remove" else 2.0
+    energy = sum(sigma**-2 for sigma in run.gaussian_releases) * sensitivity**2
+    for sigma, steps in run.segments:
+        power = (sensitivity / sigma) ** 2
+        energy += steps * (power if run.sampling_rate == 1 else run.sampling_rate**2 * math.expm1(min(power, 30.0)))
+    with np.errstate(all="ignore"):
+        return float(_dp().get_epsilon_gaussian(energy**-0.5, d))
 
 
 # --- the library and the choices ------------------------------------------------------------------------------------
@@ -336,27 +420,26 @@ def _dp() -> ModuleType:
     return dp_accounting  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drops dp-accounting's log line about orders it leaves out: sound (fewer orders only raise ε), and frequent."""
-
-    def wanted(record: logging.LogRecord) -> bool:
-        return "failed to converge" not in str(record.msg)
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(wanted)
-    try:
-        yield
-    finally:
-        logger.removeFilter(wanted)
-
-
-def _analysis(accountant: Accountant, adjacency: Adjacency) -> tuple[Accountant, Adjacency]:
+def _analysis(accountant: Accountant, adjacency: Adjacency, sampling: Sampling) -> tuple[Accountant, Adjacency]:
+    """The two, where dp-accounting has an analysis of this sampling by that accountant for those neighbours."""
     if accountant not in get_args(Accountant):
         raise ConfigurationError(f"accountant is {accountant!r}: choose one of {', '.join(get_args(Accountant))}.")
     if adjacency not in get_args(Adjacency):
         raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
-    if (accountant, adjacency) == ("rdp", "replace_one"):
+    if sampling.scheme == "fixed_size":
+        if (accountant, adjacency) != ("rdp", "replace_one"):
+            raise ConfigurationError(
+                f"sampling 'fixed_size' with accountant={accountant!r} and adjacency={adjacency!r} is refused: dp-accounting "
+                "analyses samples without replacement by Rényi divergences, for replaced records, only (one record more or less "
+                "changes every other record's chance). Take accountant='rdp' and adjacency='replace_one'."
+            )
+    elif sampling.scheme == "truncated_poisson":
+        if accountant != "pld":
+            raise ConfigurationError(
+                "sampling 'truncated_poisson' with accountant='rdp' is refused: dp-accounting has no Rényi analysis of it. Take "
+                "accountant='pld'."
+            )
+    elif (accountant, adjacency) == ("rdp", "replace_one"):
         raise ConfigurationError(
             "accountant='rdp' with adjacency='replace_one' is refused: dp-accounting's RDP has no Poisson-sampled "
             "Gaussian for replace-one neighbours, and doubling the sensitivity under add/remove is wrong under "

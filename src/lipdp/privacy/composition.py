@@ -8,7 +8,9 @@ Three upper bounds, each a theorem, and the smallest holds:
 - *quick*: as *apart*, with Rényi divergences in the place of PLD. They are vectors that add up, so a charge that this bound allows
   needs nothing else: it costs the same whatever was charged before.
 
-PLD rounds up to a grid. Where that alone refuses a charge, the function that plans are made with is asked, and a finer grid.
+PLD rounds up to a grid. Where that alone refuses a charge, the analysis that plans are made with is asked (``_pld.py``), and a
+finer grid. And dp-accounting composes by Fourier transforms, whose rounding is about 1e-16 a release: where that is no longer
+nothing against δ, its figure is taken at a δ that is smaller by :data:`_TRANSFORM` a release, and *apart* is that analysis.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from functools import lru_cache
 from typing import Any
 
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy.accounting import Adjacency, _quiet, run_epsilon
+from lipdp.privacy._pld import parts_epsilon
+from lipdp.privacy._rdp import quiet
+from lipdp.privacy._step_losses import SampledGaussian
+from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Approximate, Pure, from_key, to_key
-from lipdp.privacy.runs import PrivateRun, Release
 
 __all__ = ["Composition", "Counts", "Totals", "check_event"]
 
@@ -33,6 +37,8 @@ _GRIDS = (1e-4, 1e-5)  # dp-accounting's default, and what a refusal is checked 
 _WORTH_REFINING = 1.25  # a grid costs less than this factor
 _WIDEST = 1_000.0  # privacy loss beyond which no distribution is built: 1e7 bins on the first grid
 _ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 256)  # whole ones: sums of positive terms
+_TRANSFORM = 1e-15  # of δ, for each release: what the rounding of a plain transform may hide, and more
+_NOTICED = 1e-3  # share of δ from which on that is reckoned with
 _ROUNDING = 1e-13  # of a Rényi divergence: what the arithmetic of one may have lost, and more
 _MANY = 64  # kinds of events of a sort from which on they are merged
 _REBUILD = 256  # increments after which a composition is made anew from its groups, where these are few
@@ -121,19 +127,19 @@ class Composition:
         """The smallest ε known for ``totals``; on a finer grid where the first one alone puts it above ε = ``total``."""
         if self.delta == 0:
             return float(totals.stated) if not totals.noise and not totals.slack else math.inf
-        found = min(self._tight(totals, _GRIDS[0]), totals.quick({}, self.delta))
-        if total is not None and total < found < _WORTH_REFINING * total:
-            found = min(found, self._as_planned(totals))
-        if total is not None and total < found < _WORTH_REFINING * total:
-            found = min(found, self._tight(totals, _GRIDS[1]))
-        return found
+        least = min(self._tight(totals, _GRIDS[0]), totals.quick({}, self.delta))
+        if _hidden(totals.counts, float(self.delta)) or (total is not None and total < least < _WORTH_REFINING * total):
+            least = min(least, self._as_planned(totals))
+        if total is not None and total < least < _WORTH_REFINING * total:
+            least = min(least, self._tight(totals, _GRIDS[1]))
+        return least
 
     def _as_planned(self, totals: Totals) -> float:
-        """*apart*, by the function that plans are made with, where the noise is that of a run: what was planned for ε fits."""
-        run = _one_run(totals.noise)
-        if run is None or totals.slack >= self.delta:
+        """*apart*, by the analysis that plans are made with, where the noise is Gaussian: what was planned for ε fits."""
+        steps = _gaussians(totals.noise)
+        if not steps or totals.slack >= self.delta:
             return math.inf
-        return float(totals.stated) + run_epsilon(run, float(self.delta - totals.slack), "pld", self.adjacency)
+        return float(totals.stated) + parts_epsilon(steps, float(self.delta - totals.slack), self.adjacency).value
 
     def _tight(self, totals: Totals, grid: float) -> float:
         apart = math.inf
@@ -145,13 +151,17 @@ class Composition:
         return min(apart, self._pld(_merged(totals.counts), float(self.delta), grid, alone=False))
 
     def _pld(self, counts: Counts, delta: float, grid: float, *, alone: bool) -> float:
-        if delta <= 0 or _width(counts, self.adjacency) * _GRIDS[0] > _WIDEST * grid:
+        if (
+            delta <= _hidden(counts, delta)
+            or _width(counts, self.adjacency) * _GRIDS[0] > _WIDEST * grid
+            or not _known(counts, self.adjacency)
+        ):
             return math.inf
         base = self._kept.get((grid, alone))
         if base is None or not base.extends_to(counts):
             base = _Composed(self.adjacency, grid)
         self._kept[grid, alone] = base = base.extended(counts)
-        return base.epsilon(delta)
+        return base.epsilon(delta - _hidden(counts, delta))
 
 
 class _Composed:
@@ -230,6 +240,12 @@ def _check_parameters(event: Any) -> None:
         _check_parameters(event.event)
 
 
+def _known(counts: Counts, adjacency: Adjacency) -> bool:
+    """Whether dp-accounting's PLD has an analysis of all of them."""
+    events = (_in_relation(from_key(key), adjacency) for key in counts)
+    return all(isinstance(event, Pure | Approximate) or _accountant(adjacency, _GRIDS[0]).supports(event) for event in events)
+
+
 def _count(counts: dict[str, int], key: str, more: int) -> None:
     counts[key] = counts.get(key, 0) + more
     if counts[key] == 0:
@@ -261,23 +277,30 @@ def _in_relation(event: Any, adjacency: Adjacency) -> Any:
     return Approximate(2 * event.epsilon, delta)
 
 
-def _one_run(noise: Counts) -> PrivateRun | None:
-    """The events as one run: steps at one sampling rate, and releases of all records beside them."""
+def _hidden(counts: Counts, delta: float) -> float:
+    """What the rounding of transforms may hide of δ, where that is not nothing against it."""
+    hidden = _TRANSFORM * sum(counts.values())
+    return hidden if hidden > _NOTICED * delta else 0.0
+
+
+def _gaussians(noise: Counts) -> list[tuple[SampledGaussian, int]]:
+    """The events as sampled Gaussian steps, full batches as one; empty where there are others."""
     from dp_accounting import dp_event
 
-    segments: list[tuple[float, float, int]] = []
+    steps: list[tuple[SampledGaussian, int]] = []
+    power = 0.0
     for key, count in noise.items():
         event = from_key(key)
-        if not isinstance(event, dp_event.PoissonSampledDpEvent) or not isinstance(event.event, dp_event.GaussianDpEvent):
-            return None
-        segments.append((event.sampling_probability, event.event.noise_multiplier, count))
-    rates = {q for q, _, _ in segments if q < 1} or {1.0}
-    beside = [(sigma, count) for q, sigma, count in segments if q not in rates]
-    if len(rates) > 1 or sum(count for _, count in beside) > _MANY:
-        return None
-    (rate,) = rates
-    releases = [Release(f"{number} {copy}", "gaussian", s) for number, (s, count) in enumerate(beside) for copy in range(count)]
-    return PrivateRun(rate, tuple((sigma, count) for q, sigma, count in segments if q == rate), tuple(releases))
+        q, inner = (event.sampling_probability, event.event) if isinstance(event, dp_event.PoissonSampledDpEvent) else (1.0, event)
+        if not isinstance(inner, dp_event.GaussianDpEvent):
+            return []
+        if q == 1:
+            power += count * inner.noise_multiplier**-2
+        else:
+            steps.append((SampledGaussian(inner.noise_multiplier, q), count))
+    if power:
+        steps.append((SampledGaussian(power**-0.5 * (1 - 1e-14), 1.0), 1))
+    return steps if len(steps) <= _MANY else []
 
 
 def _merged(counts: Counts) -> Counts:
@@ -371,7 +394,7 @@ def _curve(key: str) -> Any:
     from dp_accounting import rdp
 
     accountant = rdp.RdpAccountant(_ORDERS)
-    with _quiet():
+    with quiet():
         accountant.compose(from_key(key))
     values = np.asarray(accountant.rdp, dtype=np.float64)
     return np.where(values >= 0, values, math.inf) + _ROUNDING

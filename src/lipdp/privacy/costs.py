@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
 
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
-from lipdp.privacy.accounting import Adjacency
+from lipdp.privacy.accounting import Adjacency, step_event
 from lipdp.privacy.runs import PrivateRun, Release
 
 __all__ = ["Approximate", "Cost", "Pure", "data_key", "exact", "from_data", "from_key", "parts", "run_costs", "to_data", "to_key"]
@@ -104,13 +104,7 @@ def parts(cost: Cost) -> Iterator[tuple[Any, int]]:
 
 def run_costs(run: PrivateRun) -> tuple[list[tuple[Any, int]], dict[str, Any]]:
     """Of a run: (event, number of steps) of its segments in order, and the event of each one-off release by its name."""
-    for entry in fields(run):
-        if entry.name not in ("sampling_rate", "segments", "releases") and getattr(run, entry.name) != entry.default:
-            raise ConfigurationError(f"a run with {entry.name} {getattr(run, entry.name)!r} has no event that a budget knows.")
-    dp = _dp_event()
-    steps = [
-        (dp.PoissonSampledDpEvent(run.sampling_rate, dp.GaussianDpEvent(sigma)), count) for sigma, count in run.segments if count
-    ]
+    steps = [(step_event(run, sigma), count) for sigma, count in run.segments if count]
     return steps, {release.name: _release(release) for release in run.releases}
 
 

@@ -10,11 +10,12 @@ from typing import Literal
 
 from lipdp._checks import positive, rate, whole
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Scale, check_fields
+from lipdp.fields import Count, Scale, check_fields
 
-__all__ = ["PrivateRun", "Release"]
+__all__ = ["PrivateRun", "Release", "Sampling", "Scheme"]
 
 Kind = Literal["gaussian", "pure"]
+Scheme = Literal["poisson", "truncated_poisson", "fixed_size"]
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,79 @@ class Release:
 
 
 @dataclass(frozen=True)
-class PrivateRun:
-    """Poisson-sampled Gaussian steps in segments of one noise multiplier each, and one-off releases.
+class Sampling:
+    """How the records of a step are drawn. What is described here is what :func:`lipdp.privacy.sample_indices` does.
+
+    - "poisson": each record independently with probability q.
+    - "truncated_poisson": as Poisson, and of a sample of more than ``batch_size`` records a uniformly random subset of that size.
+    - "fixed_size": a uniformly random subset of ``batch_size`` of the ``dataset_size`` records, without replacement.
 
     Attributes:
-        sampling_rate: q of every step.
+        scheme: one of these.
+        dataset_size: N; not for Poisson. It is part of the analysis: for "fixed_size" the number of records, for
+            "truncated_poisson" that of the larger of two neighbours.
+        batch_size: the largest size of a sample, or its size; not for Poisson.
+    """
+
+    scheme: Scheme = "poisson"
+    dataset_size: Count | None = None
+    batch_size: Count | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a sampling")
+        if self.scheme == "poisson":
+            if self.dataset_size is not None or self.batch_size is not None:
+                raise ConfigurationError(
+                    "Poisson sampling knows neither a dataset_size nor a batch_size, only a rate; leave them out, or choose "
+                    "truncated_poisson or fixed_size."
+                )
+            return
+        if self.dataset_size is None or self.batch_size is None:
+            raise ConfigurationError(f"sampling {self.scheme!r} needs dataset_size and batch_size: both are part of its analysis.")
+        if self.scheme == "fixed_size" and self.batch_size > self.dataset_size:
+            raise ConfigurationError(
+                f"samples of {self.batch_size} can't be drawn from {self.dataset_size} records without replacement."
+            )
+
+    def check_size(self, size: int, adjacency: str) -> None:
+        """Refuse a dataset of a size that the analysis is not for: it is for N records, and the neighbours of such datasets."""
+        if self.dataset_size is None or size == self.dataset_size:
+            return
+        if adjacency == "add_remove" and size == self.dataset_size - 1:
+            return
+        raise ConfigurationError(
+            f"the dataset has {size} records, and {self.scheme} sampling is analysed for {self.dataset_size}: a record's chance to "
+            "be in a batch depends on how many there are. Make a plan for this many."
+        )
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """Sampled Gaussian steps in segments of one noise multiplier each, and one-off releases.
+
+    Attributes:
+        sampling_rate: q of every step: the probability that a record is drawn (before truncation, where there is one).
         segments: (σ, number of steps) of each segment; the order does not matter for the cost.
         releases: the one-off releases.
+        sampling: how the records of a step are drawn.
     """
 
     sampling_rate: float
     segments: tuple[tuple[float, int], ...]
     releases: tuple[Release, ...] = ()
+    sampling: Sampling = Sampling()
 
     def __post_init__(self) -> None:
-        rate(self.sampling_rate)
+        q = rate(self.sampling_rate)
+        if not isinstance(self.sampling, Sampling):
+            raise ConfigurationError(
+                f"sampling is {self.sampling!r}: a lipdp.privacy.Sampling, e.g. Sampling('fixed_size', 60_000, 600)."
+            )
+        records, size = self.sampling.dataset_size, self.sampling.batch_size
+        if self.sampling.scheme == "fixed_size" and records and size and abs(q - size / records) > 1e-12 * q:
+            raise ConfigurationError(
+                f"sampling_rate is {q!r}, but samples of {size} of {records} records have the rate {size / records!r}; give that."
+            )
         for sigma, steps in self.segments:
             positive("noise_multiplier", sigma)
             whole("steps", steps, least=0)

@@ -1,7 +1,7 @@
-"""Real Poisson sampling: each record is in a step's sample independently with probability q. That is what is accounted.
+"""Real sampling, as it is accounted for. By default Poisson: each record is in a step's sample independently with probability q.
 
 Samples vary in size and may be empty, and an empty one is a step like any other: pure noise. Their size is private, so
-sums are divided by the public constant q·N, never by it.
+sums are divided by the public constant q·N, never by it. The other schemes are those of :class:`~lipdp.privacy.Sampling`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from lipdp._checks import rate, whole
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.randomness import Stream, chacha_bytes, fill_with_chacha, fresh_seed
 from lipdp.privacy.randomness import generator as seeded_stream
+from lipdp.privacy.runs import Sampling
 
-__all__ = ["PoissonSampler", "poisson_indices"]
+__all__ = ["PoissonSampler", "poisson_indices", "sample_indices"]
 
 _PIECE = 1 << 18  # words drawn at a time: 1 MB
 _BITS, _MORE = 32, 512  # of a coin, and further ones where the first do not decide
@@ -53,6 +54,26 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
             _resolve(inside, drawn == below, rest, key, start)
         parts.append(np.flatnonzero(inside).astype(np.int64, copy=False) + start)
     return torch.from_numpy(np.concatenate(parts))
+
+
+def sample_indices(size: int, sampling_rate: float, generator: Stream, sampling: Sampling) -> Tensor:
+    """The indices, ascending, of a sample of 0 … size−1, drawn as ``sampling`` says. It is for datasets that it admits."""
+    if sampling.batch_size is None:
+        return poisson_indices(size, sampling_rate, generator)
+    if sampling.scheme == "fixed_size":
+        return _subset(whole("size", size, least=sampling.batch_size), sampling.batch_size, generator)
+    drawn = poisson_indices(size, sampling_rate, generator)
+    return drawn if len(drawn) <= sampling.batch_size else drawn[_subset(len(drawn), sampling.batch_size, generator)]
+
+
+def _subset(count: int, chosen: int, generator: Stream) -> Tensor:
+    """``chosen`` of the numbers 0 … count−1, ascending, every such set as likely as any other: those of the smallest random words.
+
+    Words have 128 bits: two equal ones, which alone would make it uneven, have a chance of count²·2⁻¹²⁹.
+    """
+    words = generator.words(4 * count).view(np.uint64).reshape(count, 2)
+    order = np.lexsort((words[:, 1], words[:, 0]))[:chosen]
+    return torch.from_numpy(np.sort(order))
 
 
 def _resolve(inside: npt.NDArray[np.bool_], tied: npt.NDArray[np.bool_], rest: int, key: bytes, start: int) -> None:

@@ -13,16 +13,19 @@ At ε = 1 a run, ten runs in expectation cost ε ≈ 1.9 (logarithmic) to 2.5 (P
 dp-accounting's ``RepeatAndSelectDpEvent``.
 
 **The score is part of Q.** A score computed on held-out records tells about them. :func:`score_multiplier` gives the noise that
-makes it cost nothing extra: split each record's fate by a coin of its own, score by a count to which a record adds at most 1, and
-add Gaussian noise of std σ_v. A record is then either trained on (the score is post-processing of the run) or scored on (the
-trained model does not depend on it), so Q's curve is max(ε_train(λ), λ/2σ_v²), and σ_v² ≥ λ/2ε_train(λ) at all λ leaves ε_train.
+makes it cost nothing extra: split each record's fate by a coin of its own (:func:`record_coins`), score by a count to which a
+record adds at most 1, and add Gaussian noise of std σ_v. A record is then either trained on (the score is post-processing of the
+run) or scored on (the trained model does not depend on it), so Q's curve is max(ε_train(λ), λ/2σ_v²), and σ_v² ≥ λ/2ε_train(λ) at
+all λ leaves ε_train. Sums are divided by how many records are *expected* on a side, never by how many there are.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +34,7 @@ import torch
 from lipdp._checks import is_number, positive, probability
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy.accounting import event
-from lipdp.privacy.randomness import Stream
+from lipdp.privacy.randomness import KEY_BYTES, Stream
 from lipdp.privacy.runs import PrivateRun
 
 __all__ = ["DISTRIBUTIONS", "Repetitions", "affordable_run", "record_coins", "score_multiplier", "tuning_epsilon"]
@@ -160,18 +163,27 @@ def affordable_run(
     )
 
 
-def record_coins(count: int, share: float, seed: int = 0) -> torch.Tensor:
-    """For each of ``count`` records whether it is held out: a public coin of its own, whatever the others are.
+def record_coins(tensors: Sequence[torch.Tensor], share: float, key: bytes) -> torch.Tensor:
+    """For each record (row of all ``tensors``) whether it is held out: a coin that depends on it and on a secret key alone.
 
-    Unlike a split into parts of fixed sizes, one record more or less moves no other record to the other side, which is what
-    the accounting of the score needs.
+    The coin is HMAC-SHA-256 of the record's bytes under the key, read as a number, being below ``share``. So whichever record is
+    added or removed, at whatever place, all others keep their side: for every key, two neighbours differ by one record on one side,
+    and what holds for every key holds for a random one. That needs no independence of coins: equal records share theirs, and
+    one more copy of a record joins its copies. (A number for each copy would be no better, and a number for each place would be
+    worse: what lies behind a removed record would change sides.)
     """
-    import numpy as np
-
     if not (is_number(share) and 0 < share < 1):
         raise ConfigurationError(f"the share of records to hold out is {share!r}: a number between 0 and 1, e.g. 0.1")
-    draws = np.random.PCG64(seed).random_raw(count)
-    return torch.from_numpy(draws < np.uint64(int(share * 2**64)))
+    if not isinstance(key, bytes) or len(key) < KEY_BYTES:
+        raise ConfigurationError(f"coins need a secret key of {KEY_BYTES} bytes: take lipdp.privacy.fresh_key()")
+    rows = [tensor.detach().cpu().contiguous().reshape(len(tensor), -1).numpy() for tensor in tensors]
+    limit = math.floor(Fraction(share) * 2**256)
+    about = repr([(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in tensors]).encode()
+    coins = [
+        int.from_bytes(hmac.digest(key, about + b"".join(part[number].tobytes() for part in rows), "sha256"), "big") < limit
+        for number in range(len(tensors[0]))
+    ]
+    return torch.tensor(coins, dtype=torch.bool)
 
 
 def _one_run(run: PrivateRun) -> Any:
@@ -180,6 +192,10 @@ def _one_run(run: PrivateRun) -> Any:
         raise ConfigurationError(
             "a run with pure releases beside its steps can't be repeated and selected: their Rényi curve is not known here. "
             "Make them Gaussian."
+        )
+    if run.sampling.scheme != "poisson":
+        raise ConfigurationError(
+            f"a run with {run.sampling.scheme} sampling can't be repeated and selected here: the analysis is for Poisson samples."
         )
     if run.steps == 0 and not run.gaussian_releases:
         raise ConfigurationError("the run releases nothing: there is nothing to choose between")

@@ -7,6 +7,7 @@ the other runs, an ordinary sweep over the same data, and how long it took.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp import data
 from lipdp.errors import BudgetError, ConfigurationError, UnsupportedError
-from lipdp.privacy import Approximate, add_noise, derive_seed, fresh_seed, generator
+from lipdp.privacy import Approximate, add_noise, derive_key, derive_seed, fresh_seed, generator
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.tuning import Repetitions, affordable_run, record_coins, score_multiplier
 from lipdp.recipes.recipe import Recipe
@@ -41,7 +42,7 @@ class PrivateFinding:
     Attributes:
         recipe: with the chosen settings.
         settings: those, by name.
-        score: its accuracy on the held-out records, noised.
+        score: correct held-out records, noised, over how many are expected to be held out: about its accuracy.
         epsilon: of the whole choice.
         delta: δ.
         run_epsilon: what one run alone would cost, by Rényi divergences as the whole.
@@ -83,15 +84,18 @@ def tune_privately(
     recipe = _counted(sweep.recipe)
     space = sweep.chosen_space.without(_FIXED)
     space.fitting(recipe)
-    learn, held_out, info = _parts(sweep, recipe)
+    key = fresh_seed() if sweep.seed is None else sweep.seed
+    learn, held_out, info = _parts(sweep, recipe, derive_key(f"{key}".encode(), "coins"))
+    # How many there are on either side depends on the records; what is expected does not.
+    scored = max(1, round(sweep.validation_fraction * info.train_size))
+    trained = info.train_size - scored
 
     def ready(settings: dict[str, Any], epsilon: float, seed: int | None = None) -> Prepared:
-        return prepare(recipe.changed(settings), info, epsilon=epsilon, dataset_size=len(learn), accountant="rdp", seed=seed)
+        return prepare(recipe.changed(settings), info, epsilon=epsilon, dataset_size=trained, accountant="rdp", seed=seed)
 
     one, total = affordable_run(lambda e: ready({}, e).plan.run, repetitions, epsilon=sweep.epsilon, delta=recipe.delta)
     reference = ready({}, one).plan.run
-    noise = score_multiplier(reference) / len(held_out)
-    key = fresh_seed() if sweep.seed is None else sweep.seed
+    noise = score_multiplier(reference) / scored
     best: PrivateFinding | None = None
     charge(budget, Approximate(total, recipe.delta, "add_remove"), f"private tuning of {recipe.name}")
     for number in range(repetitions.draw(generator(key, 0, "repetitions"))):
@@ -102,8 +106,8 @@ def tune_privately(
         figure = _accuracy(trial, learn, held_out, sweep.device, derive_seed(key, number, "run"))
         # The count of correct records is a whole number, so it lies on the noise's grid.
         correct = {"score": torch.tensor(float(round(figure * len(held_out))), dtype=torch.float64)}
-        noised = add_noise(correct, {"score": noise * len(held_out)}, generator(key, number, "score"))
-        score = float(noised["score"]) / len(held_out)
+        noised = add_noise(correct, {"score": noise * scored}, generator(key, number, "score"))
+        score = float(noised["score"]) / scored
         if best is None or score > best.score:
             best = PrivateFinding(trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model)
         if progress is not None:
@@ -123,9 +127,9 @@ def _counted(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _parts(sweep: Sweep, recipe: Recipe) -> tuple[TensorDataset, TensorDataset, Any]:
+def _parts(sweep: Sweep, recipe: Recipe, key: bytes) -> tuple[TensorDataset, TensorDataset, data.DatasetInfo]:
     train, _, info = data.load(recipe.dataset, root=sweep.root)
-    coins = record_coins(len(train), sweep.validation_fraction)
+    coins = record_coins(train.tensors, sweep.validation_fraction, key)
     learn, held_out = (TensorDataset(*(tensor[side] for tensor in train.tensors)) for side in (~coins, coins))
     if len(held_out) == 0 or len(learn) == 0:
         raise ConfigurationError(f"a share of {sweep.validation_fraction} of {len(train)} records leaves one side empty")
@@ -134,5 +138,8 @@ def _parts(sweep: Sweep, recipe: Recipe) -> tuple[TensorDataset, TensorDataset, 
 
 @several_runs()  # they are accounted for together
 def _accuracy(ready: Prepared, learn: TensorDataset, held_out: TensorDataset, device: str | None, seed: int) -> float:
-    fit_prepared(ready, learn, seed=seed, device=device, evaluations=1)
+    with warnings.catch_warnings():
+        # The plan is for as many records as are expected, and the learning rate is one of those that are tried.
+        warnings.filterwarnings("ignore", message="the dataset has")
+        fit_prepared(ready, learn, seed=seed, device=device, evaluations=1)
     return evaluate(ready.model, ready.loss, held_out, device=device)["accuracy"]

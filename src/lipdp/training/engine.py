@@ -25,7 +25,7 @@ from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
 from lipdp.privacy.randomness import Stream
-from lipdp.privacy.sampling import poisson_indices
+from lipdp.privacy.sampling import sample_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount
@@ -246,11 +246,12 @@ class PrivacyEngine:
         self._streams.bind(train, digest)
 
     def batches(self, train: Any) -> Iterator[Batch]:
-        """Poisson batches of ``train`` for the steps that are left: every record enters each with probability q.
+        """Batches of ``train`` for the steps that are left, drawn as the plan's ``sampling`` says: by default every record enters
+        each with probability q.
 
         Each batch is for one step. It is a function of the run's secret key and its number, so a resumed run sees the same
-        ones, and no number is drawn twice: batches may be fetched ahead or left out. ``train`` may differ in size from
-        ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
+        ones, and no number is drawn twice: batches may be fetched ahead or left out. With Poisson sampling ``train`` may differ in
+        size from ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
         for chosen in self.samples(train):
             batch = gather(train, chosen)
@@ -259,7 +260,8 @@ class PrivacyEngine:
 
     def samples(self, train: Any) -> Iterator[torch.Tensor]:
         """The numbers of the records of each of the :meth:`batches`."""
-        size = check_dataset(train)
+        size, sampler = check_dataset(train), self.plan.sampler
+        sampler.check_size(size, self.plan.adjacency)
         self.bind(train)
         self._data += data_marks(train)
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
@@ -272,7 +274,7 @@ class PrivacyEngine:
             )
         while (number := max(self._drawn, self.steps)) < self.plan.steps:
             self._drawn = number + 1
-            yield poisson_indices(size, self.plan.sampling_rate, self._streams.sample(number))
+            yield sample_indices(size, self.plan.sampling_rate, self._streams.sample(number), sampler)
 
     def step(self, inputs: torch.Tensor | Rows, targets: torch.Tensor) -> None:
         """One private step on a Poisson batch (of any size, 0 included).

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
-from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, allocate, noise_energy
+from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, Sampling, allocate, noise_energy
 from lipdp.privacy.noise import DISTANCE, grid, grid_factor
+from lipdp.privacy.runs import Scheme
 from lipdp.training.phases import Phase, segments
 from lipdp.training.settings import Method, Precision, Source, check_counts, check_method
 
@@ -21,8 +22,8 @@ __all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPla
 
 CLIPPED_GROUP = "all parameters"
 
-_FORMAT = 2
-_FORMATS = (1, _FORMAT)
+_FORMAT = 3
+_FORMATS = (1, 2, _FORMAT)
 _UNBOUNDED = ("output_norm", "loss_lipschitz"), ("input_norm", "cotangent_norm")  # ∞ is null in JSON: of a plan, of a group
 
 
@@ -63,9 +64,10 @@ class ParameterGroup:
 class PrivacyPlan:
     """What a private training run will do and what it will cost; inspectable and serialisable before any data is read.
 
-    Every step samples each record with probability ``sampling_rate``, sums the per-example gradients, adds Gaussian noise
-    of ``noise_stds`` to the sum and divides by the constant ``batch_size``. With Δ_d and s_d of the groups d, the step is one
-    Gaussian mechanism of multiplier ``σ = (Σ_d Δ_d²/s_d²)^(-1/2)``; ``steps`` of them cost ``(epsilon, delta)``.
+    Every step samples each record with probability ``sampling_rate`` (if ``sampling`` says nothing else), sums the per-example
+    gradients, adds Gaussian noise of ``noise_stds`` to the sum and divides by the constant ``batch_size``. With Δ_d and s_d of the
+    groups d, the step is one Gaussian mechanism of multiplier ``σ = (Σ_d Δ_d²/s_d²)^(-1/2)``; ``steps`` of them cost
+    ``(epsilon, delta)``.
 
     Attributes:
         method: how sensitivities are bounded.
@@ -95,6 +97,8 @@ class PrivacyPlan:
         adaptive_clips: those of them that follow a private quantile.
         adaptive: how they do.
         releases: one-off releases beside the steps, paid for by the same (ε, δ).
+        sampling: how the records of a step are drawn, see :class:`lipdp.privacy.Sampling`.
+        largest_batch: for "truncated_poisson": the largest size of a sample.
         notes: (operation, which bound was used and how tight it is), where the calculus has a choice.
     """
 
@@ -125,6 +129,8 @@ class PrivacyPlan:
     adaptive: AdaptiveClip | None = None
     releases: tuple[Release, ...] = ()
     rounding: tuple[tuple[str, Annotated[float, Range(least=0, most=1e30)]], ...] = ()
+    sampling: Scheme = "poisson"
+    largest_batch: Count | None = None
     notes: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False)  # norms as they were when planned
 
     def __post_init__(self) -> None:
@@ -147,6 +153,8 @@ class PrivacyPlan:
             raise ConfigurationError(
                 f"a plan's phases start at 0 and follow one another within its {self.steps} steps, not {starts}"
             )
+        if (self.largest_batch is None) != (self.sampling != "truncated_poisson"):
+            raise ConfigurationError("a plan has a largest_batch if its sampling is truncated_poisson, and only then")
         self.run  # noqa: B018 - what it describes is checked as it is made
 
     @property
@@ -157,7 +165,15 @@ class PrivacyPlan:
     @property
     def run(self) -> PrivateRun:
         """What the whole run releases, for the accountant."""
-        return PrivateRun(self.sampling_rate, segments(self.phases, self.steps, self.noise_multiplier), self.releases)
+        steps = segments(self.phases, self.steps, self.noise_multiplier)
+        return PrivateRun(self.sampling_rate, steps, self.releases, self.sampler)
+
+    @property
+    def sampler(self) -> Sampling:
+        """How the records of a step are drawn, with the sizes that its analysis is for."""
+        if self.sampling == "poisson":
+            return Sampling()
+        return Sampling(self.sampling, self.dataset_size, self.largest_batch or self.batch_size)
 
     def phase(self, step: int) -> Phase:
         """The phase that a step (counted from 0) is in."""

@@ -77,17 +77,25 @@ def _extras(plan: PrivacyPlan) -> Iterator[str]:
         yield f"{where}: {note}"
 
 
+def _sampling(plan: PrivacyPlan) -> str:
+    """How batches are really drawn."""
+    if plan.sampling == "truncated_poisson":
+        return f"real Poisson sampling, cut to {plan.largest_batch:,} records at most"
+    return "real Poisson sampling" if plan.sampling == "poisson" else "samples of fixed size without replacement"
+
+
 def render(plan: PrivacyPlan) -> str:
     """The whole plan as text."""
     neighbours = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}[plan.adjacency]
+    size = "batch" if plan.sampling == "fixed_size" else "expected batch"
     text = io.StringIO()
     console = Console(file=text, width=132, highlight=False, color_system=None)
     console.print(
         f"Privacy plan: epsilon = {plan.epsilon:.4f} at delta = {plan.delta:g}, for {neighbours} "
-        f"({plan.accountant.upper()}, real Poisson sampling)"
+        f"({plan.accountant.upper()}, {_sampling(plan)})"
     )
     console.print(
-        f"  {plan.steps:,} steps of expected batch {plan.batch_size:,} out of {plan.dataset_size:,} "
+        f"  {plan.steps:,} steps of {size} {plan.batch_size:,} out of {plan.dataset_size:,} "
         f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs), noise multiplier {plan.noise_multiplier:.4f}, "
         f"{plan.allocation} allocation"
     )

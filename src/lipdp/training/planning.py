@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lipdp._checks import is_number, positive
+from lipdp._checks import is_number, positive, whole
 from lipdp.bounds import Analysis, convolution_notes
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError, LipdpError, LipdpWarning
@@ -22,11 +22,13 @@ from lipdp.privacy import (
     Allocation,
     PrivateRun,
     Release,
+    Sampling,
     calibrate_noise,
     calibrate_run,
     longest_run,
     run_epsilon,
 )
+from lipdp.privacy.runs import Scheme
 from lipdp.training.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
 from lipdp.training.noise import NoiseSettings
 from lipdp.training.phases import Phase, Schedule, make_phases, read_schedule, segments
@@ -80,6 +82,8 @@ def plan(
     accountant: Accountant = "pld",
     precision: Precision | None = None,
     input_shape: Sequence[int] | None = None,
+    sampling: Scheme = "poisson",
+    largest_batch: int | None = None,
 ) -> PrivacyPlan:
     """Decide a private training run: its sensitivities, noise, length and cost. No data are read.
 
@@ -124,6 +128,10 @@ def plan(
         precision: arithmetic of the passes ("float32" unless the model's parameters are of another type). Coarser
             arithmetic needs more slack; the engine never computes more coarsely than the plan says.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
+        sampling: how ``engine.batches`` and ``fit`` draw the records of a step. "poisson" (default); "truncated_poisson": no batch
+            has more than ``largest_batch`` records, for a fixed memory; "fixed_size": every batch has ``batch_size`` records, drawn
+            without replacement (with ``adjacency="replace_one"`` and ``accountant="rdp"``, for which dp-accounting has it).
+        largest_batch: for "truncated_poisson"; by default six standard deviations above ``batch_size``, which costs next to none.
 
     Example:
         >>> import lipdp
@@ -160,13 +168,14 @@ def plan(
     slack = slack_of(rounding)
     paid = _paid_releases(statistics_budget, releases, epsilon, delta, accountant, adjacency)
     q = batch_size / dataset_size
+    sampler = _sampler(sampling, dataset_size, batch_size, largest_batch)
     length = steps if steps is not None else None if epochs is None else math.ceil(epochs / q - 1e-9)
 
     def phases(count: int) -> tuple[Phase, ...]:
         return make_phases(count, trained, clip=clip_schedule, noise=noise_schedule, freeze=freeze)
 
     def run(sigma: float, count: int) -> PrivateRun:
-        return PrivateRun(q, segments(phases(count), count, sigma), paid)
+        return PrivateRun(q, segments(phases(count), count, sigma), paid, sampler)
 
     sigma, length, spent = _solve(epsilon, noise_multiplier, length, delta, accountant, adjacency, run)
     clips = clips_of(model, groups, method, adaptive, scheduled=clip_schedule is not None, clip=clip)
@@ -213,10 +222,24 @@ def plan(
         adaptive_clips=followed,
         adaptive=adaptive,
         releases=paid,
+        sampling=sampler.scheme,
+        largest_batch=sampler.batch_size if sampler.scheme == "truncated_poisson" else None,
         notes=() if analysis is None else _notes(model, analysis, shape, paid, dataset_size),
     )
     _check_phases(decided, settings, analysis, next(p.dtype for p in model.parameters() if p.requires_grad))
     return decided
+
+
+def _sampler(scheme: Scheme, dataset_size: int, batch_size: int, largest: int | None) -> Sampling:
+    """How records are drawn, with the sizes that the analysis needs."""
+    if scheme == "poisson" and largest is None:
+        return Sampling()
+    if scheme == "truncated_poisson":
+        usual = min(dataset_size, batch_size + math.ceil(6 * math.sqrt(batch_size)))
+        return Sampling(scheme, dataset_size, usual if largest is None else whole("largest_batch", largest))
+    if largest is not None:
+        raise ConfigurationError(f"largest_batch is for sampling='truncated_poisson'; sampling={scheme!r} has none. Leave it out.")
+    return Sampling(scheme, dataset_size, batch_size)
 
 
 def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analysis | None, dtype: torch.dtype) -> None:
