@@ -17,7 +17,7 @@ from lipdp import (
     training,
 )
 from lipdp.bounds import sensitivities
-from lipdp.certify import attack, certified_accuracy, certify
+from lipdp.certify import attack, certified_accuracy, certified_auroc, certify
 from lipdp.convert import convert
 from lipdp.export import export, load, save_model
 from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan, suggest_optimizer
@@ -32,6 +32,7 @@ __all__ = [
     "audit",
     "bounds",
     "certified_accuracy",
+    "certified_auroc",
     "certify",
     "clipping",
     "convert",
