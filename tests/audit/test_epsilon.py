@@ -15,7 +15,7 @@ from lipdp.audit.watching import audited_plan
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import Budget
 
-from .common import faults, line, network
+from .common import faults, full, line, network
 
 
 @pytest.mark.parametrize("method", ["clipless", "bookkeeping"])
@@ -48,6 +48,15 @@ def test_clipping_to_too_large_a_norm_is_refuted():
     assert result.strength > 1.4
 
 
+def test_sampled_runs_of_several_steps():
+    """Who is in a batch is not known of the canary that is guessed at."""
+    model, loss, plan = line(64, dataset_size=128, batch_size=64, steps=2, delta=1e-3, noise_multiplier=1.0, accountant="rdp")
+    result = audit.run(plan, model, loss, guesses=256, confidence=0.95)
+    assert 0.2 * plan.epsilon < result.epsilon < plan.epsilon
+    assert not result.refuted
+
+
+@full
 def test_sampled_runs_and_shuffled_ones():
     """One epoch of two steps: a record in exactly one of the batches is told more surely than Poisson samples allow."""
     model, loss, plan = line(256, dataset_size=512, batch_size=256, steps=2, delta=1e-3, noise_multiplier=0.42)

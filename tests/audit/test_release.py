@@ -12,14 +12,14 @@ from lipdp import audit, losses, nn
 from lipdp.audit.release import _dispersion
 from lipdp.errors import AuditError
 
-from .common import faults, network
+from .common import faults, full, network
 
 
 def names(report):
     return " | ".join(check.name for check in report.faults)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "conv", "clipping"])
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("conv", marks=full), pytest.param("clipping", marks=full)])
 def test_a_sound_path_stands(kind):
     model, loss, plan = network(kind)
     report = audit.release_path(plan, model, loss)
@@ -81,10 +81,10 @@ def test_noise_of_another_shape_is_seen(monkeypatch):
 def test_the_dispersion_of_samples(q):
     draw = torch.Generator().manual_seed(1)
     low = []
-    for _ in range(200):
+    for _ in range(100):
         present = torch.rand(50, 2000, generator=draw) < q
         low += [_dispersion("", present.sum(0).double(), 50, q).p_value, _dispersion("", present.sum(1).double(), 2000, q).p_value]
-    assert sum(p < 0.01 for p in low) <= 12  # of 400: about 4 are expected
+    assert sum(p < 0.01 for p in low) <= 8  # of 200: about 2 are expected
     fixed = torch.full((50,), round(2000 * q)).double()
     assert _dispersion("", fixed, 2000, q).p_value < 1e-6
 
@@ -100,21 +100,19 @@ def test_a_plan_of_full_batches_and_phases():
 
 
 def test_all_audits_in_one_call():
-    model, loss, plan = network("conv")
+    plan, model, loss = setting("clipping")
     told = []
     found = audit.check(plan, model, loss, seconds=2.0, guesses=20, progress=told.append)
     assert not found.refuted, str(found)
-    assert len(told) == len(found.parts) == 3
-    assert json.loads(found.to_json())["sensitivities"]["refuted"] is False
+    assert found.sensitivities is None
+    assert len(told) == len(found.parts) == 2
+    assert json.loads(found.to_json())["release"]["faults"] == []
     with faults.no_root_m():
-        model, loss, plan = network("conv")
+        plan, model, loss = setting("conv")
         with pytest.raises(AuditError, match=r"1\.weight"):
-            audit.check(plan, model, loss, seconds=2.0, guesses=20, strict=True)
-    clipped = audit.check(*reversed_setting("clipping"), seconds=2.0, guesses=20)
-    assert clipped.sensitivities is None
-    assert not clipped.refuted, str(clipped)
+            audit.check(plan, model, loss, seconds=3.0, guesses=10, strict=True)
 
 
-def reversed_setting(kind):
+def setting(kind):
     model, loss, plan = network(kind)
     return plan, model, loss
