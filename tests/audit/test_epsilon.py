@@ -112,6 +112,7 @@ def test_results_are_plain_data():
     content = json.loads(result.to_json())
     assert content["epsilon"] == result.epsilon
     assert content["refuted"] is False
+    assert content["privacy"] == "no data were read"
     assert {bound["name"] for bound in content["bounds"]} == {
         "independent guesses",
         "Clopper–Pearson",
@@ -127,7 +128,8 @@ def test_training_on_data_is_charged_to_their_budget(tmp_path):
     model, loss, plan = line(8)
     budget = Budget(tmp_path / "b.budget", epsilon=20.0, delta=1e-4, dataset="toy")
     data = TensorDataset(torch.zeros(8, 8), torch.zeros(8, dtype=torch.long))
-    audit.run(plan, model, loss, data, repetitions=2, budget=budget)
+    result = audit.run(plan, model, loss, data, repetitions=2, budget=budget)
+    assert "NOT PRIVATE" in str(result)
     assert budget.spent > 1.2 * plan.epsilon
 
 

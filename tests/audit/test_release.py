@@ -33,7 +33,7 @@ def test_a_sound_path_stands(kind):
     ("plant", "kind", "expected"),
     [
         (faults.noise_divided, "mlp", "noise on 1.weight"),
-        (faults.realised_batch_size, "mlp", "noise in every step"),
+        (faults.realised_batch_size, "mlp", "noise on 1.weight"),
         (faults.no_projection, "mlp", "weights are back in their sets"),
         (faults.shuffled, "mlp", "each record is sampled anew in every step"),
         (faults.noise_reused, "mlp", "noise of two steps is independent"),
