@@ -32,13 +32,13 @@ def test_a_sound_path_stands(kind):
 @pytest.mark.parametrize(
     ("plant", "kind", "expected"),
     [
-        (faults.noise_divided, "mlp", "noise on 1.weight"),
+        pytest.param(faults.noise_divided, "mlp", "noise on 1.weight", marks=full),
         (faults.realised_batch_size, "mlp", "noise on 1.weight"),
         (faults.no_projection, "mlp", "weights are back in their sets"),
         (faults.shuffled, "mlp", "each record is sampled anew in every step"),
         (faults.noise_reused, "mlp", "noise of two steps is independent"),
         (faults.one_without_noise, "mlp", "noise on 3.bias"),
-        (faults.clipped_too_far, "clipping", "Δ of all parameters"),
+        pytest.param(faults.clipped_too_far, "clipping", "Δ of all parameters", marks=full),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -65,6 +65,7 @@ def test_noise_that_is_the_same_in_two_runs_is_seen(monkeypatch):
     assert "noise of two runs is independent" in names(audit.release_path(plan, model, loss))
 
 
+@full
 def test_noise_of_another_shape_is_seen(monkeypatch):
     from lipdp.training import step_mechanism
 
@@ -99,6 +100,7 @@ def test_a_plan_of_full_batches_and_phases():
     assert any(check.name == "every record is in every step" for check in report.checks)
 
 
+@full
 def test_all_audits_in_one_call():
     plan, model, loss = setting("clipping")
     told = []
@@ -107,10 +109,13 @@ def test_all_audits_in_one_call():
     assert found.sensitivities is None
     assert len(told) == len(found.parts) == 2
     assert json.loads(found.to_json())["release"]["faults"] == []
+
+
+def test_a_refuted_plan_is_an_error_where_that_is_asked_for():
     with faults.no_root_m():
         plan, model, loss = setting("conv")
         with pytest.raises(AuditError, match=r"1\.weight"):
-            audit.check(plan, model, loss, seconds=3.0, guesses=10, strict=True)
+            audit.check(plan, model, loss, seconds=2.0, guesses=10, strict=True)
 
 
 def setting(kind):

@@ -82,7 +82,7 @@ def test_a_run_is_audited_before_it_is_trained(lipdp, monkeypatch):
     from lipdp.cli import audit as command
 
     kept = command.audit_recipe
-    monkeypatch.setattr("lipdp.cli.train.audit_recipe", lambda *a, **how: kept(*a, **{**how, "seconds": 2.0, "guesses": 20}))
+    monkeypatch.setattr("lipdp.cli.train.audit_recipe", lambda *a, **how: kept(*a, **{**how, "seconds": 1.0, "guesses": 5}))
     short = ("--batch-size", "256", "--delta", "1e-4", "--set", "options.hidden=16", "--epochs", "1", "--noise-multiplier", "3")
     done = lipdp("train", "digits-mlp", *short, "--audit", "--json")
     assert done.code == 0, done.stderr
