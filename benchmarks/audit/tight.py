@@ -18,7 +18,7 @@ import lipdp
 from lipdp import audit, losses, nn
 
 RESULTS = Path(__file__).parent.parent / "results" / "audit"
-GUESSES = {1.0: 50_000, 4.0: 20_000, 10.0: 20_000}
+GUESSES = {1.0: 100_000, 4.0: 20_000, 10.0: 20_000}
 NAMES = ("independent guesses", "Clopper–Pearson", "any dependence", "assumption-free")
 
 
@@ -36,11 +36,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--size", type=int, default=1024, help="canaries in a run")
     parser.add_argument("--methods", nargs="+", default=["clipless", "bookkeeping"])
+    parser.add_argument("--epsilons", nargs="+", type=float, default=list(GUESSES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for method in options.methods:
-        for epsilon in GUESSES:
+        for epsilon in options.epsilons:
             found = audits(epsilon, method, options.repetitions, options.size)
             shares = sorted(result.epsilon / epsilon for result in found)
             row = {
@@ -59,7 +60,8 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row, ensure_ascii=False), flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "tight.json").write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with (RESULTS / "tight.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lipdp import (
     training,
 )
 from lipdp.bounds import sensitivities
-from lipdp.certify import attack, certified_accuracy, certify
+from lipdp.certify import attack, certified_accuracy, certified_auroc, certify
 from lipdp.convert import convert
 from lipdp.export import export
 from lipdp.saved import load, save_model
@@ -34,6 +34,7 @@ __all__ = [
     "audit",
     "bounds",
     "certified_accuracy",
+    "certified_auroc",
     "certify",
     "clipping",
     "convert",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import lipdp
 from lipdp import losses, nn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "audit"
+
+# Larger audits take minutes: LIPDP_AUDIT_FULL=1 runs them too.
+full = pytest.mark.skipif(not os.environ.get("LIPDP_AUDIT_FULL"), reason="takes long; set LIPDP_AUDIT_FULL=1")
 
 if str(BENCHMARKS) not in sys.path:
     sys.path.append(str(BENCHMARKS))

@@ -120,7 +120,7 @@ def test_randomised_response_is_never_overstated_and_nearly_reached():
 @pytest.mark.parametrize("share", [1.0, 0.05])
 def test_one_run_of_a_gaussian_mechanism(share):
     """Coins with Gaussian noise, the surest guesses: none of the bounds is above the truth too often."""
-    draw, mu, m, delta = np.random.default_rng(1), 1.0, 400, 1e-3
+    draw, mu, m, delta = np.random.default_rng(1), 1.0, 200, 1e-3
     truth, exceeded, curved = gaussian_epsilon(mu, delta), 0, 0
     for _ in range(TRIALS):
         inside = coins(draw, m)

@@ -152,7 +152,7 @@ def sensitivities(
         >>> import lipdp
         >>> from lipdp import losses, nn
         >>> model = nn.Sequential(nn.BoundedInput((4,)), nn.SpectralLinear(4, 3, bias=False))
-        >>> report = lipdp.audit.sensitivities(model, losses.MulticlassKR())
+        >>> report = lipdp.audit.sensitivities(model, losses.MulticlassKR(), seconds=5)
         >>> report["1.weight"].tightness > 0.99 and not report.refuted
         True
     """

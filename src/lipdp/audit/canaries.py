@@ -28,10 +28,10 @@ from lipdp.training.query import Sample, query_of
 __all__ = ["Canaries", "Contributions", "craft", "strongest", "target_choices"]
 
 _WEAK = 0.8  # of the strongest canary: what is below is left out
-_TRIED = 8  # canaries that weights and scales are judged by
+_TRIED = 4  # canaries that weights and scales are judged by
 _LARGE = 1e4
 _GOOD = 0.95  # of what the plan allows: no ascent beyond
-_ASCENDED = 64  # canaries that are moved, at most
+_ASCENDED = 32  # canaries that are moved, at most
 
 
 @dataclass(frozen=True)

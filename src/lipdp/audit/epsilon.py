@@ -18,6 +18,7 @@ from lipdp.audit.canaries import Canaries, Contributions, craft, strongest
 from lipdp.audit.results import AuditResult, bounds_of_guesses
 from lipdp.audit.statistics import check_confidence
 from lipdp.audit.watching import MakeOptimizer, Step, audited_plan, hold_still, watch_run
+from lipdp.data.norms import NOT_PRIVATE
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import project_
 from lipdp.privacy.budget import AnyBudget
@@ -44,9 +45,9 @@ def run(
     *,
     access: Access = "white",
     canaries: int | None = None,
-    guesses: int = 50_000,
+    guesses: int = 100_000,
     repetitions: int | None = None,
-    seconds: float = 60.0,
+    seconds: float = 120.0,
     confidence: float = 0.999,
     alarm: float = 1e-4,
     steps: int | None = None,
@@ -88,7 +89,7 @@ def run(
         optimizer: makes the optimiser of the audited run from the model; by default one that holds the weights (white-box), or
             :func:`lipdp.suggest_optimizer`'s (black-box).
         targets: to choose the worst target of; by default all classes, or those of the data.
-        public: the data are public: a white-box guesser subtracts them. Otherwise guesses depend on what was released only.
+        public: the data are public. Otherwise the result says that it is not private: the guesser knows them, and subtracts them.
         budget: the account of the data; every repetition is charged to it.
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
         progress: told (guesses made, guesses wanted).
@@ -109,7 +110,7 @@ def run(
     check_confidence(confidence)
     check_confidence(alarm)
     audited = audited_plan(plan, steps=steps, sampling=sampling)
-    setting = _prepare(audited, model, loss, data, access, canaries, targets, public, optimizer, input_shape)
+    setting = _prepare(audited, model, loss, data, access, canaries, targets, optimizer, input_shape)
     tally = _Tally(len(setting.canaries.inputs))
     runs = -(-wanted // tally.canaries) if repetitions is None else whole("repetitions", repetitions)
     with several_runs():
@@ -139,6 +140,7 @@ def run(
         guesses=len(coins),
         correct=int(((scores > 0) == coins).sum()),
         strength=sum(setting.canaries.strength) / tally.canaries,
+        privacy="no data were read" if data is None else "public data" if public else NOT_PRIVATE,
         seconds=time.monotonic() - started,
     )
 
@@ -175,7 +177,6 @@ class _Setting:
     canaries: Canaries
     known: tuple[Tensor, Tensor]
     access: Access
-    subtract: bool  # what the known records contribute
     optimizer: MakeOptimizer
     input_shape: tuple[int, ...] | None
     _sight: _Sight | None = None
@@ -232,12 +233,10 @@ class _Setting:
         sight, count = self._sight, len(self.known[0])
         released = self.contributions.whiten(step.released, step.stds)
         chosen = step.chosen
-        if self.subtract:
-            own = chosen[chosen < count]
-            if len(own):
-                released = released - self.contributions.whiten(
-                    self.contributions.of(self.known[0][own], self.known[1][own], step.clips), step.stds
-                )
+        own = chosen[chosen < count]
+        if len(own):
+            sums = self.contributions.of(self.known[0][own], self.known[1][own], step.clips)
+            released = released - self.contributions.whiten(sums, step.stds)
         present = torch.zeros(len(self.canaries.inputs), dtype=torch.float64)
         present[inside[chosen[chosen >= count] - count]] = 1.0
         size = sight.triangle.diagonal()
@@ -282,7 +281,6 @@ def _prepare(
     access: Access,
     canaries: int | None,
     targets: Tensor | None,
-    public: bool,
     optimizer: MakeOptimizer | None,
     input_shape: tuple[int, ...] | None,
 ) -> _Setting:
@@ -304,11 +302,10 @@ def _prepare(
     chosen = craft(contributions, stds, room_of_inputs, input_shape=shape, targets=targets, weights=hold)
     chosen = strongest(chosen, plan.noise_multiplier)
     sight = _Sight.of(chosen.rows, own, stds, dict(plan.clips)) if access == "white" else None
-    subtract = public or known is None
     if known is None:  # one record that everybody knows: no run is on nothing
         known = torch.zeros_like(chosen.inputs[:1]), chosen.targets[:1].clone()
     device = chosen.inputs.device
     known = known[0].to(device).to(chosen.inputs.dtype), known[1].to(chosen.targets.device).to(chosen.targets.dtype)
     weights = {name: value.detach().clone() for name, value in own.state_dict().items()}
     make = optimizer or (hold_still if access == "white" else lambda m: suggest_optimizer(m, plan)[0])
-    return _Setting(plan, own, loss, weights, contributions, chosen, known, access, subtract, make, shape, sight)
+    return _Setting(plan, own, loss, weights, contributions, chosen, known, access, make, shape, sight)

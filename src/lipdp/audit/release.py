@@ -36,7 +36,7 @@ __all__ = ["Check", "ReleaseReport", "release_path"]
 _PAIRED = 24  # steps that are compared with each other
 _SAMPLED = 2000  # records that are sampled from
 _ENTRIES = 400_000  # of noise that a run is long enough for, where the plan is
-_LEAST, _RUNS = 20_000, 12  # of noise in all runs together; how many runs, at most
+_LEAST, _RUNS = 10_000, 8  # of noise in all runs together; how many runs, at most
 _TINY = 1e-300
 
 
@@ -137,7 +137,7 @@ def release_path(
     audited = audited_plan(plan, steps=usual if steps is None else whole("steps", steps))
     contributions = Contributions(own, loss, audited, input_shape)
     shape = find_input_shape(own) if input_shape is None else tuple(input_shape)
-    canaries = craft(contributions, audited.noise_stds, 8, input_shape=shape, targets=targets, ascent=6)
+    canaries = craft(contributions, audited.noise_stds, 6, input_shape=shape, targets=targets, ascent=4)
     made_up = _made_up(canaries, whole("records", records))
     with several_runs():
         count = max(2, min(_RUNS, math.ceil(_LEAST / (size * audited.steps))))
@@ -369,7 +369,7 @@ def _projection_checks(
     outside = [name for name, module in constrained.items() if not module.is_inside()]
     yield Check("weights are back in their sets", 0.0 if outside else 1.0, f"outside: {', '.join(outside) or 'none'}")
     contributions = Contributions(model, loss, plan, shape)
-    reached = craft(contributions, plan.noise_stds, 4, input_shape=shape, weights=False, ascent=12)
+    reached = craft(contributions, plan.noise_stds, 4, input_shape=shape, weights=False, ascent=8)
     yield from _bounded(contributions, reached, "at weights that training reached")
 
 

@@ -74,6 +74,7 @@ class AuditResult:
         guesses: in all.
         correct: of them.
         strength: mean part of what the plan allows a record that a canary used (1: the worst case).
+        privacy: whether this may be published.
         seconds: that it took.
     """
 
@@ -94,6 +95,7 @@ class AuditResult:
     guesses: int
     correct: int
     strength: float
+    privacy: str
     seconds: float
 
     @property
@@ -119,7 +121,7 @@ class AuditResult:
             f"{self.access}-box audit of {self.steps} steps at sampling rate {self.sampling_rate:.3g} ({self.method}): "
             f"{self.correct:,} of {self.guesses:,} guesses right\n"
             f"claimed ε = {self.claimed:.4g} at δ = {self.delta:g}; canaries use {self.strength:.0%} of what a record may; "
-            f"{self.runs} runs of {self.canaries} canaries, {self.seconds:.1f} s"
+            f"{self.runs} runs of {self.canaries} canaries, {self.seconds:.1f} s; {self.privacy}"
         )
         body = table_text(("bound", f"ε ≥ ({self.confidence:.2%})", "of claimed", "assumes"), rows, right=(1, 2))
         return f"{head}\n{body}\n{verdict}"

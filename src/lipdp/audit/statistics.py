@@ -99,7 +99,7 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float = 0.
 
     Example:
         >>> round(one_run_epsilon(correct=950, guesses=1000, canaries=1000), 2)    # 95% right: log(0.95/0.05) = 2.94
-        2.72
+        2.7
     """
     level = 1 - check_confidence(confidence)
     if approximate_p_value(correct, guesses, canaries, 0.0, delta) > level:
@@ -174,8 +174,8 @@ def one_run_bound(
 
     Example:
         >>> from lipdp.audit.curves import GaussianCurve
-        >>> round(one_run_bound(690, 1000, 1000, GaussianCurve), 2)      # Φ(μ/2) = 69% for μ = 0.99
-        0.83
+        >>> round(one_run_bound(690, 1000, 1000, GaussianCurve), 2)      # Φ(μ/2) = 69% for μ = 0.99, if guesses are independent
+        0.34
     """
     level = 1 - check_confidence(confidence)
 

@@ -13,7 +13,7 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import predict
 from lipdp.program.dtypes import Types
 
-__all__ = ["certified_accuracy", "certify"]
+__all__ = ["certified_accuracy", "certified_auroc", "certify"]
 
 # Rounding reaches the outputs at x and at x', and each margin through two of them.
 _ROUNDINGS = 3.0
@@ -94,6 +94,97 @@ def certified_accuracy(radii: torch.Tensor, thresholds: Sequence[float]) -> dict
     if radii.ndim != 1 or len(radii) == 0:
         raise DataError(f"certified_accuracy needs the radii of some examples, not a tensor of shape {tuple(radii.shape)}")
     return {float(threshold): float((radii > threshold).double().mean()) for threshold in thresholds}
+
+
+def certified_auroc(
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    thresholds: Sequence[float],
+    *,
+    input_lipschitz: float = 1.0,
+    batch_size: int = 1024,
+) -> dict[float, float]:
+    """For each radius r, an AUROC that remains whatever moves *every* example by at most r in L2 norm: for binary tasks.
+
+    The score s is the output, or the second output less the first; a perturbation of norm r changes it by at most m(r): the
+    constant ℓ (√2·ℓ for a difference) times how far the input can move behind the model's scaling, which for the sphere is the
+    chord of :func:`certify`. Pairs of a positive and a negative example whose order is then certain, s⁺ − m⁺ > s⁻ + m⁻, count.
+
+    Args:
+        model: as in :func:`certify`, with one output or two.
+        x: a batch of inputs.
+        y: positive (above 0) or not.
+        thresholds: the radii.
+        input_lipschitz: as in :func:`certify`.
+        batch_size: as in :func:`certify`.
+
+    Example:
+        >>> import torch
+        >>> from lipdp import nn
+        >>> model = nn.Sequential(nn.BoundedInput((1,), norm=5.0), nn.SpectralLinear(1, 1, bias=False))
+        >>> _ = model[1].weight.data.fill_(1.0)
+        >>> certified_auroc(model, torch.tensor([[2.0], [1.0], [0.0]]), torch.tensor([1, 0, 0]), (0.0, 0.75, 1.5))
+        {0.0: 1.0, 0.75: 0.5, 1.5: 0.0}
+    """
+    if not (isinstance(input_lipschitz, int | float) and 0 < input_lipschitz < math.inf):
+        raise ConfigurationError(f"input_lipschitz must be a positive finite number, not {input_lipschitz!r}")
+    if batch_size < 1 or any(not (isinstance(r, int | float) and 0 <= r < math.inf) for r in thresholds):
+        raise ConfigurationError(f"batch_size must be at least 1 and radii at least 0, not {batch_size} and {thresholds!r}")
+    types = Types(model)
+    _check_data(x, y, types)
+    positive = y.reshape(len(x)).to(x.device) > 0
+    if not bool(positive.any()) or bool(positive.all()):
+        raise DataError("an AUROC needs examples of both classes")
+    given, x = x, types.inputs(x)
+    network = freeze(model, tuple(x.shape[1:]), x.dtype)
+    kept = {}
+    for radius in thresholds:
+        reach = _after_conversion(float(radius) * input_lipschitz, given, x)
+        pieces = [slice(start, start + batch_size) for start in range(0, len(x), batch_size)]
+        limits = [_score_limits(network, x[piece], reach[piece]) for piece in pieces]
+        low, high = (torch.cat(part) for part in zip(*limits, strict=True))
+        others = high[~positive].sort().values
+        kept[float(radius)] = float(torch.searchsorted(others, low[positive], side="left").double().mean()) / len(others)
+    return kept
+
+
+def _after_conversion(radius: float, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """How far the converted inputs may move when those that were given move by ``radius``; see :func:`_before_conversion`."""
+    moved = torch.full((len(x),), radius, dtype=torch.float64, device=x.device)
+    if given.is_floating_point() and torch.promote_types(given.dtype, x.dtype) == x.dtype:
+        return moved
+    u, smallest = unit_roundoff(x.dtype), torch.finfo(x.dtype).smallest_normal
+    return (1 + u) * moved + (2 * u * _norms(given) + 2 * smallest * math.sqrt(given[0].numel())) * (1 + 1e-9)
+
+
+def _score_limits(network: Network, x: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest score of each example when it moves by ``reach``, rounding included."""
+    with torch.no_grad(), arithmetic("float32", x.device):
+        outputs = network.model(x)
+        entering = x if network.scaling is None else network.scaling.front(x)
+    if outputs.ndim > 2 or len(outputs) != len(x) or outputs[0].numel() > 2:
+        raise ConfigurationError(
+            f"the model gives outputs of shape {tuple(outputs.shape)}; a certified AUROC is for one output, or two classes"
+        )
+    wide = outputs.double().reshape(len(x), -1)
+    scores, steepness = (wide[:, 0], 1.0) if wide.shape[1] == 1 else (wide[:, 1] - wide[:, 0], math.sqrt(2.0))
+    lengths, scaling, rounding = _norms(entering), network.scaling, _ROUNDINGS * (network.slack - 1)
+    reaching = lengths
+    if scaling is not None:
+        moved = (reach + rounding * _norms(x)) * scaling.lipschitz * network.slack
+        reaching = torch.full_like(lengths, scaling.radius)
+        reach = torch.minimum(moved if scaling.ball else _chord(moved, lengths, scaling.radius), 2 * reaching)
+    change = steepness * network.lipschitz * network.slack * reach
+    change = (change + rounding * (_norms(outputs) + network.lipschitz * (reaching + reach))) * (1 + 1e-12)
+    return scores - change, scores + change
+
+
+def _chord(moved: torch.Tensor, length: torch.Tensor, radius: float) -> torch.Tensor:
+    """How far the scaling of z, of norm ``length``, to the sphere moves when z does: 2R·sin(arcsin(moved/length)/2)."""
+    share = (moved / length.clamp_min(1e-300)).clamp_max(1.0)
+    turned = 2 * radius * torch.sin(torch.arcsin(share) / 2) * (1 + 1e-12)
+    return torch.where(moved < length, turned, 2 * radius)
 
 
 def _check_data(x: torch.Tensor, y: torch.Tensor | None, types: Types) -> None:
