@@ -270,3 +270,16 @@ def test_gradients_equal_autograds():
     expected = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), list(model.parameters()))
     found = gradients(F.cross_entropy(model(x), y, reduction="sum"), list(model.parameters()), 700)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [256, 1000, 4097])
+def test_all_blocks_at_once_are_as_exact_as_one_after_another(rows, monkeypatch):
+    """What a GPU does, and in several calls where memory is short: blocks of 128 rows in float32, everything else in float64."""
+    generator = torch.Generator().manual_seed(rows)
+    a, b = torch.rand(rows, 7, generator=generator), torch.rand(rows, 5, generator=generator)
+    expected = a.double().T @ b.double()
+    for at_once in (2**24, 7 * 5 * 3):
+        monkeypatch.setattr(_sums, "_AT_ONCE", at_once)
+        found = _sums._all_blocks(a.T, b)
+        assert found.dtype == torch.float64
+        assert float((found - expected).abs().max() / expected.max()) <= BLOCK * U

@@ -78,7 +78,14 @@ def main() -> None:
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{name}, torch {torch.__version__}")
-    rows = []
+    rows: list[Row] = []
+    roofs: list[dict[str, float | str]] = []
+
+    def write() -> None:  # after every row: a run that is cut short leaves what it has
+        if arguments.output:
+            what = {"device": name, "torch": torch.__version__, "rows": rows, "kernels": roofs}
+            Path(arguments.output).write_text(json.dumps(what, indent=1) + "\n")
+
     print(f"{'network':12} {'batch':>6} {'method':18} {'ms':>9} {'× time':>7} {'MiB':>8} {'× mem':>6}")
     for network in arguments.networks:
         for batch in arguments.batches or ([1024] if device.type == "cuda" else [128]):
@@ -96,14 +103,12 @@ def main() -> None:
                     row["memory"] = float(row["mib"]) / float(base["mib"])
                     memory = f"{row['mib']:8.0f} {row['memory']:6.2f}"
                 print(f"{network:12} {batch:6} {method:18} {row['ms']:9.2f} {row['times']:7.2f} {memory}", flush=True)
-    roofs = []
+                write()
     if device.type == "cuda":
         from kernels import roofline
 
-        roofs = roofline()
-    if arguments.output:
-        what = {"device": name, "torch": torch.__version__, "rows": rows, "kernels": roofs}
-        Path(arguments.output).write_text(json.dumps(what, indent=1) + "\n")
+        roofs += roofline()
+        write()
 
 
 if __name__ == "__main__":

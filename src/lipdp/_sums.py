@@ -105,12 +105,25 @@ def contracted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """:func:`contract`, but in float32 where that is all it takes."""
     a, b = _single(a).transpose(-1, -2), _single(b)
     rows, step = b.shape[-2], BLOCK * BLOCKS
+    if b.ndim == 2 and b.device.type == "cuda" and rows >= 2 * BLOCK and b.dtype != torch.float64:
+        return _all_blocks(a, b)
     if rows <= step:
         return _few_blocks(a, b)
     total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=wide(a), device=a.device)
     for start in range(0, rows, step):
         total += _few_blocks(a[..., start : start + step], b[..., start : start + step, :])
     return total
+
+
+def _all_blocks(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a·b for a (p, K) and b (K, d): all blocks in a few calls, added up in float64. On a GPU many small calls take longer."""
+    rows, size = len(b), len(a) * b.shape[1]
+    whole, at_once = rows // BLOCK * BLOCK, BLOCK * max(1, _AT_ONCE // max(1, size))
+    total = torch.zeros(len(a), b.shape[1], dtype=wide(a), device=a.device)
+    for start in range(0, whole, at_once):
+        part = slice(start, min(start + at_once, whole))
+        total += torch.bmm(_blocks(a[:, part], 1).transpose(0, 1), _blocks(b[part], 0)).sum(0, dtype=total.dtype)
+    return total if whole == rows else total.add_(a[:, whole:] @ b[whole:])
 
 
 def _few_blocks(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
 
 from lipdp import nn
+from lipdp._deferred import deferred_checks
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Bjorck, Constrained, Constraint, Spectral, project_
+from lipdp.parametrize import constraint as constraint_module
 from lipdp.parametrize.constraint import RKO, normalise_certified, project_ball
 from tests.soundness.harness import impulse_jacobian, largest_singular_value, noisy_steps
 
@@ -182,3 +185,52 @@ def test_bad_arguments_and_missing_methods_say_so() -> None:
         project_(Forgotten())
     assert isinstance(Spectral(), Constraint)
     assert float(normalise_certified(torch.eye(2) * 3, torch.float32).max()) <= 1
+
+
+def large_starts() -> dict[str, torch.Tensor]:
+    """Matrices large enough that they are projected in float32 on a processor; rounding has to be divided out."""
+    g = torch.Generator().manual_seed(0)
+    orthogonal = torch.linalg.qr(torch.randn(400, 96, generator=g, dtype=torch.float64))[0]
+    noise = torch.randn(400, 96, generator=g, dtype=torch.float64)
+    return {
+        "orthogonal": orthogonal,
+        "after a step": orthogonal + 2e-3 * noise,
+        "after a long step": orthogonal + 2e-2 * noise,
+        "one direction": torch.ones(400, 96, dtype=torch.float64) / (400 * 96) ** 0.5,
+        "slightly too long": orthogonal * (1 + 1e-4),
+        "huge": 1e30 * noise,
+        "small": 1e-20 * noise,
+        "uneven": orthogonal * torch.logspace(-6, 0, 96, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("name", large_starts())
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_large_matrices_are_certified_in_float32(name: str, wide: bool, deferred: bool) -> None:
+    """By the bound on the iteration's own rounding: never above 1, and not far below where singular values are 1."""
+    start = large_starts()[name].float()
+    assert constraint_module._working_type(start) == torch.float32
+    if wide:
+        start = start.T
+    with deferred_checks() if deferred else contextlib.nullcontext():
+        after = Bjorck().project(start)
+    assert after.shape == start.shape
+    assert_in_unit_ball(after)
+    if name in ("orthogonal", "after a step", "slightly too long"):
+        assert float(torch.linalg.svdvals(after.double()).min()) >= 0.998
+
+
+def test_rounding_is_bounded_whatever_the_products_make_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product is off by as much as the bound allows, in the direction that lengthens the result."""
+    g = torch.Generator().manual_seed(1)
+    start = (torch.linalg.qr(torch.randn(400, 96, generator=g))[0] + 1e-3 * torch.randn(400, 96, generator=g)).float()
+    u, honest = 2.0**-24, constraint_module._gram
+
+    def dishonest(work: torch.Tensor) -> torch.Tensor:
+        terms = 64 + -(-400 // 64)
+        lower = terms * u * (work.abs().double().T @ work.abs().double())
+        return (honest(work).double() - lower).float()  # E too small: the iteration shortens too little
+
+    monkeypatch.setattr(constraint_module, "_gram", dishonest)
+    assert_in_unit_ball(Bjorck(iterations=1).project(start))

@@ -134,6 +134,7 @@ class Bjorck:
                     _require_finite(torch.linalg.vector_norm(tall, float("inf")))
                 if is_deferring():
                     if iteration == 0:
+                        _require_finite(distance)
                         work, error = _brought_near(work, error, distance)
                 elif not bool((distance <= _NEAR).all()):  # NaN fails this test too
                     work = self._scaled(work)
@@ -159,7 +160,7 @@ class Bjorck:
 def _working_type(tall: torch.Tensor) -> torch.dtype:
     """float64, in which rounding is nothing; float32 for large matrices on a processor, where float64 takes twice the time."""
     rows, rank = tall.shape[-2:]
-    large = tall.device.type == "cpu" and rows * rank**2 > _LARGE and tall.dtype != torch.float64
+    large = tall.device.type == "cpu" and rows * rank**2 > _LARGE and tall.dtype != torch.float64 and not is_deferring()
     return torch.float32 if large or tall.device.type == "mps" else torch.float64
 
 
