@@ -26,6 +26,7 @@ MOST_BINS = 1 << 22
 _USUAL_GRID = 1e-4  # dp-accounting's default; all grids are this times a power of two
 _EASY_BINS = 1 << 18  # up to so many points no grid is left that is coarser than the usual one
 _FIRST_BINS = 1 << 14
+_SEARCH_BINS = 1 << 18
 _BEYOND = math.log(1e5)  # the largest losses of all steps, counted as infinite, make up this part of δ
 _DELTA_PRECISION = 0.01
 
@@ -67,9 +68,11 @@ def parts_delta(parts: Parts, epsilon: float, neighbours: Neighbours) -> Figure:
 
 
 def grid_epsilon(parts: Parts, d: float, neighbours: Neighbours, grid: float = 0.0) -> float:
-    """ε on one grid alone, the first one where none is given: an upper bound."""
+    """ε on one grid alone: about the one given (not with too many points), or the first one. An upper bound, for searches."""
     log_tail = _log_tail(parts, d)
-    return compose_losses(parts, neighbours, grid or _first_grid(parts, neighbours, log_tail), log_tail).epsilon(d, {})
+    least = max(largest_loss(step, neighbours, log_tail) for step, _ in parts) / _SEARCH_BINS
+    h = max(grid, least) if grid else _first_grid(parts, neighbours, log_tail)
+    return compose_losses(parts, neighbours, h, log_tail).epsilon(d, {})
 
 
 def _log_tail(parts: Parts, d: float) -> float:
