@@ -85,16 +85,16 @@ def test_halving_the_grid_only_lowers_epsilon():
 
 def test_what_rounding_may_hide_is_added():
     """Errors that are planted in a transform stay below what is allowed for them."""
-    from lipdp.privacy import _composed_losses as module
+    from lipdp.privacy import _convolution as module
 
     direction = compose_losses([(SampledGaussian(1.2, 0.02), 5000)], "add_remove", 1e-3, math.log(1e-20))._directions[0]
     window = compose_losses([(SampledGaussian(1.2, 0.02), 5000)], "add_remove", 1e-3, math.log(1e-20))._window(
         direction, 4.0, 6.0, 1e-10
     )
-    weights, size = direction.weights(4.0), module._fast_length(window.last - window.first + 1)
-    good = module._convolve(weights, [direction.masses[0].lowest], [5000], size)
+    weights, size = direction.weights(4.0), module.fast_length(window.last - window.first + 1)
+    good = module.convolve(weights, [direction.masses[0].lowest], [5000], size)
     bent = [weights[0] * (1 + 1e-16 * np.random.default_rng(0).choice([-1.0, 1.0], len(weights[0])))]
-    other = module._convolve(bent, [direction.masses[0].lowest], [5000], size)
+    other = module.convolve(bent, [direction.masses[0].lowest], [5000], size)
     coefficients = math.sqrt(2 / size) * float(np.linalg.norm(good.errors))
     assert np.linalg.norm(good.masses - other.masses) <= good.error + coefficients
 
