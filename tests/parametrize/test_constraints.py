@@ -234,3 +234,19 @@ def test_rounding_is_bounded_whatever_the_products_make_of_it(monkeypatch: pytes
 
     monkeypatch.setattr(constraint_module, "_gram", dishonest)
     assert_in_unit_ball(Bjorck(iterations=1).project(start))
+
+
+@pytest.mark.parametrize("coarse", ["autocast", "matmul precision"])
+def test_coarser_products_never_reach_the_certificate(coarse: str) -> None:
+    start = large_starts()["after a step"].float()
+    before = torch.get_float32_matmul_precision()
+    expected = Bjorck().project(start)
+    try:
+        if coarse == "matmul precision":
+            torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=coarse == "autocast"):
+            after = Bjorck().project(start)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_in_unit_ball(after)
+    torch.testing.assert_close(after, expected, atol=1e-3, rtol=0)

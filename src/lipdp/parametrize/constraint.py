@@ -52,6 +52,8 @@ _BLIND_ITERATIONS = 2
 # Rows that are added up in float32 at a time; numbers that enter products from which on float32 is used on a processor.
 _ROWS = 64
 _LARGE = 2**21
+# Part of the weights that a bound on rounding may cost.
+_VISIBLE = 4e-3
 
 
 @runtime_checkable
@@ -121,7 +123,7 @@ class Bjorck:
         """Björck iterations, and what bounds their rounding."""
         if self.iterations == 0 or matrix.numel() == 0:
             return normalise_certified(matrix, matrix.dtype)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(matrix.device.type, enabled=False):  # the caller's may halve the precision
             tall = matrix.detach() if matrix.shape[-2] >= matrix.shape[-1] else matrix.detach().transpose(-1, -2)
             work = tall.to(_working_type(tall))
             close = self.tolerance * work.shape[-1] ** 0.5
@@ -136,7 +138,7 @@ class Bjorck:
                     if iteration == 0:
                         _require_finite(distance)
                         work, error = _brought_near(work, error, distance)
-                elif not bool((distance <= _NEAR).all()):  # NaN fails this test too
+                elif iteration == 0 and not bool((distance <= _NEAR).all()):  # NaN fails this test too
                     work = self._scaled(work)
                     error = _gram(work)
                     error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
@@ -158,10 +160,23 @@ class Bjorck:
 
 
 def _working_type(tall: torch.Tensor) -> torch.dtype:
-    """float64, in which rounding is nothing; float32 for large matrices on a processor, where float64 takes twice the time."""
-    rows, rank = tall.shape[-2:]
-    large = tall.device.type == "cpu" and rows * rank**2 > _LARGE and tall.dtype != torch.float64 and not is_deferring()
-    return torch.float32 if large or tall.device.type == "mps" else torch.float64
+    """float64, in which rounding is nothing; float32 for large matrices on a processor, where float64 takes twice the time.
+
+    Not for those so large that the bound on its rounding would shorten weights visibly, and not where a product of float32 may be
+    computed more coarsely (``torch.set_float32_matmul_precision``).
+    """
+    rows, rank = int(tall.shape[-2]), int(tall.shape[-1])
+    if tall.device.type != "cpu" or tall.dtype == torch.float64 or is_deferring() or not _multiplies_in_float32():
+        return torch.float64
+    loose = (_ROWS + rows / _ROWS) * rank * unit_roundoff(torch.float32) > _VISIBLE
+    return torch.float32 if rows * rank**2 > _LARGE and not loose else torch.float64
+
+
+def _multiplies_in_float32() -> bool:
+    """Whether products of float32 on a processor are those of float32."""
+    settings = [torch.backends, getattr(torch.backends, "mkldnn", None), getattr(torch.backends.mkldnn, "matmul", None)]
+    finer = all(getattr(place, "fp32_precision", "none") in ("none", "ieee") for place in settings)
+    return finer and torch.get_float32_matmul_precision() == "highest"
 
 
 def _gram(work: torch.Tensor) -> torch.Tensor:
