@@ -18,7 +18,8 @@ __all__ = ["Convolved", "convolve", "fast_length"]
 
 _UNIT = 2.0**-53
 _CORE = 512  # grid steps on either side of the mean that are summed up by sines, at most
-_SUMMED = 20_000_000  # terms of such sums, at most
+_SUMMED = 5_000_000  # terms of such sums, at most
+_FEW = 64  # up to so many steps, transforms alone keep digits enough
 _NOTHING = -50.0  # logarithm of a coefficient of a transform that is left out; counted
 
 
@@ -68,7 +69,7 @@ def convolve(weights: Sequence[Array], lowest: Sequence[int], counts: Sequence[i
     whole = [fft.rfft(_placed(weight, middle, size)) for weight, middle in zip(weights, middles, strict=True)]
     slack = [eta * math.sqrt(size) * float(np.linalg.norm(weight)) for weight in weights]
     seen = np.flatnonzero(_log_size(whole, slack, counts) > _NOTHING)
-    core = min(_CORE, _SUMMED // (2 * len(seen) * len(weights) + 1))
+    core = min(_CORE, _SUMMED // (2 * len(seen) * len(weights) + 1)) if sum(counts) >= _FEW else 0
     values, near, far = [], [], 0.0
     for weight, middle, n in zip(weights, middles, counts, strict=True):
         rest = weight.copy()
