@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lipdp.training.repeats import forget_runs, several_runs
+from lipdp.training.account import forget_runs, several_runs
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.privacy import AdaptiveClip, effective_multiplier
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.training import linear_schedule
-from lipdp.training.clip_counts import centred_count
+from lipdp.training.gradients import centred_count
 
 from .common import Spy, empty, engine_of, planned, toy
 

@@ -10,8 +10,8 @@ import lipdp
 from lipdp import losses, nn
 from lipdp.data import Flip, PrecomputedCopies, RandomCrop
 from lipdp.errors import DataError
-from lipdp.training.copies import Copies
 from lipdp.training.query import Sample
+from lipdp.training.seats import Copies
 
 from .common import engine_of, planned
 

@@ -14,7 +14,7 @@ from lipdp import losses
 from lipdp.errors import LipdpWarning, RepeatedRunWarning
 from lipdp.privacy import Budget
 from lipdp.training import Callback
-from lipdp.training.repeats import data_marks, forget_runs, several_runs
+from lipdp.training.account import data_marks, forget_runs, several_runs
 
 from .common import BATCH, SIZE, engine_of, planned, small, toy
 

@@ -174,7 +174,7 @@ def watched_sums(engine: lipdp.PrivacyEngine) -> list[float]:
 def test_after_weights_diverge_nothing_more_is_released() -> None:
     """The host hears of it before the next release, and the state is not saved either."""
     _, engine = trained("cuda", steps=30)
-    engine.ledger.releases = 5
+    engine.ledger.steps = 5
     sums = watched_sums(engine)
     for group in engine.optimizer.param_groups:
         group["lr"] = float("inf")
@@ -191,7 +191,7 @@ def test_after_weights_diverge_nothing_more_is_released() -> None:
 def test_weights_written_past_torch_are_noticed_before_anything_is_released() -> None:
     """No version of a tensor shows it; the digests are compared on the device, and the model is analysed and projected again."""
     model, engine = trained("cuda", steps=30)
-    engine.ledger.releases = 5
+    engine.ledger.steps = 5
     sums = watched_sums(engine)
     engine.step(*batch_of())
     for p in model.parameters():
@@ -204,7 +204,7 @@ def test_weights_written_past_torch_are_noticed_before_anything_is_released() ->
 @on_cuda
 def test_weights_written_through_torch_are_projected_before_the_step() -> None:
     model, engine = trained("cuda", steps=30)
-    engine.ledger.releases = 5
+    engine.ledger.steps = 5
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(30.0)
@@ -221,7 +221,7 @@ def test_weights_written_through_torch_are_projected_before_the_step() -> None:
 @on_cuda
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     _, engine = trained("cuda", steps=30)
-    engine.ledger.releases = 5
+    engine.ledger.steps = 5
     sums = watched_sums(engine)
     fine = torch.zeros((), dtype=torch.bool, device="cuda")
     ask = engine._query.ask
@@ -252,7 +252,7 @@ def test_weights_far_outside_are_projected_on_cuda_too() -> None:
 def test_state_that_a_forward_pass_writes_is_put_back_on_the_device() -> None:
     """What the data wrote into a buffer is not to be seen after the step, and nothing is released."""
     model, engine = trained("cuda", steps=30)
-    engine.ledger.releases = 5
+    engine.ledger.steps = 5
     model[0].register_buffer("note", torch.zeros(4, device="cuda"))
     engine.step(*batch_of())  # settings have changed: analysed again
     ask = engine._query.ask

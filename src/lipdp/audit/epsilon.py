@@ -24,9 +24,9 @@ from lipdp.parametrize import project_
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
+from lipdp.training.account import several_runs
 from lipdp.training.batches import check_dataset, gather
 from lipdp.training.plan import PrivacyPlan
-from lipdp.training.repeats import several_runs
 from lipdp.training.suggest import suggest_optimizer
 
 __all__ = ["run"]

@@ -28,8 +28,8 @@ from lipdp.audit.watching import Step, audited_plan, draw_samples, hold_still, w
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Constrained, project_
 from lipdp.program import find_input_shape
+from lipdp.training.account import several_runs
 from lipdp.training.plan import PrivacyPlan
-from lipdp.training.repeats import several_runs
 
 __all__ = ["Check", "ReleaseReport", "release_path"]
 

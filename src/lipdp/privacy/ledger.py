@@ -23,7 +23,7 @@ class Ledger:
         planned_epsilon: ε of all of it.
         accountant: which analysis of dp-accounting.
         adjacency: which datasets are neighbours.
-        releases: how many steps have been charged.
+        steps: how many steps have been charged.
         one_off: names of the one-off releases that have been charged.
     """
 
@@ -32,7 +32,7 @@ class Ledger:
     planned_epsilon: float
     accountant: Accountant = "pld"
     adjacency: Adjacency = "add_remove"
-    releases: int = 0
+    steps: int = 0
     one_off: list[str] = field(default_factory=list)
 
     def charge(self) -> None:
@@ -42,7 +42,7 @@ class Ledger:
                 f"the plan's {self.run.steps} steps (epsilon {self.planned_epsilon:.4g} at delta {self.delta:g}) are spent: "
                 "another step would exceed the budget. Make a new plan with more steps; its noise will be larger."
             )
-        self.releases += 1
+        self.steps += 1
 
     def charge_release(self, name: str) -> None:
         """Pay for a one-off release, once, or refuse it."""
@@ -59,17 +59,17 @@ class Ledger:
     @property
     def remaining(self) -> int:
         """Steps left."""
-        return self.run.steps - self.releases
+        return self.run.steps - self.steps
 
     @property
     def spent(self) -> PrivateRun:
         """What has been released, as a run of its own."""
-        return self._until(self.releases)
+        return self._until(self.steps)
 
     @property
     def epsilon(self) -> float:
         """ε spent so far, at the plan's δ."""
-        return self.epsilon_at(self.releases)
+        return self.epsilon_at(self.steps)
 
     def epsilon_at(self, steps: int) -> float:
         """ε once so many steps are charged, with the one-off releases made so far."""

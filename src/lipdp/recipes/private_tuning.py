@@ -25,7 +25,7 @@ from lipdp.recipes.run import Prepared, fit_prepared, prepare
 from lipdp.recipes.spaces import RandomSuggester
 from lipdp.recipes.sweep import Sweep
 from lipdp.training import evaluate
-from lipdp.training.repeats import several_runs
+from lipdp.training.account import several_runs
 
 __all__ = ["PrivateFinding", "tune_privately"]
 

@@ -26,8 +26,8 @@ from lipdp.recipes.recipe import Metric, Recipe
 from lipdp.recipes.run import train
 from lipdp.recipes.spaces import Space, default_space
 from lipdp.training import Callback
+from lipdp.training.account import several_runs
 from lipdp.training.callbacks import Run
-from lipdp.training.repeats import several_runs
 
 __all__ = ["FinalFigures", "Finding", "Progress", "Sweep", "final_test", "search"]
 

@@ -1,6 +1,7 @@
 """Private training: the plan, the engine, the whole run in one call."""
 
 from lipdp.losses import predict
+from lipdp.training.account import several_runs
 from lipdp.training.callbacks import Callback, ProgressBar, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
@@ -10,7 +11,6 @@ from lipdp.training.history import History
 from lipdp.training.phases import Phase, cosine_schedule, linear_schedule
 from lipdp.training.plan import ParameterGroup, PrivacyPlan
 from lipdp.training.planning import plan
-from lipdp.training.repeats import several_runs
 from lipdp.training.suggest import suggest_optimizer
 
 __all__ = [

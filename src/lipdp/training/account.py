@@ -1,18 +1,33 @@
-"""How a run pays the budget of its data: all of it before its first release, and what was never released comes back at its end."""
+"""How a run pays the budget of its data: all of it before its first release, and what was never released comes back at its end.
+
+Beside it, a help and no account: what this process has released about which data, told apart by a few of their records, so that a
+second run over the same data does not go unsaid.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import secrets
-from contextlib import suppress
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
-from lipdp.errors import CheckpointError, LipdpError
-from lipdp.privacy.budget import Budget, Reservation
-from lipdp.privacy.ledger import Ledger
+import torch
 
-__all__ = ["RunAccount"]
+from lipdp.errors import CheckpointError, LipdpError, RepeatedRunWarning
+from lipdp.privacy.budget import Budget, Reservation
+from lipdp.privacy.composition import Composition, Totals
+from lipdp.privacy.costs import parts, to_key
+from lipdp.privacy.ledger import Ledger
+from lipdp.training.batches import gather
+
+__all__ = ["RunAccount", "RunRecord", "data_marks", "forget_runs", "record_run", "several_runs"]
 
 
 class RunAccount:
@@ -57,7 +72,7 @@ class RunAccount:
 
     def note(self, ledger: Ledger) -> None:
         """Remember how far the run has come, once a release is charged."""
-        self._steps = max(self._steps, ledger.releases)
+        self._steps = max(self._steps, ledger.steps)
         self._one_off.update(ledger.one_off)
 
     def adopt(self, nonce: str) -> None:
@@ -86,3 +101,108 @@ class RunAccount:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunAccount:
         return self
+
+
+_LOOKED_AT = 16  # records of a dataset
+_FEW = 4  # kinds of events up to which they are composed tightly
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: its secret's digest (a run that is repeated under one secret releases nothing new), its ledger, who paid."""
+
+    key: str
+    ledger: Ledger
+    budget: str | None
+
+
+_runs: dict[str, list[RunRecord]] = {}
+_objects: dict[int, weakref.ref[Any]] = {}
+_told: set[str] = set()
+_expected = 0
+
+
+def data_marks(dataset: Any) -> tuple[str, ...]:
+    """What a dataset is known by: the object, and a digest of some of its records."""
+    marks = []
+    try:
+        _objects[id(dataset)] = weakref.ref(dataset, partial(_forget_object, id(dataset)))
+        marks.append(f"object {id(dataset)}")
+    except TypeError:  # lists, say: known by their content alone
+        pass
+    try:
+        count = len(dataset)
+        chosen = torch.linspace(0, count - 1, min(count, _LOOKED_AT), dtype=torch.float64).round().long()
+        digest = hashlib.sha256(str(count).encode())
+        with torch.random.fork_rng(devices=[]):  # records may be drawn: looking at some changes no others
+            looked_at = gather(dataset, chosen)
+        for part in looked_at:
+            held = part.detach().cpu().contiguous()
+            digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
+            digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
+        marks.append(f"content {digest.hexdigest()}")
+    except (LipdpError, RuntimeError, TypeError, ValueError):  # what can't be read now is refused where it is used
+        pass
+    return tuple(marks)
+
+
+def _forget_object(number: int, gone: object) -> None:
+    """The object is gone, and its number may be another's soon."""
+    _objects.pop(number, None)
+    _runs.pop(f"object {number}", None)
+
+
+def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
+    """Before a run's first release about some data: warn if others have released something about them, and remember this one."""
+    before: dict[str, RunRecord] = {}
+    for other in [other for mark in marks for other in _runs.get(mark, ())]:
+        paid = run.budget is not None and other.budget == run.budget
+        if other.key != run.key and not paid and (other.ledger.steps or other.ledger.one_off):
+            before[other.key] = other
+    if before and not _expected and run.key not in _told:
+        _warn(list(before.values()), run)
+        _told.add(run.key)
+    for mark in marks:
+        _runs.setdefault(mark, []).append(run)
+
+
+def _warn(before: list[RunRecord], run: RunRecord) -> None:
+    ledger = run.ledger
+    together = _composed([other.ledger for other in before], ledger)
+    alone = f"epsilon {ledger.planned_epsilon:.4g} alone"
+    unpaid = "no budget adds them up" if run.budget is None else f"the budget {run.budget} was not charged for all of them"
+    warnings.warn(
+        f"this is run {len(before) + 1} over the same data in this process, and {unpaid}: together they spend epsilon "
+        f"{together:.4g} at delta {ledger.delta:g} ({alone}). Charge them all to one account, budget=lipdp.privacy.Budget(…), "
+        "which refuses what is too much; or report the composed epsilon.",
+        RepeatedRunWarning,
+        stacklevel=5,
+    )
+
+
+def _composed(before: list[Ledger], ledger: Ledger) -> float:
+    """ε of what was released before and of all of this run, at its δ and for its neighbours."""
+    totals = Totals(ledger.adjacency)
+    for run in (*(other.spent for other in before), ledger.run):
+        for event, count in parts(run):
+            totals.add({to_key(event): count})
+    delta = Fraction(repr(ledger.delta))
+    quick = totals.quick({}, delta)
+    return quick if len(totals.counts) > _FEW else min(quick, Composition(delta, ledger.adjacency).epsilon(totals))
+
+
+@contextmanager
+def several_runs() -> Iterator[None]:
+    """Within the block nothing is said of runs over the same data: they are accounted for together, or declared otherwise."""
+    global _expected
+    _expected += 1
+    try:
+        yield
+    finally:
+        _expected -= 1
+
+
+def forget_runs() -> None:
+    """Forget all runs of this process (for tests, and for data that are public)."""
+    _runs.clear()
+    _told.clear()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lipdp.errors import CheckpointError
-from lipdp.privacy._locking import has_locks, opened, sync_folder, write_all
+from lipdp.privacy._journal import has_locks, opened, sync_folder, write_all
 
 __all__ = ["load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
 

@@ -28,27 +28,24 @@ from lipdp.privacy.randomness import Stream
 from lipdp.privacy.sampling import sample_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
-from lipdp.training.account import RunAccount
+from lipdp.training.account import RunAccount, RunRecord, data_marks, record_run
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
-from lipdp.training.copies import Copies
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.grouping import clip_layers
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
-from lipdp.training.optimizer_state import try_optimizer
-from lipdp.training.optimizers import check_optimizer
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.plan_checks import check_plan_fits
 from lipdp.training.planning import STATISTICS
+from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
-from lipdp.training.records import Progress, layout
-from lipdp.training.repeats import RunRecord, data_marks, record_run
-from lipdp.training.seats import choose_seats, seats_in_order, shuffle, usual_seats
+from lipdp.training.seats import Copies, choose_seats, seats_in_order, shuffle, usual_seats
 from lipdp.training.settings import describe_loss
-from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed
+from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, try_optimizer
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, secret_of
+from lipdp.training.suggest import check_optimizer
 from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
@@ -176,7 +173,7 @@ class PrivacyEngine:
     @property
     def steps(self) -> int:
         """Steps taken so far (charged to the budget)."""
-        return self.ledger.releases
+        return self.ledger.steps
 
     @property
     def epsilon(self) -> float:
@@ -612,7 +609,7 @@ class PrivacyEngine:
         self.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
         if self.average is not None and state.average is not None:
             self.average.load_state_dict(state.average)
-        self.ledger.releases = self._drawn = state.steps
+        self.ledger.steps = self._drawn = state.steps
         self.ledger.one_off = list(state.one_off)
         self._mechanism.clips = {name: state.clips[name] for name, _ in self.plan.clips}
         self._apply_clips()

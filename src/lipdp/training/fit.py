@@ -21,11 +21,11 @@ from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
+from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
-from lipdp.training.interrupts import Interrupts
-from lipdp.training.optimizer_state import check_scheduler_state
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
+from lipdp.training.state import check_scheduler_state
 from lipdp.training.statistics import find_standardize
 
 __all__ = ["fit"]

@@ -1,12 +1,17 @@
-"""Ways around the engine, closed: steps of the optimiser that no engine takes, and batches that are used twice."""
+"""Ways around the engine, closed: steps of the optimiser that no engine takes, and batches that are used twice.
+
+And signals that ask a run to end: it finishes its step first.
+"""
 
 from __future__ import annotations
 
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -15,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lipdp.errors import ConfigurationError
 
-__all__ = ["Held", "claim_batch", "note_batch", "spend_batch"]
+__all__ = ["Held", "Interrupts", "claim_batch", "note_batch", "spend_batch"]
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
@@ -144,3 +149,43 @@ def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
             # The memory's number may be another tensor's by now.
             if drawn is not None and any(ref.cdata == memory and not ref.expired() for ref in drawn.memory):
                 yield drawn
+
+
+_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class Interrupts:
+    """Within its block the first SIGINT or SIGTERM is only noted; a second one does what it always did.
+
+    Only in the main thread, where Python has its handlers. A handler of somebody's own, and a signal that is ignored, stay as they
+    are.
+
+    Attributes:
+        received: the signal, once there was one.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number, usual in _USUAL.items():
+                if signal.getsignal(number) == usual:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            self._restore()
+            signal.raise_signal(number)
+            return
+        self.received = number
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -30,8 +30,7 @@ from lipdp.privacy import (
 )
 from lipdp.privacy.runs import Scheme
 from lipdp.training.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
-from lipdp.training.noise import NoiseSettings
-from lipdp.training.phases import Phase, Schedule, make_phases, read_schedule, segments
+from lipdp.training.phases import NoiseSettings, Phase, Schedule, make_phases, read_schedule, segments
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.settings import (
     Method,

@@ -24,11 +24,10 @@ from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
 from lipdp.program import Program, check_program, find_input_shape
 from lipdp.training.batches import Rows, microbatches
-from lipdp.training.clip_counts import LayerCounts, centred_count
-from lipdp.training.copies import Copies
-from lipdp.training.gradients import Part, Sums, microbatch_sum, pending_sum, zeros_like_sum
+from lipdp.training.gradients import LayerCounts, Part, Sums, centred_count, microbatch_sum, pending_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
+from lipdp.training.seats import Copies
 from lipdp.training.settings import (
     clipped_rounding,
     has_convolutions,

@@ -11,8 +11,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.fields import Range
 from lipdp.privacy.mechanism import add_noise
 from lipdp.privacy.randomness import Stream
-from lipdp.training.noise import NoiseSettings
-from lipdp.training.phases import Phase
+from lipdp.training.phases import NoiseSettings, Phase
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Answer, Query
 from lipdp.training.state import CLIP_RANGE

@@ -27,8 +27,17 @@ from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, mix_key
 from lipdp.training.batches import Rows
 from lipdp.training.plan import PrivacyPlan
-from lipdp.training.positions import know_run, take_position
-from lipdp.training.records import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
+from lipdp.training.positions import (
+    Progress,
+    batch_digest,
+    digest_records,
+    know_run,
+    layout,
+    stored_tensors,
+    take_position,
+    unsteady_digest,
+    versions,
+)
 
 __all__ = ["Prepared", "Streams", "derive_run_key", "secret_of"]
 

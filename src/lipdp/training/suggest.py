@@ -7,19 +7,43 @@ than the weights are, nothing is left of what was learned; where it is far less,
 privacy. At the rates that searches have found for 35 recipes of whole networks (MLPs, convolutions, mixers; proved bounds,
 boundaries, clipping; ε = 3), the noise was 2.0 times as long as the weights (a root mean square over the weights, a geometric mean
 over the recipes; one standard deviation is a factor of 2.1). The rate that makes it 2 is what is suggested.
+
+Which optimisers a private run can have is decided here too.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 
 from lipdp._checks import is_number, positive
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.training.plan import PrivacyPlan
 
-__all__ = ["suggest_optimizer"]
+__all__ = ["check_optimizer", "suggest_optimizer"]
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Refuse an optimiser that asks several times a step, or trains something else; warn of parameters that it leaves out."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("LBFGS evaluates the loss several times a step, and each time is a query; use another optimiser")
+    ours = {id(p) for p in model.parameters()}
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(id(p) in ours for p in theirs):
+        raise ConfigurationError(
+            "the optimiser holds parameters that are not the model's. Make it from model.parameters(), once the model is final."
+        )
+    held = {id(p) for p in theirs}
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if idle:
+        warnings.warn(
+            f"the optimiser does not train {', '.join(idle[:3])}{'…' if len(idle) > 3 else ''}: noise is spent on them for "
+            "nothing. Freeze them (requires_grad_(False)) before planning.",
+            LipdpWarning,
+            stacklevel=4,
+        )
 
 
 def suggest_optimizer(
