@@ -290,7 +290,7 @@ def _derive_costs(history: History, engine: PrivacyEngine) -> None:
         raise CheckpointError(f"the history's steps {steps[:3]}… do not lead to the {engine.steps} steps that were taken")
     history.delta, history.epsilon = plan.delta, engine.epsilon
     if steps:
-        ledgers = [dataclasses.replace(engine.ledger, releases=int(step)) for step in steps]
+        ledgers = [dataclasses.replace(engine.ledger, steps=int(step)) for step in steps]
         history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
 
 
