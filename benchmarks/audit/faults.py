@@ -84,14 +84,14 @@ def shuffled() -> Iterator[None]:
     """Batches are cut from a random order, each record once in an epoch, and accounted as if they were Poisson samples."""
     left: dict[int, torch.Tensor] = {}
 
-    def cut(size, rate, stream):
+    def cut(size, rate, stream, sampling):
         count = max(1, math.floor(rate * size))  # two halves of an odd number leave one record out
         if len(left.get(size, ())) < count:
             left[size] = torch.randperm(size)
         chosen, left[size] = left[size][:count], left[size][count:]
         return chosen.sort().values
 
-    with patch.object(engine, "poisson_indices", cut):
+    with patch.object(engine, "sample_indices", cut):
         yield
 
 
