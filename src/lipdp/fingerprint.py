@@ -28,8 +28,9 @@ _DEPTH = 6
 def fingerprint(*objects: Any) -> Hashable:
     """Equal for equal states of the same objects; different once a storage, a mode, a setting, a hook or a closure changes.
 
-    Modules are followed into their attributes, functions into their closures and defaults, containers into their items. What is
-    reached only through a global name, or deeper than a few references, is identified by its object alone.
+    Modules are followed into their attributes and the forward of their class, functions into their closures, defaults and the data
+    (numbers, texts, containers, tensors) that they read by a global name, containers into their items. What is deeper than a few
+    references is identified by its object alone.
 
     Example:
         >>> layer = torch.nn.Dropout(0.5)
@@ -76,14 +77,14 @@ class Watched:
         others = [value for value in self.objects if not isinstance(value, torch.nn.Module)]
         nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
         self._deep = [*nested, *(value for value in (*values, *within, *others) if not _settled(value))]
-        classes = tuple(type(module) for module in self._modules)
-        self._seen = [classes, attributes, list(map(len, self._containers)), contents, self._places(), self._inside()]
+        self._deep += [forward for forward in {_forward(module) for module in self._modules} if not _settled(forward)]
+        self._seen = [self._classes(), attributes, list(map(len, self._containers)), contents, self._places(), self._inside()]
 
     def _unchanged(self) -> bool:
         assert self._seen is not None
         classes, attributes, sizes, contents, places, inside = self._seen
         return (
-            _same(classes, tuple(type(module) for module in self._modules))
+            _same(classes, self._classes())
             and all(_same(old, tuple(vars(module).values())) for module, old in zip(self._modules, attributes, strict=True))
             and sizes == list(map(len, self._containers))
             and all(_same(old, _items(value)) for value, old in zip(self._filled, contents, strict=True))
@@ -91,15 +92,32 @@ class Watched:
             and inside == self._inside()
         )
 
+    def _classes(self) -> tuple[Any, ...]:
+        return tuple(part for module in self._modules for part in (type(module), _forward(module)))
+
     def _places(self) -> list[Hashable]:
-        return [(t.data_ptr(), t.requires_grad, t.shape) for t in self._tensors]
+        return [(t.data_ptr(), t.requires_grad, t.shape, t.stride(), t.dtype) for t in self._tensors]
 
     def _inside(self) -> list[Hashable]:
         return [_sign(value, set(), _DEPTH) for value in self._deep]
 
 
 def _items(container: Any) -> tuple[Any, ...]:
-    return tuple(container.values() if isinstance(container, dict) else container)
+    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
+
+
+def _forward(module: torch.nn.Module) -> Any:
+    """What its class computes."""
+    return getattr(type(module), "forward", None)
+
+
+def _read_globals(function: types.FunctionType) -> list[Any]:
+    """Data that a function of the user's reads by global names: flags, counters, tables."""
+    if (function.__module__ or "").startswith(("torch.", "lipdp.")):
+        return []
+    known = function.__globals__
+    values = [known[name] for name in function.__code__.co_names if name in known and not name.startswith("__")]
+    return [value for value in values if isinstance(value, (*_PLAIN, *_CONTAINERS, torch.Tensor, np.ndarray))]
 
 
 def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
@@ -111,7 +129,8 @@ def _settled(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_settled(part) for part in value)
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is None and value.__defaults__ is None and value.__kwdefaults__ is None
+        bare = value.__closure__ is None and value.__defaults__ is None and value.__kwdefaults__ is None
+        return bare and not _read_globals(value)
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided
     if isinstance(value, dict | list | set):
@@ -136,7 +155,7 @@ def _sign(value: Any, seen: set[int], depth: int) -> Hashable:
     if isinstance(value, dict):
         return kind, tuple((_sign(key, seen, deeper), _sign(part, seen, deeper)) for key, part in value.items())
     if isinstance(value, types.FunctionType):
-        inside = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inside = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_read_globals(value)]
         return id(value.__code__), tuple(_sign(part, seen, deeper) for part in inside)
     if isinstance(value, types.MethodType):
         return _sign(value.__func__, seen, deeper), _sign(value.__self__, seen, deeper)
@@ -214,12 +233,12 @@ def _tensor(tensor: torch.Tensor) -> Hashable:
 
 def _module(module: torch.nn.Module, seen: set[int], depth: int) -> Hashable:
     seen.add(id(module))
-    parts: list[Hashable] = [id(module), id(module.__class__)]
+    parts: list[Hashable] = [id(module), id(module.__class__), _sign(_forward(module), seen, depth)]
     for name, value in vars(module).items():
         if name in _TENSORS:
-            parts.append(tuple(None if tensor is None else _tensor(tensor) for tensor in value.values()))
+            parts.append(tuple((key, None if tensor is None else _tensor(tensor)) for key, tensor in value.items()))
         elif name == "_modules":
-            parts.append(tuple(map(id, value.values())))
+            parts.append(tuple((key, id(child)) for key, child in value.items()))
         elif value.__class__ in (int, bool, str, float):
             parts.append((name, value))
         elif isinstance(value, _CONTAINERS) and not value:  # dictionaries of hooks, most of a module's attributes

@@ -72,7 +72,9 @@ def twin(*classes: type[torch.nn.Module]) -> Callable[[T], T]:
 
 def find_twin(module: torch.nn.Module) -> Twin | None:
     """What decides about the module: what its very class was given; of torch's own layers, also that of the nearest base class."""
-    classes = type(module).__mro__ if type(module).__module__.startswith("torch.nn") else (type(module),)
+    if "forward" in vars(module):
+        return None  # it no longer is what its class is
+    classes = type(module).__mro__ if type(module).__module__.startswith("torch.nn.modules") else (type(module),)
     return next((_twins[cls] for cls in classes if cls in _twins), None)
 
 

@@ -215,3 +215,16 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("noise", [5e-324, 1e-300, 1e-160, 1e41, 1e300])
+def test_noise_that_floating_point_has_no_room_for_is_refused(noise, accountant):
+    """At 1e-160 dp-accounting's Rényi divergences are NaN, and its ε is 0."""
+    with pytest.raises(ConfigurationError, match="noise_multiplier"):
+        privacy.epsilon(noise_multiplier=noise, sampling_rate=0.1, steps=3, delta=1e-5, accountant=accountant)
+
+
+def test_a_budget_that_floating_point_has_no_room_for_is_refused():
+    with pytest.raises(ConfigurationError, match="epsilon"):
+        privacy.calibrate_noise(epsilon=1e-300, delta=1e-5, sampling_rate=0.1, steps=3)

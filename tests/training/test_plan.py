@@ -282,3 +282,8 @@ def test_the_plan_says_which_bound_each_convolution_has_and_how_tight_it_is():
     assert all(note in str(plan) for note in notes.values())
     assert len({note.split()[0] for note in notes.values()}) > 1  # not the same bound for all
     assert lipdp.PrivacyPlan.from_json(plan.to_json()).notes == plan.notes
+
+
+def test_a_delta_below_what_the_noise_adds_is_refused():
+    with pytest.raises(ConfigurationError, match="delta=1e-40"):
+        planned(small(), epsilon=3.0, steps=3, delta=1e-40)

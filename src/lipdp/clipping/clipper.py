@@ -51,7 +51,7 @@ from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
 from lipdp.clipping.record import check_supported, recording, trained_layers
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import verify_once
+from lipdp.clipping.verify import state_versions, verify_once
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
 from lipdp.program.dtypes import Types
@@ -286,10 +286,10 @@ class Clipper:
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
-        key = batch.x.shape, batch.x.dtype
+        key = batch.x.shape, batch.x.dtype, batch.y.shape, batch.y.dtype, state_versions(self.model)
         if key not in self._checked:
             verify_once(self.model, self.loss, batch.x, batch.y)
-            self._checked.add(key)
+            self._checked.add((*key[:-1], state_versions(self.model)))
 
     def _state(self) -> Hashable:
         # Groups by their members only: their C_g are an input.

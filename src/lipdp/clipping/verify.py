@@ -37,29 +37,43 @@ from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
+from lipdp.fingerprint import fingerprint
 
-__all__ = ["verify", "verify_once"]
+__all__ = ["forget", "state_versions", "verify", "verify_once"]
 
 _EXAMPLES = 3
+_KNOWN = 64  # verdicts that are kept of a model
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 # Numbers of a parameter's few gradients that are held rather than made anew for each comparison.
 _HELD = 2**18
 
 
-def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor) -> Any:
-    trained = tuple((name, id(p)) for name, p in model.named_parameters() if p.requires_grad)
-    modules = tuple((id(module), type(module), module.training) for module in model.modules())
-    meant = getattr(loss, "__code__", None) or (type(loss), id(loss))
-    return tuple(x.shape[1:]), x.dtype, trained, modules, meant
+def state_versions(model: torch.nn.Module) -> tuple[int, ...]:
+    """How often buffers and frozen parameters were written to."""
+    tensors = (*model.buffers(), *(p for p in model.parameters() if not p.requires_grad))
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Whatever a verdict rests on but the values of weights: settings, hooks, functions, closures, state, kinds of data."""
+    return (*((tuple(part.shape[1:]), part.dtype) for part in (x, y)), fingerprint(model, loss), state_versions(model))
 
 
 def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> None:
-    """:func:`verify` and :func:`verify_company`, unless this was done for this loss, in this mode, with inputs of this shape."""
-    signature, known = _signature(model, loss, x), _verified.setdefault(model, set())
-    if signature not in known and verify(model, loss, x, y):
-        known.add(signature)
-    if (signature, len(x)) not in known and verify_company(model, loss, x, y):
-        known.add((signature, len(x)))
+    """:func:`verify` and :func:`verify_company`, unless this was done for the same model, loss and kind of data."""
+    known = _verified.setdefault(model, set())
+    if len(known) > _KNOWN:
+        known.clear()
+    # Noted as it is afterwards: to look at a model, its state is written to and put back.
+    if _signature(model, loss, x, y) not in known and verify(model, loss, x, y):
+        known.add(_signature(model, loss, x, y))
+    if (_signature(model, loss, x, y), len(x)) not in known and verify_company(model, loss, x, y):
+        known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), len(x))))
+
+
+def forget(model: torch.nn.Module) -> None:
+    """No verdict about this model stands any more."""
+    _verified.pop(model, None)
 
 
 def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:

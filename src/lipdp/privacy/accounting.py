@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from lipdp._checks import is_number, positive, probability, rate, whole
 from lipdp.errors import BudgetError, ConfigurationError
@@ -54,6 +54,24 @@ Adjacency = Literal["add_remove", "replace_one"]
 Accountant = Literal["pld", "rdp"]
 
 _POISSON = Sampling()
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _reckoned(function: Callable[P, R]) -> Callable[P, R]:
+    """Numbers that floating point has no room for (a noise of 1e-300, say) are refused in words."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (OverflowError, ZeroDivisionError) as error:
+            raise ConfigurationError(
+                f"the cost of this run can't be computed ({error}): its noise multiplier, epsilon or sampling rate is too large or "
+                "too small for floating point. Use numbers of an ordinary size."
+            ) from error
+
+    return call
 
 
 def event(noise_multiplier: float, sampling_rate: float, steps: int) -> Any:
@@ -78,6 +96,7 @@ def step_event(run: PrivateRun, noise_multiplier: float) -> Any:
     return dp.PoissonSampledDpEvent(run.sampling_rate, dp.GaussianDpEvent(noise_multiplier))
 
 
+@_reckoned
 def epsilon(
     *,
     noise_multiplier: float,
@@ -96,6 +115,7 @@ def epsilon(
     return run_epsilon(run, delta, accountant, adjacency)
 
 
+@_reckoned
 def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove") -> float:
     """The ε of a whole run at this δ: its Gaussian parts composed by the accountant, plus Σε of its pure releases."""
     d, how = probability(delta), _analysis(accountant, adjacency, run.sampling)
@@ -103,6 +123,7 @@ def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", a
     return run.pure_epsilon + (0.0 if idle else _figure(run, d, *how).told("epsilon"))
 
 
+@_reckoned
 def privacy_profile(
     run: PrivateRun,
     epsilons: Sequence[float],
@@ -147,6 +168,7 @@ def _losses(run: PrivateRun, adjacency: Adjacency, grid: float) -> Any:
     return ledger
 
 
+@_reckoned
 def delta(
     *,
     noise_multiplier: float,
@@ -170,6 +192,7 @@ def delta(
     return _rdp.run_delta(run, budget) if how[0] == "rdp" else _pld.parts_delta(_parts(run), budget, how[1]).told("delta")
 
 
+@_reckoned
 def calibrate_noise(
     *,
     epsilon: float,
@@ -199,6 +222,7 @@ def calibrate_noise(
     )
 
 
+@_reckoned
 def calibrate_run(
     describe: Callable[[float], PrivateRun],
     *,
@@ -276,6 +300,7 @@ def _refuse_dear_releases(run: PrivateRun, target: float, d: float, accountant: 
         )
 
 
+@_reckoned
 def max_steps(
     *,
     epsilon: float,
@@ -301,6 +326,7 @@ def max_steps(
     )
 
 
+@_reckoned
 def longest_run(
     describe: Callable[[int], PrivateRun],
     *,

@@ -83,6 +83,20 @@ class Sampling:
         )
 
 
+# Noise multipliers that floating point has room for; squares and exponentials of others are 0, infinite, or neither.
+_LEAST, _MOST = 1e-40, 1e40
+
+
+def _reckonable(name: str, value: float) -> float:
+    """A noise multiplier whose cost can be computed."""
+    sigma = positive(name, value)
+    if not _LEAST <= sigma <= _MOST:
+        raise ConfigurationError(
+            f"{name} is {value!r}: it has to be between {_LEAST:g} and {_MOST:g}; mostly it is between 0.1 and 100."
+        )
+    return sigma
+
+
 @dataclass(frozen=True)
 class PrivateRun:
     """Sampled Gaussian steps in segments of one noise multiplier each, and one-off releases.
@@ -111,8 +125,11 @@ class PrivateRun:
                 f"sampling_rate is {q!r}, but samples of {size} of {records} records have the rate {size / records!r}; give that."
             )
         for sigma, steps in self.segments:
-            positive("noise_multiplier", sigma)
+            _reckonable("noise_multiplier", sigma)
             whole("steps", steps, least=0)
+        for release in self.releases:
+            if release.kind == "gaussian":
+                _reckonable(f"the noise multiplier of {release.name!r}", release.amount)
         names = [release.name for release in self.releases]
         if len(set(names)) < len(names):
             raise ConfigurationError(f"releases need different names, not {', '.join(map(repr, names))}")

@@ -51,6 +51,9 @@ __all__ = ["STATISTICS", "plan"]
 STATISTICS = "statistics"
 """Name of the one-off release that :class:`lipdp.nn.Standardize` is set from."""
 
+# Share of δ that the noise's distance from exact noise may make up, and an ε from which on it makes no difference.
+_NEGLIGIBLE, _VACUOUS = 1e-3, 30.0
+
 
 def plan(
     model: torch.nn.Module,
@@ -226,6 +229,11 @@ def plan(
         notes=() if analysis is None else _notes(model, analysis, shape, paid, dataset_size),
     )
     _check_phases(decided, settings, analysis, next(p.dtype for p in model.parameters() if p.requires_grad))
+    if spent < _VACUOUS and decided.noise_distance > _NEGLIGIBLE * delta:
+        raise ConfigurationError(
+            f"delta={delta:g} is less than what the noise itself may add to it ({decided.noise_distance:.1g}, its distance from "
+            "exact Gaussian noise): nothing would be promised at such a delta. Ask for a larger one; 1e-20 is beyond any purpose."
+        )
     return decided
 
 

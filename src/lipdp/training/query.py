@@ -17,6 +17,7 @@ from lipdp._numerics import arithmetic
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import Clipper, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
+from lipdp.clipping.verify import forget as forget_verified
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
 from lipdp.graphs import GraphedFunction, Watched
@@ -317,7 +318,7 @@ class ClippedQuery:
     def __init__(self, model: torch.nn.Module, loss: Callable[..., torch.Tensor], plan: PrivacyPlan) -> None:
         self.model, self.loss, self.plan = model, loss, plan
         self.groups = tuple(group for group in plan.groups if group.source == "clipped")
-        self._made: dict[int, Clipper] = {}
+        self._clippers: dict[int, Clipper] = {}
 
     @property
     def entries(self) -> int | None:
@@ -348,7 +349,12 @@ class ClippedQuery:
         return slack_of(clipped_rounding(self.plan.method, self.plan.precision, rows))
 
     def prove(self) -> None:
-        """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style."""
+        """Refuses layers whose per-example gradients can't be told, and a plan whose groups are not those of its style.
+
+        What was verified of the model before is forgotten: it may have changed since, or this would not be asked.
+        """
+        forget_verified(self.model)
+        self._clippers.clear()
         with _only_trained(self.model, {name for group in self.groups for name in group.parameters}):
             check_supported(self.model)
         trained = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
@@ -400,10 +406,10 @@ class ClippedQuery:
 
     def _clipping(self, copies: int) -> Clipper:
         """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""
-        if copies not in self._made:
+        if copies not in self._clippers:
             plan = self.plan
             method: ClippingMethod = "bookkeeping" if plan.method in ("mixed", "clipless") else plan.method  # type: ignore[assignment]
-            self._made[copies] = Clipper(
+            self._clippers[copies] = Clipper(
                 self.model,
                 self.loss,
                 method,
@@ -412,7 +418,7 @@ class ClippedQuery:
                 stability=plan.stability,
                 copies=copies,
             )
-        return self._made[copies]
+        return self._clippers[copies]
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """They are the parameters' own."""
