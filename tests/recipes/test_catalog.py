@@ -205,3 +205,24 @@ def test_defaults_are_not_written_and_units_are_one() -> None:
     assert plain.but(**by_steps).epochs == pytest.approx(700 / 1438)
     assert nearest_budget([plain, plain.but(epsilon=10.0)], 6.0).epsilon == 10.0
     assert recipes.get("digits-mlp").changed({"options.clip": 0.7, "momentum": 0.5}).options == {"hidden": (128,), "clip": 0.7}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 3000,
+        "a = " + "9" * 5000,
+        "[x]\ndataset = 'digits'\nmodel = 'mlp'\nprovenance = 'p'\naugmentation = {kind = 'Shifts', offsets = 'a'}",
+    ],
+    ids=["nested too deep", "a number too long", "offsets that are none"],
+)
+def test_files_that_no_reader_likes(tmp_path, text):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"mine\.toml"):
+        read_recipes(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("name", ["a\0", 3, None])
+def test_names_that_no_file_has(name):
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        read_recipes(name)

@@ -121,6 +121,8 @@ class Bjorck:
 
     def project(self, matrix: torch.Tensor) -> torch.Tensor:
         """Björck iterations, and what bounds their rounding."""
+        if matrix.ndim < 2 or not matrix.is_floating_point():
+            raise ConfigurationError(f"a matrix of real numbers is projected, not {tuple(matrix.shape)} of {matrix.dtype}")
         if self.iterations == 0 or matrix.numel() == 0:
             return normalise_certified(matrix, matrix.dtype)
         with torch.no_grad(), torch.autocast(matrix.device.type, enabled=False):  # the caller's may halve the precision

@@ -195,7 +195,7 @@ def _augmentation(value: Any) -> Augmentation | None:
         raise ConfigurationError(f"augmentation.kind is {kind!r}: it has to be one of {', '.join(_AUGMENTATIONS)}")
     try:
         copies: Augmentation = getattr(data, kind)(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigurationError(f"augmentation does not fit {kind}: {error}") from None
     return copies
 

@@ -88,8 +88,8 @@ def read_recipes(file: str | Path) -> dict[str, Recipe]:
     """The recipes of a file, by name; what it holds is checked field by field."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"'{file}' can't be read: {error}") from None
+    except (OSError, ValueError, TypeError) as error:  # no such file, no text, no name that a file can have
+        raise ConfigurationError(f"{str(file)!r} can't be read: {error}") from None
     return _recipes(text, str(file))
 
 
@@ -101,8 +101,8 @@ def _parsed(text: str, file: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The tables of a file by name, and the names that ``best`` lists."""
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"'{file}' is no TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # no TOML, numbers or tables that are too long
+        raise ConfigurationError(f"'{file}' is no TOML that can be read: {error}") from None
     best: tuple[str, ...] = read(tuple[str, ...], content.pop(_BEST, []), f"'{file}': {_BEST}")
     unknown = [name for name in best if name not in content]
     if unknown:
