@@ -23,6 +23,8 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 _TENSORS = ("_parameters", "_buffers")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 6
+# Of data behind a global name: items of a container, bytes of an array.
+_MANY, _LARGE = 4096, 2**20
 
 
 def fingerprint(*objects: Any) -> Hashable:
@@ -112,12 +114,17 @@ def _forward(module: torch.nn.Module) -> Any:
 
 
 def _read_globals(function: types.FunctionType) -> list[Any]:
-    """Data that a function of the user's reads by global names: flags, counters, tables."""
+    """Data that a function of the user's reads by global names: flags, counters, small tables (large ones cost too much to look at)."""
     if (function.__module__ or "").startswith(("torch.", "lipdp.")):
         return []
     known = function.__globals__
     values = [known[name] for name in function.__code__.co_names if name in known and not name.startswith("__")]
-    return [value for value in values if isinstance(value, (*_PLAIN, *_CONTAINERS, torch.Tensor, np.ndarray))]
+    kinds = (*_PLAIN, *_CONTAINERS, torch.Tensor, np.ndarray)
+    return [value for value in values if isinstance(value, kinds) and not _is_large(value)]
+
+
+def _is_large(value: Any) -> bool:
+    return value.nbytes > _LARGE if isinstance(value, np.ndarray) else isinstance(value, _CONTAINERS) and len(value) > _MANY
 
 
 def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
