@@ -114,7 +114,7 @@ def _forward(module: torch.nn.Module) -> Any:
 
 
 def _read_globals(function: types.FunctionType) -> list[Any]:
-    """Data that a function of the user's reads by global names: flags, counters, small tables (large ones cost too much to look at)."""
+    """Data that a function of the user's reads by global names: flags, counters, tables that are not too large to look at."""
     if (function.__module__ or "").startswith(("torch.", "lipdp.")):
         return []
     known = function.__globals__
