@@ -43,7 +43,7 @@ def test_too_little_noise_is_refuted():
 def test_clipping_to_too_large_a_norm_is_refuted():
     model, loss, plan = line(256, method="bookkeeping")
     with faults.clipped_too_far(1.5):
-        result = audit.run(plan, model, loss, guesses=1280)
+        result = audit.run(plan, model, loss, guesses=5120)
     assert result.refuted
     assert result.strength > 1.4
 
