@@ -181,3 +181,14 @@ def test_budgets_pay_for_truncated_runs_and_refuse_what_they_can_not_compose(tmp
     replaced = privacy.Budget(tmp_path / "r", epsilon=20.0, delta=1e-4, dataset="d", adjacency="replace_one")
     with pytest.raises(ConfigurationError, match="SampledWithoutReplacement"):
         replaced.charge(make(**FIXED).run, "a run")
+
+
+@pytest.mark.parametrize(
+    ("how", "size"), [(FIXED, B - 1), (FIXED, B + 1), ({"sampling": "truncated_poisson", "largest_batch": 22}, 23)]
+)
+def test_batches_that_the_plan_can_not_have_drawn_are_refused(how: dict[str, object], size: int) -> None:
+    run = engine(make(**how))
+    x, y = dataset().tensors
+    with pytest.raises(LipdpError, match=r"engine\.batches"):
+        run.step(x[:size], y[:size])
+    assert run.steps == 0

@@ -3,7 +3,7 @@
 A file holds each thing once: what follows from the rest (sensitivities, sizes of networks, ranks) is derived when it is read, and
 what is read is checked field by field. So a file that was edited is refused, or describes a mechanism that keeps its promise.
 
-``PrivacyBudget`` is the older name of the account that mechanisms charge: :class:`lipdp.privacy.Budget` has taken its place.
+``BudgetLedger`` is the older name of the account that mechanisms charge: :class:`lipdp.privacy.Budget` has taken its place.
 """
 
 from __future__ import annotations

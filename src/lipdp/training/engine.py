@@ -282,6 +282,7 @@ class PrivacyEngine:
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
+        self._check_size(len(inputs))
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
@@ -314,6 +315,14 @@ class PrivacyEngine:
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
+
+    def _check_size(self, records: int) -> None:
+        """Refuse a batch that the planned sampling can't have drawn."""
+        plan = self.plan
+        if plan.sampling == "fixed_size" and records != plan.batch_size:
+            raise DataError(f"a batch of {records} records: the plan draws exactly {plan.batch_size}. Use engine.batches.")
+        if plan.largest_batch is not None and records > plan.largest_batch:
+            raise DataError(f"a batch of {records} records: the plan cuts them at {plan.largest_batch}. Use engine.batches.")
 
     def _prove_again(self) -> None:
         """The model is not the one that was proved: analyse and project it as it is now."""
