@@ -27,10 +27,21 @@ class ByClass(Generic[V]):
     def __init__(self) -> None:
         self._values: dict[type[torch.nn.Module], V] = {}
         self._code: dict[type[torch.nn.Module], list[object]] = {}
+        self._seen: dict[type[torch.nn.Module], list[object]] = {}
 
     def __setitem__(self, cls: type[torch.nn.Module], value: V) -> None:
         self._values[cls] = value
-        self._code[cls] = _code_of(cls)
+        self._code[cls], self._seen[cls] = _code_of(cls), _attributes_of(cls)
+
+    def _is_as_it_was(self, cls: type[torch.nn.Module]) -> bool:
+        """Whether the functions behind a class are those that it had; with all attributes the same objects they are."""
+        present = _attributes_of(cls)
+        if _same(present, self._seen[cls]):
+            return True
+        same = _same([value for value in present if is_code(value)], self._code[cls])
+        if same:
+            self._seen[cls] = present
+        return same
 
     def __getitem__(self, cls: type[torch.nn.Module]) -> V:
         return self._values[cls]
@@ -42,7 +53,7 @@ class ByClass(Generic[V]):
         """The class that speaks for ``module``: its own or the nearest base class, if it still computes the same; else ``None``."""
         for cls in type(module).__mro__:
             if cls in self._values:
-                same = _same(_code_of(cls), self._code[cls]) and not changed_methods(module, cls)
+                same = self._is_as_it_was(cls) and not changed_methods(module, cls)
                 return cls if same else None
         return None
 
@@ -70,10 +81,15 @@ def is_code(value: Any) -> bool:
     return callable(value) or isinstance(value, property | classmethod | staticmethod)
 
 
-def _code_of(cls: type) -> list[object]:
-    """The functions behind a class, up to torch.nn.Module (which tracers and compilers patch for a while)."""
+def _attributes_of(cls: type) -> list[object]:
+    """All that a class and its bases hold, up to torch.nn.Module (which tracers and compilers patch for a while)."""
     bases = cls.__mro__[: cls.__mro__.index(torch.nn.Module)] if torch.nn.Module in cls.__mro__ else cls.__mro__
-    return [value for base in bases for value in vars(base).values() if is_code(value)]
+    return [value for base in bases for value in vars(base).values()]
+
+
+def _code_of(cls: type) -> list[object]:
+    """The functions among them."""
+    return [value for value in _attributes_of(cls) if is_code(value)]
 
 
 def _same(a: list[object], b: list[object]) -> bool:

@@ -268,8 +268,8 @@ def test_a_record_that_overflows_takes_nobody_with_it(bad, device):
     plan = lipdp.plan(model, loss, dataset_size=40, batch_size=20, delta=1e-3, noise_multiplier=1.0, steps=30, accountant="rdp")
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.0), plan, device=device)
     sums = []
-    release = engine._mechanism.release
-    engine._mechanism.release = lambda answer, *given: (sums.append(answer.sums["2.weight"].cpu()), release(answer, *given))[1]
+    release = engine._release
+    engine._release = lambda asked: (sums.append(asked.answer.sums["2.weight"].cpu()), release(asked))[1]
     for number in range(6):  # recorded and replayed, where there is CUDA
         x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)), torch.arange(8) % 3
         with_it = torch.cat([x, torch.full((1, 6), bad)]), torch.cat([y, y[:1]])

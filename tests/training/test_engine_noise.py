@@ -122,7 +122,7 @@ def test_sampling_noise_and_dropout_have_their_own_streams():
     streams, seen = engine._streams, set()
     for step in range(50):
         seen.add(streams.sample(step).key)
-        seen.add(streams.take(streams.prepare(step, engine.optimizer, [], *empty())).key)
+        seen.add(streams.noise(streams.prepare(step, engine.optimizer, [], *empty())).key)
         with streams.model(step):
             seen.add(bytes(torch.random.get_rng_state()[:200]))
         seen.add(bytes(streams.draw(step, "augment").get_state()[:200]))
@@ -151,7 +151,7 @@ def test_noise_in_half_precision_is_drawn_in_float32():
     engine.step(x.bfloat16(), y)
     assert {g.dtype for g in engine.optimizer.seen[0].values()} == {torch.bfloat16}
     sums = {name: torch.zeros_like(p) for name, p in engine._parameters.items()}
-    released = engine._release(Answer(sums), engine._mechanism.at(5), Stream())
+    released = engine._mechanism.draw(Answer(sums), engine._mechanism.at(5), Stream())
     assert {t.dtype for t in released.values()} == {torch.float32}
 
 

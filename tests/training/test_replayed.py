@@ -158,15 +158,15 @@ def take(engine: lipdp.PrivacyEngine, steps: int) -> None:
 
 
 def watched_sums(engine: lipdp.PrivacyEngine) -> list[float]:
-    """The norms of the sums that get noise, step by step."""
+    """The norms of the sums that are released, step by step."""
     found: list[float] = []
-    release = engine._mechanism.release
+    release = engine._release
 
-    def noted(answer, *given):
-        found.append(sum(float(total.norm()) for total in answer.sums.values()))
-        return release(answer, *given)
+    def noted(asked):
+        found.append(sum(float(total.norm()) for total in asked.answer.sums.values()))
+        return release(asked)
 
-    engine._mechanism.release = noted  # type: ignore[method-assign]
+    engine._release = noted  # type: ignore[method-assign]
     return found
 
 

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
@@ -24,7 +24,6 @@ from lipdp.privacy import noise_cuda
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
-from lipdp.privacy.randomness import Stream
 from lipdp.privacy.sampling import sample_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
@@ -39,14 +38,14 @@ from lipdp.training.plan_checks import check_plan_fits
 from lipdp.training.planning import STATISTICS
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
-from lipdp.training.seats import Copies, choose_seats, seats_in_order, shuffle, usual_seats
+from lipdp.training.seats import Copies, Seating, shuffle, usual_seats
 from lipdp.training.settings import describe_loss
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, try_optimizer
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, secret_of
 from lipdp.training.suggest import check_optimizer
-from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, project_trained, read_flags
+from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
 
@@ -54,6 +53,15 @@ __all__ = ["PrivacyEngine"]
 _MICROBATCH = 3
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
+
+
+class _Asked(NamedTuple):
+    """What a step is about to release: the answer, what holds in the step, what its noise depends on; and both, drawn already."""
+
+    answer: Answer
+    settings: StepSettings
+    prepared: Prepared
+    noised: dict[str, torch.Tensor] | None = None
 
 
 class PrivacyEngine:
@@ -159,6 +167,7 @@ class PrivacyEngine:
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
         self._on_one_device = all(t.device == self.device for t in self._values)
+        self._seating = Seating(usual_seats(plan.batch_size, whole=plan.sampling_rate == 1))
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
@@ -288,12 +297,12 @@ class PrivacyEngine:
         self._watch.restore_modes()
         number = self.steps
         batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
-        answer, settings, prepared = self._ask(batch)
-        trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        if self._public and answer.clipped is not None:
-            self._clipped_share = float(answer.clipped[0]) / max(1, answer.clipped[1])
+        asked = self._ask(batch)
+        trained = {name: p for name, p in self._parameters.items() if name in asked.settings.stds}
+        if self._public and asked.answer.clipped is not None:
+            self._clipped_share = float(asked.answer.clipped[0]) / max(1, asked.answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
-        noised = self._release(answer, settings, self._streams.take(prepared))
+        noised = self._release(asked)
         spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
@@ -342,14 +351,15 @@ class PrivacyEngine:
         """Digests of the weights, all in the first rows, and of a microbatch behind them."""
         return torch.cat([self._watch.digest_elsewhere(), noise_cuda.words_of(microbatch, self._streams.words_key)])
 
-    def _ask(self, batch: Sample, attempts: int = 2) -> tuple[Answer, StepSettings, Prepared]:
-        """What the data say, computed by the model that was proved: to be noised, and not before this returns.
+    def _ask(self, batch: Sample, attempts: int = 2) -> _Asked:
+        """What the data say, computed by the model that was proved: to be released, and not before this returns.
 
         On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
         that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
         found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
         all of them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient
-        is not finite must be left out of the sum, and no other record with it, or it would change all that the others say.
+        is not finite must be left out of the sum, and no other record with it, or it would change all that the others say. While
+        it waits, the device draws the noise, which is thrown away too if it comes to that.
         """
         number = self.steps
         runs_ahead = self.device.type == "cuda" and self._query.recorded
@@ -368,16 +378,20 @@ class PrivacyEngine:
             if runs_ahead:
                 unchanged = self._look(answer.seen[0][:-_MICROBATCH] if answer.seen else None)
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
-            flags: list[Flag] = [unchanged, self._project.fine, answer.fine, *self._constants.same()]
-            unchanged, finite, fine, *same = read_flags(flags)
+            read = ask_flags([unchanged, self._project.fine, answer.fine, *self._constants.same()])
+            noised = None
+            if runs_ahead:
+                noised = self._mechanism.draw(answer, settings, self._streams.noise(prepared))
+                self._seating.draw_ahead(self._streams.seats(number + 1))
+            unchanged, finite, fine, *same = read()
             if not finite:
                 self._project.check()
             self._constants.refuse(same)
             if unchanged and not fine and answer.again is not None:
-                answer = answer.again()
+                answer, noised = answer.again(), None
                 self._constants.refuse(read_flags(self._constants.same()))
         if unchanged:
-            return answer, settings, prepared
+            return _Asked(answer, settings, prepared, noised)
         if attempts == 0:
             raise ConfigurationError(
                 "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
@@ -386,11 +400,15 @@ class PrivacyEngine:
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
         return self._ask(batch, attempts - 1)
 
-    def _release(self, answer: Answer, settings: StepSettings, noise: Stream) -> dict[str, torch.Tensor]:
-        """The one place where something about the data leaves in a step: charged first, then noised."""
+    def _release(self, asked: _Asked) -> dict[str, torch.Tensor]:
+        """The one place where something about the data leaves in a step: its position is taken, it is charged, it has its noise."""
+        self._streams.take(asked.prepared)
         self.ledger.charge()
         self._account.note(self.ledger)
-        return self._mechanism.release(answer, settings, noise)
+        noised = asked.noised
+        if noised is None:
+            noised = self._mechanism.draw(asked.answer, asked.settings, self._streams.noise(asked.prepared))
+        return self._mechanism.follow(noised)
 
     def _copies(self, number: int) -> Copies:
         if self._augmentation is None:
@@ -399,9 +417,7 @@ class PrivacyEngine:
 
     def _seats(self, inputs: torch.Tensor | Rows, number: int) -> torch.Tensor:
         """Where each record of the batch sits: what is computed for it depends on no other record."""
-        seats, draw = usual_seats(self.plan.batch_size, whole=self.plan.sampling_rate == 1), self._streams.seats(number)
-        shuffled = isinstance(inputs, Rows) and inputs.shuffled
-        return (seats_in_order if shuffled else choose_seats)(len(inputs), seats, draw)
+        return self._seating(len(inputs), self._streams.seats(number), shuffled=isinstance(inputs, Rows) and inputs.shuffled)
 
     def _drop_gradients(self) -> None:
         for group in self.optimizer.param_groups:

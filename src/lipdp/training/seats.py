@@ -30,7 +30,7 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import DataError
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["Copies", "Shuffled", "choose_seats", "random_order", "seats_in_order", "shuffle", "usual_seats"]
+__all__ = ["Copies", "Seating", "Shuffled", "choose_seats", "random_order", "seats_in_order", "shuffle", "usual_seats"]
 
 
 # Seats beyond the records, where all of them are in every batch: a neighbouring dataset has one record more.
@@ -49,21 +49,43 @@ def random_order(count: int, draw: Stream) -> torch.Tensor:
     return torch.from_numpy(np.argsort(draw.words(2 * count).view(np.uint64), kind="stable"))
 
 
-def choose_seats(count: int, seats: int, draw: Stream) -> torch.Tensor:
-    """By seat, which of ``count`` records sits there, −1 for nobody: banks of ``seats`` seats each, as many as are needed."""
+class Seating:
+    """Random orders of one number of seats. That of the next step may be drawn ahead, while a device computes this one."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+        self._ahead: tuple[bytes, torch.Tensor] | None = None
+
+    def draw_ahead(self, draw: Stream) -> None:
+        """Keep the order that ``draw`` begins with."""
+        self._ahead = draw.key, random_order(self.seats, draw)
+
+    def __call__(self, count: int, draw: Stream, *, shuffled: bool) -> torch.Tensor:
+        """:func:`choose_seats`; for records that lie in a random order already, :func:`seats_in_order`."""
+        ahead, self._ahead = self._ahead, None
+        order = ahead[1] if ahead is not None and ahead[0] == draw.key else None
+        return (seats_in_order if shuffled else choose_seats)(count, self.seats, draw, order)
+
+
+def choose_seats(count: int, seats: int, draw: Stream, order: torch.Tensor | None = None) -> torch.Tensor:
+    """By seat, which of ``count`` records sits there, −1 for nobody: banks of ``seats`` seats each, as many as are needed.
+
+    ``order``: that of the seats of one bank, where it was drawn from a stream of the same key already.
+    """
     full = (count - 1) // seats if count else 0  # banks without an empty seat, before the last
-    order = random_order(count, draw).numpy() if full else np.arange(count)
+    records = random_order(count, draw).numpy() if full else np.arange(count)
     last = np.full(seats, -1, dtype=np.int64)
-    rest = order[full * seats :]
-    last[random_order(seats, draw).numpy()[: len(rest)]] = rest
-    return torch.from_numpy(np.concatenate([order[: full * seats], last]) if full else last)
+    rest = records[full * seats :]
+    of_seats = random_order(seats, draw) if full or order is None else order
+    last[of_seats.numpy()[: len(rest)]] = rest
+    return torch.from_numpy(np.concatenate([records[: full * seats], last]) if full else last)
 
 
-def seats_in_order(count: int, seats: int, draw: Stream) -> torch.Tensor:
+def seats_in_order(count: int, seats: int, draw: Stream, order: torch.Tensor | None = None) -> torch.Tensor:
     """The same for records that lie in a random order already: they keep it, and only the empty seats are drawn."""
     if count > seats:
         return torch.arange(count)
-    taken = random_order(seats, draw)[:count].sort().values
+    taken = (random_order(seats, draw) if order is None else order)[:count].sort().values
     found = torch.full((seats,), -1, dtype=torch.long)
     found[taken] = torch.arange(count)
     return found

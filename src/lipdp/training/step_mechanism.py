@@ -103,17 +103,21 @@ class StepMechanism:
                 "extreme bounds, factors or allocations."
             )
 
-    def release(self, answer: Answer, settings: StepSettings, draw: Stream) -> dict[str, torch.Tensor]:
-        """Noise everything the data said, in one draw; adaptive norms then follow the released counts."""
+    def draw(self, answer: Answer, settings: StepSettings, stream: Stream) -> dict[str, torch.Tensor]:
+        """Everything the data said with its noise, in one draw. Nothing is changed by it: a draw that nobody sees is no release."""
         counts = {_COUNT + name: value for name, value in answer.counts.items()}
-        noised = add_noise({**answer.sums, **counts}, {**settings.stds, **dict.fromkeys(counts, settings.count_std)}, draw)
+        return add_noise({**answer.sums, **counts}, {**settings.stds, **dict.fromkeys(counts, settings.count_std)}, stream)
+
+    def follow(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The noised sums of what was released; adaptive norms follow the counts beside them."""
+        sums = dict(noised)
         adaptive = self.plan.adaptive
         for name in self.plan.adaptive_clips:
-            if adaptive is not None and _COUNT + name in noised:
-                released = float(noised.pop(_COUNT + name))
+            if adaptive is not None and _COUNT + name in sums:
+                released = float(sums.pop(_COUNT + name))
                 start = dict(self.plan.clips)[name]
                 self.shares[name] = adaptive.share(released)
                 self.clips[name] = min(
                     max(adaptive.updated(self.clips[name], released), CLIP_RANGE.least * start), CLIP_RANGE.most * start
                 )
-        return noised
+        return sums

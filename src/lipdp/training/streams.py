@@ -240,11 +240,14 @@ class Streams:
         trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, weights)
         return Prepared(number, trail, self._words(on_device))
 
-    def take(self, prepared: Prepared) -> Stream:
-        """The stream of a step's noise. Its position is taken in the book, or refused there."""
-        stream = self._noise("noise", prepared)
+    def noise(self, prepared: Prepared) -> Stream:
+        """The stream of a step's noise. What is drawn from it may leave once :meth:`take` has taken the step's position."""
+        return self._stream("noise", prepared)
+
+    def take(self, prepared: Prepared) -> None:
+        """Take a step's position in the book, where it may be refused."""
+        self._take(prepared)
         self.trail = prepared.trail
-        return stream
 
     def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
         """The weights are as the step leaves them."""
@@ -258,12 +261,16 @@ class Streams:
 
     def release_noise(self, name: str, *about: Any) -> Stream:
         """For the noise of a release beside the steps."""
-        return self._noise(name, Prepared(name, derive_key(self.key, "release", name, self.data, *about), self._words([])))
+        prepared = Prepared(name, derive_key(self.key, "release", name, self.data, *about), self._words([]))
+        self._take(prepared)
+        return self._stream(name, prepared)
 
-    def _noise(self, purpose: str, prepared: Prepared) -> Stream:
-        position, trail, seen = prepared
+    def _take(self, prepared: Prepared) -> None:
         if self.private:
-            take_position(self.run, position, trail, seen)
+            take_position(self.run, *prepared)
+
+    def _stream(self, purpose: str, prepared: Prepared) -> Stream:
+        position, trail, seen = prepared
         stream = Stream(derive_key(self.key, purpose, position, trail), bound=self.private)
         if len(seen):
             stream.absorb(seen)

@@ -18,7 +18,7 @@ from lipdp.graphs import Branches, GraphedFunction, Watched
 from lipdp.parametrize import Constrained
 from lipdp.privacy import noise_cuda
 
-__all__ = ["Constants", "Flag", "ModelWatch", "Projection", "constant_state", "project_trained", "read_flags"]
+__all__ = ["Constants", "Flag", "ModelWatch", "Projection", "ask_flags", "constant_state", "project_trained", "read_flags"]
 
 Flag = bool | torch.Tensor
 """Whether something holds: known, or still being computed on a device."""
@@ -318,12 +318,28 @@ def constant_state(model: torch.nn.Module) -> Iterator[None]:
 
 def read_flags(flags: Sequence[Flag]) -> list[bool]:
     """All of them as known: those on a device are waited for once, not one by one."""
+    return ask_flags(flags)()
+
+
+def ask_flags(flags: Sequence[Flag]) -> Callable[[], list[bool]]:
+    """Begin to read them. What is returned waits for those on a device, and for nothing that is launched there in the meantime."""
     waiting = [flag for flag in flags if isinstance(flag, torch.Tensor)]
-    known: list[bool] = []
-    if waiting:
-        known = torch.stack([flag.to(waiting[0].device) for flag in waiting]).tolist()
-    arrived = iter(known)
-    return [next(arrived) if isinstance(flag, torch.Tensor) else flag for flag in flags]
+    joined = torch.stack([flag.to(waiting[0].device) for flag in waiting]) if waiting else torch.empty(0)
+    arrived = joined
+    event: Any = None
+    if joined.device.type == "cuda":
+        arrived = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+        arrived.copy_(joined, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(joined.device))
+
+    def read() -> list[bool]:
+        if event is not None:
+            event.synchronize()
+        known = iter(arrived.tolist())
+        return [next(known) if isinstance(flag, torch.Tensor) else flag for flag in flags]
+
+    return read
 
 
 def _is_same(present: torch.Tensor | None, before: torch.Tensor) -> Flag:
