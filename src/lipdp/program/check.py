@@ -18,6 +18,8 @@ _SIZES = (1, 2, 3, 5, 8)
 _COMPANY = 3
 # The same operations in the same order: what differs is at most the order of additions inside a kernel (on CUDA, atomic ones).
 _EQUAL = 1024
+# Batches on which a fused program may differ before it is refused.
+_TRIES = 3
 # One example in a batch of another size: kernels choose another blocking.
 _ALONE = 4096
 
@@ -36,7 +38,10 @@ def check_program(program: Program, sizes: tuple[int, ...] = _SIZES, *, gradient
     generator = torch.Generator().manual_seed(0)
     with undisturbed(program.model), _full_arithmetic(), _moved(program, generator if gradients else None):
         for size in sizes:
-            _compare(program, _inputs(program, size, generator), gradients)
+            x = _inputs(program, size, generator)
+            expected = _compare(program, x, gradients)
+            if program.fused is not program.whole:
+                _compare_fused(program, x, expected, generator, gradients)
         if gradients:
             _compare_alone(program, _inputs(program, _COMPANY, generator))
 
@@ -84,12 +89,33 @@ def _moved(program: Program, generator: torch.Generator | None) -> Iterator[None
                 p.copy_(before)
 
 
-def _compare(program: Program, x: torch.Tensor, gradients: bool) -> None:
-    name = type(program.model).__name__
-    expected, wanted = _evaluate(program.model, program, x, gradients)
-    _refuse_differences(name, x, expected, wanted, *_evaluate(program, program, x, gradients))
-    if program.fused is not program.whole:
-        _refuse_differences(f"{name}, fused,", x, expected, wanted, *_evaluate(program.fused, program, x, gradients))
+_Evaluated = tuple[Any, Mapping[str, torch.Tensor]]
+"""Outputs, and the gradients of a random combination of them."""
+
+
+def _compare(program: Program, x: torch.Tensor, gradients: bool) -> _Evaluated:
+    """What the module gives, and so does the program."""
+    expected = _evaluate(program.model, program, x, gradients)
+    _refuse_differences(type(program.model).__name__, x, *expected, *_evaluate(program, program, x, gradients))
+    return expected
+
+
+def _compare_fused(program: Program, x: torch.Tensor, expected: _Evaluated, generator: torch.Generator, gradients: bool) -> None:
+    """Our own kernels in the place of the program's operations: refused where they differ on every one of a few batches.
+
+    Other kernels round otherwise, and two numbers that are equal but for rounding may be sorted the other way round, which sends a
+    cotangent elsewhere. Among the 10⁵ pairs of an image that happens now and then; a fault is there every time.
+    """
+    name = f"{type(program.model).__name__}, fused,"
+    for left in reversed(range(_TRIES)):
+        try:
+            _refuse_differences(name, x, *expected, *_evaluate(program.fused, program, x, gradients))
+            return
+        except UnsupportedError:
+            if not left:
+                raise
+            x = _inputs(program, len(x), generator)
+            expected = _evaluate(program.whole, program, x, gradients)
 
 
 def _refuse_differences(
@@ -121,9 +147,7 @@ def _refuse_differences(
             )
 
 
-def _evaluate(
-    function: Callable[[torch.Tensor], Any], program: Program, x: torch.Tensor, gradients: bool
-) -> tuple[Any, Mapping[str, torch.Tensor]]:
+def _evaluate(function: Callable[[torch.Tensor], Any], program: Program, x: torch.Tensor, gradients: bool) -> _Evaluated:
     trained = {program.names[id(p)]: p for p in program.model.parameters() if id(p) in program.names}
     torch.manual_seed(0)  # inside undisturbed: dropout draws the same in both
     with torch.set_grad_enabled(gradients), torch.autocast(x.device.type, enabled=False):
