@@ -369,7 +369,7 @@ class PrivacyEngine:
             unchanged = True
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        with self._streams.model(number):
+        with self._streams.model(number, on_host=not runs_ahead):
             self._constants.keep()
             asked = dataclasses.replace(batch, copies=self._copies(number), settings=self._watch.settings)
             if runs_ahead and self._on_one_device:

@@ -202,16 +202,24 @@ class Streams:
         return made
 
     @contextmanager
-    def model(self, number: int) -> Iterator[None]:
-        """Within the block dropout and the like draw from a stream of the step: a resumed run repeats it."""
+    def model(self, number: int, *, on_host: bool = True) -> Iterator[None]:
+        """Within the block dropout and the like draw from a stream of the step: a resumed run repeats it.
+
+        ``on_host=False``: all of it runs on a device, and the host's generator is left alone, which costs time to seed.
+        """
         key = derive_key(self.key, "torch", number, "model")
+        # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
         on_cuda = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
-            # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
-            _seed(torch.default_generator, key)
-            if on_cuda:
-                _seed(torch.cuda.default_generators[self.device.index or 0], key)
+        there = torch.cuda.default_generators[self.device.index or 0] if on_cuda else None
+        generators = [*([torch.default_generator] if on_host or there is None else []), *([there] if there is not None else [])]
+        kept = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                _seed(generator, key)
             yield
+        finally:
+            for generator, state in zip(generators, kept, strict=True):
+                generator.set_state(state)
 
     def prepare(
         self,
