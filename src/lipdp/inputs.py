@@ -165,5 +165,8 @@ def loss_of(loss: Callable[..., Any], outputs: Any, targets: torch.Tensor) -> An
         return loss(outputs, targets)
     try:
         return loss(logits, targets)
-    except (AttributeError, KeyError):  # it reads `outputs.logits`, or something else that only the whole has
-        return loss(outputs, targets)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        try:
+            return loss(outputs, targets)  # it reads `outputs.logits`, or something else that only the whole has
+        except (AttributeError, KeyError, IndexError, TypeError):
+            raise error from None

@@ -87,9 +87,7 @@ class Columns(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
         wanted = self.mask is not None and (self.inputs is None or self.mask in self.inputs)
         if wanted and self.mask not in fitted and sizes:
             if len(sizes) > 1:
-                raise DataError(
-                    f"the sequences of a record have lengths {sorted(sizes)}: which of its positions are real? Give a mask"
-                )
+                raise DataError(f"the sequences of a record have lengths {sorted(sizes)}, so no mask can be made: give one")
             fitted[str(self.mask)] = (torch.arange(self.length) < sizes.pop()).long()
         return fitted
 
@@ -109,6 +107,6 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"column {name!r} holds a {type(value).__name__}, which is no array of numbers. Choose other columns (inputs=…), or make "
-            "numbers of it first (a tokenizer)."
+            f"column {name!r} holds a {type(value).__name__}, which is no array of numbers. Choose other columns (inputs=…), or "
+            "make numbers of it first (a tokenizer)."
         ) from error
