@@ -2,9 +2,12 @@
 
 Each end is one exponential mechanism (:func:`lipdp.privacy.private_quantile`), with pure ε of its own; they add up. Nothing being
 known of a column's scale, its values are looked at through t = asinh(x/u), u = 1e-6, which is increasing (so a quantile of t is t
-of a quantile), and has every scale from u to 1e12 on a public interval of length 83. What the quantiles leave out is covered by
-widening the range
-by a quarter on both sides: values beyond it count as its ends.
+of a quantile), and has every scale from u to 1e12 on a public interval of length 83. What the quantiles leave
+out is covered by widening the range by a quarter on both sides: values beyond it count as its ends.
+
+Equal values leave a quantile no room: between a thousand zeros there is nothing to choose. So each t is moved by a random amount
+of at most 1e-3, drawn for each record by itself (a part in a thousand of the value). Neighbouring datasets stay neighbours, so ε
+is the same.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ __all__ = ["private_ranges", "rank_error"]
 
 _UNIT, _LARGEST = 1e-6, 1e12
 _REACH = math.asinh(_LARGEST / _UNIT)
+_MOVED = 1e-3
 _LOW, _HIGH, _WIDER = 0.1, 0.9, 0.25
 _ROUGH = 0.1  # share of the records by which a quantile may be off before it is said
 
@@ -33,9 +37,9 @@ def rank_error(epsilon: float) -> float:
     """By how many records a quantile of pure ε is off, up to one case in twenty.
 
     The exponential mechanism's utility is the rank (moved by 0.9 at most by a record), so it is below the best one by more than
-    2·0.9·(ln(R) + ln 20)/ε with probability 1/20; R, the room at the best rank against all the room, is taken as 1/100.
+    2·0.9·(ln(R) + ln 20)/ε with probability 1/20; 1/R, the room at the best rank against all the room, is taken as 1/10,000.
     """
-    return 2 * 0.9 * (math.log(100) + math.log(20)) / epsilon
+    return 2 * 0.9 * (math.log(10_000) + math.log(20)) / epsilon
 
 
 def private_ranges(
@@ -71,8 +75,10 @@ def private_ranges(
             stacklevel=4,
         )
     found = {}
+    moves = np.random.default_rng(seed)
     for number, (name, values) in enumerate(columns.items()):
         seen = np.arcsinh(np.nan_to_num(values.astype(np.float64), nan=_LARGEST, posinf=_LARGEST, neginf=-_LARGEST) / _UNIT)
+        seen = seen + moves.uniform(-_MOVED, _MOVED, len(seen))
         ends = []
         for share in (_LOW, _HIGH):
             draw = None if seed is None else generator(seed, number, f"range {share}")

@@ -8,7 +8,6 @@ other data are not.
 from __future__ import annotations
 
 import secrets
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -70,15 +69,19 @@ def _sketch(rows: Any) -> frozenset[int]:
 
 
 def _hashes(rows: Any) -> Hashes:
-    """One keyed number for each row: by pandas' own hashes, or sums of words times secret odd numbers."""
-    if hasattr(rows, "iloc") and "pandas" in sys.modules:
-        words = np.asarray(sys.modules["pandas"].util.hash_pandas_object(rows, index=False), dtype=np.uint64)[:, None]
-    else:
-        held = np.ascontiguousarray(rows, dtype=np.float64)
-        words = held.reshape(len(held), -1).view(np.uint64)
+    """One keyed number for each row: sums of its words times secret odd numbers; texts and objects by their own hashes first."""
+    words = _words(rows)
     width = words.shape[1]
     if width not in _FACTORS:
-        _FACTORS[width] = _key.integers(0, 2**63, width, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        _FACTORS[width] = _key.integers(0, 2**63, size=(width,), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     sums: Hashes = (words ^ (words >> np.uint64(29))) @ _FACTORS[width]
     mixed: Hashes = (sums ^ (sums >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
     return mixed
+
+
+def _words(rows: Any) -> Hashes:
+    """(rows, words): numbers as they lie in memory; one word for a row with anything else in it."""
+    held = np.asarray(rows)
+    if held.dtype.kind in "biuf":
+        return np.ascontiguousarray(held.reshape(len(held), -1), dtype=np.float64).view(np.uint64)
+    return np.array([[hash(repr(row)) % 2**64] for row in held.tolist()], dtype=np.uint64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class Numeric:
             )
         half = (self.high - self.low) / 2
         middle = self.low + half
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             scaled = np.clip((numbers - middle) / half, -1, 1) if half > 0 else np.zeros_like(numbers)
         scaled = np.where(absent, 0.0, scaled)
         return np.stack([scaled, absent], axis=1) if self.missing else scaled[:, None]
@@ -174,7 +175,7 @@ def _column(name: Hashable, value: Any) -> Column:
     """One declaration; a pair of numbers is short for a numeric column, a list for a categorical one."""
     if isinstance(value, Numeric | Categorical):
         return value
-    if isinstance(value, tuple) and len(value) == 2 and all(is_number(end) for end in value):
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, Real) for end in value):
         return Numeric(*value)
     if isinstance(value, list):
         return Categorical(value)
@@ -201,7 +202,7 @@ def columns_of(table: Any) -> dict[Hashable, Any]:
 def _numbers(name: str, values: Any) -> Floats:
     """A column as float64; missing ones are NaN. Texts that are no numbers, dates and objects are refused by name."""
     kind = getattr(values, "dtype", None)
-    if getattr(kind, "kind", "") in "mM":
+    if getattr(kind, "kind", "") in ("m", "M"):
         raise DataError(
             f"column {name!r} holds dates or durations: make numbers of them first, by a rule that does not look at the data (days "
             "since a fixed date, say)"
