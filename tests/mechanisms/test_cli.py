@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from lipdp.cli.failures import FriendlyGroup
 from lipdp.cli.mechanism import app as mechanism
+from lipdp.cli.mechanism import read_column
+from lipdp.errors import ConfigurationError, DataError
 from tests.mechanisms.common import compared
 
 app = typer.Typer(cls=FriendlyGroup)
@@ -86,3 +88,28 @@ def test_compare(tmp_path: Path) -> None:
     assert "learned ÷ expert" in text
     assert invoke("compare", "mode", "--epsilon", 1, "--size", 20, "--low", 0, "--high", 10)[0] == 2
     assert invoke("learn", "mean", "--epsilon", 1, "--size", 9, "--low", 0, "--high", 1, "--output", tmp_path / "no" / "m")[0] == 2
+
+
+def test_files_in_other_encodings_are_read(tmp_path: Path) -> None:
+    text = "größe;Straße\n1.5;a\n2;ß\n"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "latin-1"):
+        (tmp_path / encoding).write_bytes(text.encode(encoding))
+        assert read_column(tmp_path / encoding, "größe") == [1.5, 2.0]
+    (tmp_path / "koi").write_bytes("рост,b\n1,2\n".encode("koi8-r"))
+    assert read_column(tmp_path / "koi", "рост", "koi8-r") == [1.0]
+    with pytest.raises(DataError, match="--encoding names another"):
+        read_column(tmp_path / "koi", "рост")
+    with pytest.raises(DataError, match="can't be read as utf-8"):
+        read_column(tmp_path / "latin-1", "größe", "utf-8")
+    with pytest.raises(ConfigurationError, match="no such encoding"):
+        read_column(tmp_path / "koi", "b", "klingon")
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice").write_text("age,b,age\n1,2,3\n")
+    assert read_column(tmp_path / "twice", "b") == [2.0]
+    with pytest.raises(DataError, match="2 columns named 'age'"):
+        read_column(tmp_path / "twice", "age")
+    (tmp_path / "short").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(DataError, match="line 3"):
+        read_column(tmp_path / "short", "b")

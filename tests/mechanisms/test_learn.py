@@ -13,7 +13,7 @@ from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.mechanisms import BudgetLedger, Mixture, compare, learn, load
 from lipdp.mechanisms.experts import additive, best_experts, moments, rank_utility
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, expert_table, grid_size, learn_sums, learn_utility, starts
-from lipdp.mechanisms.learning import _beats, _Judge, expert_draws
+from lipdp.mechanisms.learning import _beats, _Judge, expert_draws, loss_ratio
 from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, SelectionMechanism
 from lipdp.mechanisms.postprocess import Sample
 from lipdp.mechanisms.problem import Problem, Query
@@ -42,6 +42,18 @@ def test_a_learned_mechanism_that_does_not_win_is_not_returned() -> None:
     assert found.chosen is found.expert
     assert found.chosen.report["returned"] == "expert"
     assert found.chosen.expected_loss() == found.expert.report["expert_loss"]
+
+
+def test_a_belief_that_leaves_nothing_to_tell() -> None:
+    """All datasets alike: the best constant loses nothing, and no ratio to it is computed."""
+
+    def alike(count: int, n: int, generator: torch.Generator) -> Tensor:
+        return torch.full((count, n), 3.0)
+
+    found = compare("mean", 1.0, N, BOUNDS, alike, settings=TINY)
+    assert found.chosen.expected_loss() < 1e-6
+    assert found.chosen.report["learned_to_expert"] is None or found.chosen.report["learned_to_expert"] > 0
+    assert (loss_ratio(0.0, 0.0), loss_ratio(1.0, 0.0), loss_ratio(1.0, 2.0)) == (1.0, None, 0.5)
 
 
 def test_the_fallback_is_the_tuned_expert_of_the_same_draws() -> None:

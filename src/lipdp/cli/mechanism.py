@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +32,7 @@ Low = Annotated[float, typer.Option(help="Lower bound that holds for every possi
 High = Annotated[float, typer.Option(help="Upper bound.", show_default=False)]
 Loss = Annotated[str, typer.Option(help="squared, or quantile (points between truth and answer).")]
 Quick = Annotated[bool, typer.Option(help="A few seconds of training: a worse mechanism, the same guarantee.")]
+Encoding = Annotated[str | None, typer.Option(help="Of the CSV file, where it is not UTF-8: latin-1, cp1252, utf-16, …")]
 Seed = Annotated[int, typer.Option(help="Of training; release noise never comes from a seed.")]
 
 
@@ -76,6 +79,7 @@ def release(
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="The dataset's name, with --ledger.")] = None,
     clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
+    encoding: Encoding = None,
     as_json: options.Json = False,
 ) -> None:
     """One private answer about a CSV column. Each call spends the mechanism's ε."""
@@ -86,7 +90,7 @@ def release(
     if ledger is None and dataset is not None:
         raise ConfigurationError("--dataset goes with --ledger; `lipdp budget create` begins a budget")
     made = load(mechanism)
-    values = read_column(data, column)
+    values = read_column(data, column, encoding)
     made.problem.dataset(values, clamp)  # refuse bad data before a ledger is begun
     book = _account(budget, ledger, dataset)
     answer = made.release(values, budget=book, clamp=clamp)
@@ -120,7 +124,7 @@ def compare(
     rows = (
         ("expert", f"{report['expert_loss']:.5g}  {report['expert']}"),
         ("learned", f"{report['learned_loss']:.5g}  {report['learned']}"),
-        ("learned ÷ expert", f"{report['learned_to_expert']:.3f}"),
+        ("learned ÷ expert", _ratio(report["learned_to_expert"])),
         ("learn() returns", str(report["returned"])),
         ("time", f"{report['seconds']:.1f} s"),
     )
@@ -141,24 +145,52 @@ def _account(budget: str | None, ledger: Path | None, dataset: str | None) -> Bu
     return BudgetLedger(ledger, total, dataset)
 
 
-def read_column(path: Path, column: str) -> list[float]:
-    """The numbers of a CSV column; empty and non-numeric cells are refused with their line."""
+def read_column(path: Path, column: str, encoding: str | None = None) -> list[float]:
+    """The numbers of a CSV column; empty and non-numeric cells are refused with their line, and so is a name that stands twice."""
     if not path.is_file():
         raise DataError(f"there is no file {path}")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        names = list(reader.fieldnames or [])
-        if column not in names:
-            raise DataError(f"{path} has no column {column!r}: it has {', '.join(map(repr, names)) or 'no header'}")
-        values = []
-        for row in reader:
-            try:
-                values.append(float(row[column]))
-            except (TypeError, ValueError):
-                raise DataError(
-                    f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
-                ) from None
+    text, used = _decoded(path, encoding)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
+    names = next(reader, [])
+    if column not in names:
+        guessed = f" (read as {used}; --encoding names another)" if encoding is None and used != "utf-8-sig" else ""
+        raise DataError(f"{path} has no column {column!r}: it has {', '.join(map(repr, names)) or 'no header'}{guessed}")
+    if names.count(column) > 1:
+        raise DataError(f"{path} has {names.count(column)} columns named {column!r}: rename all but the one that is meant")
+    place, values = names.index(column), []
+    for row in reader:
+        if not row:
+            continue  # an empty line is no record
+        try:
+            values.append(float(row[place]))
+        except (IndexError, ValueError):
+            raise DataError(
+                f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
+            ) from None
     return values
+
+
+def _decoded(path: Path, encoding: str | None) -> tuple[str, str]:
+    """The file's text, and the encoding that it was read with: the one given, that of its byte order mark, UTF-8, or Latin-1.
+
+    Latin-1 reads every file, and digits are the same in all of these: at worst, a column's name looks odd.
+    """
+    raw = path.read_bytes()
+    marked = "utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    for name in (encoding,) if encoding is not None else (marked, "latin-1"):
+        try:
+            return raw.decode(name), name
+        except LookupError:
+            raise ConfigurationError(f"--encoding {name}: no such encoding; utf-8, utf-16, latin-1 and cp1252 are common") from None
+        except UnicodeError as error:
+            failure = error
+    raise DataError(f"{path} can't be read as {encoding}: {failure}. Give the --encoding that it was written in")
+
+
+def _delimiter(text: str) -> str:
+    """What separates the header's names: a comma, a semicolon or a tab, whichever stands there most often."""
+    header = text.split("\n", 1)[0]
+    return max(",;\t", key=header.count)
 
 
 def _compare(query: str, epsilon: float, size: int, bounds: tuple[float, float], loss: str, quick: bool, seed: int) -> Comparison:
@@ -166,6 +198,10 @@ def _compare(query: str, epsilon: float, size: int, bounds: tuple[float, float],
 
     settings = mechanisms.Settings.quick() if quick else None
     return mechanisms.compare(query, epsilon, size, bounds, loss=loss, settings=settings, seed=seed)
+
+
+def _ratio(value: float | None) -> str:
+    return "none: the expert's loss is 0" if value is None else f"{value:.3f}"
 
 
 def _text(value: Any) -> str:

@@ -19,7 +19,7 @@ from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sum
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem, Query
 
-__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn"]
+__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn", "loss_ratio"]
 
 _CONFIDENCE = 2.33  # standard errors that a challenger has to be ahead by
 _STRESS = (1, 3)  # other numbers of Gaussians on which a mechanism for the default prior of four must not lose
@@ -130,7 +130,7 @@ def compare(
         "expert_loss": judge.loss(expert) * scale,
         "learned": learned.title,
         "learned_loss": judge.loss(learned) * scale,
-        "learned_to_expert": judge.loss(learned) / judge.loss(expert),
+        "learned_to_expert": loss_ratio(judge.loss(learned), judge.loss(expert)),
         "shifted_ratios": judge.shifted_ratios(learned, expert),
         "tuned": tuned.title,
         "tuned_loss": judge.loss(tuned) * scale,
@@ -180,15 +180,22 @@ class _Judge:
         """The average on held-out datasets."""
         return float(self.losses(mechanism)[0].mean())
 
-    def shifted_ratios(self, challenger: Mechanism, incumbent: Mechanism) -> list[float]:
+    def shifted_ratios(self, challenger: Mechanism, incumbent: Mechanism) -> list[float | None]:
         """Challenger ÷ incumbent on each kind of shifted datasets."""
         pairs = zip(self.losses(challenger)[1:], self.losses(incumbent)[1:], strict=True)
-        return [float(new.mean() / old.mean()) for new, old in pairs]
+        return [loss_ratio(float(new.mean()), float(old.mean())) for new, old in pairs]
 
     def prefers(self, challenger: Mechanism, incumbent: Mechanism) -> bool:
         """Better beyond chance on held-out datasets, and no worse on the shifted ones, taken together."""
         (new, *others), (old, *before) = self.losses(challenger), self.losses(incumbent)
         return _beats(new, old) and (not others or bool(torch.cat(others).mean() <= torch.cat(before).mean()))
+
+
+def loss_ratio(loss: float, other: float) -> float | None:
+    """loss ÷ other: 1 where both are 0 (a belief that leaves nothing to tell), None where only the other one is."""
+    if other > 0:
+        return loss / other
+    return 1.0 if loss == 0 else None
 
 
 def _blend(problem: Problem, t: Tensor, seed: int) -> Tensor:

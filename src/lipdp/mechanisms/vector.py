@@ -301,18 +301,37 @@ def learn_columns(
     epsilon: float,
     n: int,
     bounds: Sequence[Sequence[float]],
-    distribution: Distribution | None = None,
+    distribution: Distribution | Sequence[Distribution | None] | None = None,
     loss: str = "squared",
     *,
     settings: Settings | None = None,
     seed: int = 0,
 ) -> ColumnMechanism:
-    """The same query about each column, with ε/d each; ``bounds`` has one (lo, hi) for each of the d columns."""
+    """The same query about each column, with ε/d each; ``bounds`` has one (lo, hi) for each of the d columns.
+
+    ``distribution`` is one belief for all columns, or a list with one for each (None: the default). Where columns have different
+    bounds, one belief has to lie inside all of them.
+    """
     if not bounds:
         raise ConfigurationError("bounds is empty: give one (lo, hi) for each column.")
+    beliefs = list(distribution) if isinstance(distribution, list | tuple) else [distribution] * len(bounds)
+    if len(beliefs) != len(bounds):
+        raise ConfigurationError(
+            f"distribution has {len(beliefs)} beliefs for {len(bounds)} columns: give one for each, or one for all."
+        )
     share = _share(epsilon, len(bounds))
-    made: dict[tuple[float, ...], Mechanism] = {}
-    for pair in bounds:
-        if tuple(pair) not in made:
-            made[tuple(pair)] = learn(query, share, n, pair, distribution, loss, settings=settings, seed=seed)
-    return ColumnMechanism(tuple(made[tuple(pair)] for pair in bounds), positive("epsilon", epsilon))
+    learned: dict[tuple[float, float, int], Mechanism] = {}
+    keys = [(*_pair(pair), id(belief)) for pair, belief in zip(bounds, beliefs, strict=True)]
+    for key, pair, belief in zip(keys, bounds, beliefs, strict=True):
+        if key not in learned:
+            learned[key] = learn(query, share, n, pair, belief, loss, settings=settings, seed=seed)
+    return ColumnMechanism(tuple(learned[key] for key in keys), positive("epsilon", epsilon))
+
+
+def _pair(bounds: Sequence[float]) -> tuple[float, float]:
+    """A column's bounds, as a key; whether they are good ones, its problem says."""
+    try:
+        low, high = bounds
+        return float(low), float(high)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"bounds has {bounds!r} for a column: give one (lo, hi) for each column.") from None
