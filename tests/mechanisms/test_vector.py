@@ -15,7 +15,7 @@ from tests.mechanisms.common import BOUNDS, TINY, N, datasets, private
 
 @pytest.fixture(scope="module")
 def both() -> object:
-    return learn_vector(["mean", "median", "p90"], 2.0, N, BOUNDS, settings=TINY)
+    return learn_vector(["mean", "median", "p90"], 2.0, N, BOUNDS, robustness=None, settings=TINY)
 
 
 def test_all_answers_for_one_price(both: object, tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ Low = Annotated[float, typer.Option(help="Lower bound that holds for every possi
 High = Annotated[float, typer.Option(help="Upper bound.", show_default=False)]
 Loss = Annotated[str, typer.Option(help="squared, or quantile (points between truth and answer).")]
 Quick = Annotated[bool, typer.Option(help="A few seconds of training: a worse mechanism, the same guarantee.")]
+Robustness = Annotated[
+    float,
+    typer.Option(help="τ: no dataset loses over 1 + τ times what it would without a belief; 0: only the belief counts."),
+]
 Encoding = Annotated[str | None, typer.Option(help="Of the CSV file, where it is not UTF-8: latin-1, cp1252, utf-16, …")]
 Seed = Annotated[int, typer.Option(help="Of training; release noise never comes from a seed.")]
 
@@ -45,6 +49,7 @@ def learn(
     high: High,
     output: Annotated[Path, typer.Option(help="Where the mechanism is written.", show_default=False)],
     loss: Loss = "squared",
+    robustness: Robustness = 0.25,
     quick: Quick = False,
     seed: Seed = 0,
     as_json: options.Json = False,
@@ -52,7 +57,7 @@ def learn(
     """Learn a mechanism from the default prior and save it. No data are read."""
     if not output.parent.is_dir():  # found out now, not after the training
         raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
-    found = _compare(query, epsilon, size, (low, high), loss, quick, seed).chosen
+    found = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
     found.save(output)
     described = found.describe()
     if as_json:
@@ -111,12 +116,13 @@ def compare(
     low: Low,
     high: High,
     loss: Loss = "squared",
+    robustness: Robustness = 0.25,
     quick: Quick = False,
     seed: Seed = 0,
     as_json: options.Json = False,
 ) -> None:
     """The learned mechanism beside the best expert, on held-out datasets of the default prior. No data are read."""
-    found = _compare(query, epsilon, size, (low, high), loss, quick, seed)
+    found = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed)
     report = found.chosen.report
     if as_json:
         print_json({"query": found.chosen.problem.query.name, "epsilon": epsilon, **report})
@@ -193,11 +199,14 @@ def _delimiter(text: str) -> str:
     return max(",;\t", key=header.count)
 
 
-def _compare(query: str, epsilon: float, size: int, bounds: tuple[float, float], loss: str, quick: bool, seed: int) -> Comparison:
+def _compare(
+    query: str, epsilon: float, size: int, bounds: tuple[float, float], loss: str, robustness: float, quick: bool, seed: int
+) -> Comparison:
     from lipdp import mechanisms
 
     settings = mechanisms.Settings.quick() if quick else None
-    return mechanisms.compare(query, epsilon, size, bounds, loss=loss, settings=settings, seed=seed)
+    held = None if robustness == 0 else robustness
+    return mechanisms.compare(query, epsilon, size, bounds, loss=loss, robustness=held, settings=settings, seed=seed)
 
 
 def _ratio(value: float | None) -> str:

@@ -10,18 +10,21 @@ from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
+from lipdp.mechanisms.worlds import Everyday, World
 
 __all__ = [
     "BudgetLedger",
     "ColumnMechanism",
     "Comparison",
     "Distribution",
+    "Everyday",
     "Mechanism",
     "Mixture",
     "Problem",
     "Query",
     "Settings",
     "VectorMechanism",
+    "World",
     "compare",
     "learn",
     "learn_columns",
