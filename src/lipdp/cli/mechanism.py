@@ -1,10 +1,12 @@
-"""``lipdp mechanism learn|release|compare``: private statistics of a CSV column."""
+"""``lipdp mechanism answer|learn|release|describe|compare``: private statistics of CSV columns."""
 
 from __future__ import annotations
 
 import codecs
 import csv
+import dataclasses
 import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from lipdp.cli.output import console, print_fields, print_json
 from lipdp.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
-    from lipdp.mechanisms import Comparison
+    from lipdp.mechanisms import Answer, Comparison
     from lipdp.privacy import Budget
 
 __all__ = ["app"]
@@ -106,6 +108,97 @@ def release(
         return
     fields = [(query, f"{answer:.6g}"), ("epsilon", f"{made.epsilon:g}, for replacing one record")]
     print_fields(console(), fields if left is None else [*fields, ("budget left", f"{left:g}")])
+
+
+ANSWER_EXAMPLE = "Example: lipdp mechanism answer data.csv --column age --query median --low 0 --high 120 --epsilon 1"
+
+
+@app.command(epilog=ANSWER_EXAMPLE)
+def answer(
+    data: Annotated[Path, typer.Argument(help="A CSV file with a header line.", show_default=False)],
+    column: Annotated[list[str], typer.Option(help="Which column; several: once for each.", show_default=False)],
+    query: Annotated[
+        list[str],
+        typer.Option(
+            help="mean, sum, variance, std, median, p25, iqr, min, max, histogram:0,18,65; several: once for each.",
+            show_default=False,
+        ),
+    ],
+    low: Annotated[list[float], typer.Option(help="Lower bound for every possible record; once, or for each column.")],
+    high: Annotated[list[float], typer.Option(help="Upper bound.")],
+    epsilon: Annotated[float, typer.Option(help="ε of all answers together.", show_default=False)],
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The dataset's budget (`lipdp budget create`), charged before noise is drawn."),
+    ] = None,
+    belief: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="Public data with the same columns: what is believed of the private ones.")
+    ] = None,
+    robustness: Robustness = 0.25,
+    quick: Quick = False,
+    clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
+    encoding: Encoding = None,
+    as_json: options.Json = False,
+) -> None:
+    """Plan, charge and release private answers about columns of a CSV file. How many rows it has is taken to be public."""
+    from lipdp import mechanisms
+    from lipdp.mechanisms.answering import release_all
+    from lipdp.privacy.budget import open_budget
+
+    lows, highs = (_for_each(name, given, len(column)) for name, given in (("--low", low), ("--high", high)))
+    account = open_budget(budget)
+    values = [read_column(data, name, encoding) for name in column]
+    public = [None if belief is None else read_column(belief, name, encoding) for name in column]
+    share = math.nextafter(epsilon / len(column), 0.0) if len(column) > 1 else epsilon
+    settings = mechanisms.Settings.quick() if quick else None
+    plans = []
+    for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
+        if not as_json:
+            console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")
+        held = None if robustness == 0 else robustness
+        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings))
+    answers = release_all(plans, values, budget=account, clamp=clamp)
+    left = None if account is None else account.remaining
+    if as_json:
+        rows = [{"column": name, **dataclasses.asdict(one)} for name, own in zip(column, answers, strict=True) for one in own]
+        print_json({"answers": rows, "epsilon": epsilon, "delta": 0.0, "adjacency": "replace_one", "remaining": left})
+        return
+    fields = [(f"{name}: {one.question}", _shown(one)) for name, own in zip(column, answers, strict=True) for one in own]
+    fields.append(("epsilon", f"{epsilon:g}, for replacing one record"))
+    fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{left:g} left"))
+    print_fields(console(), fields)
+
+
+def _for_each(name: str, given: list[float], columns: int) -> list[float]:
+    """A bound for each column, from one for all or as many."""
+    if len(given) not in (1, columns):
+        raise ConfigurationError(f"{name} was given {len(given)} times for {columns} columns: once, or once for each --column")
+    return given * columns if len(given) == 1 else given
+
+
+def _shown(one: Answer) -> str:
+    """A released answer with its interval, in words."""
+    if isinstance(one.value, list):
+        error = one.interval[1] if one.interval else 0.0
+        return f"{', '.join(f'{value:g}' for value in one.value)}  (each ± {error:.3g}: 95% of the noise)"
+    low, high = one.interval or (one.value, one.value)
+    basis = "95% of the noise" if one.basis == "noise" else "95% of the columns believed in"
+    return f"{one.value:.6g}  (between {low:.6g} and {high:.6g}: {basis})"
+
+
+@app.command(epilog="Example: lipdp mechanism describe median.mechanism")
+def describe(
+    mechanism: Annotated[Path, typer.Argument(help="A file that `lipdp mechanism learn` wrote.", show_default=False)],
+    as_json: options.Json = False,
+) -> None:
+    """What a saved mechanism is and guarantees. The file is checked whole: its digest, every field, and its sensitivity."""
+    from lipdp.mechanisms import load
+
+    described = load(mechanism).describe()
+    if as_json:
+        print_json(described)
+        return
+    print_fields(console(), [(name, _text(value)) for name, value in described.items()])
 
 
 @app.command(epilog="Example: lipdp mechanism compare p10 --epsilon 0.5 --size 100 --low 0 --high 10")
