@@ -131,7 +131,7 @@ class Plan:
         answers = [part.respond(t) for part in self.parts]
         levels = [(part.level, i) for i, part in enumerate(self.parts) if isinstance(part, _Part) and part.level is not None]
         places = [i for _, i in sorted(levels)]
-        ordered = sorted((answers[i].value, answers[i].interval) for i in places)  # type: ignore[type-var]
+        ordered = sorted((answers[i].value, answers[i].interval) for i in places)
         for i, (value, interval) in zip(places, ordered, strict=True):
             answers[i] = replace(answers[i], value=value, interval=interval)
         return answers

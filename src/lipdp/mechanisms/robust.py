@@ -108,8 +108,8 @@ def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, 
         return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = _plain(problem, "laplace")
-        everywhere, count = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
-        return Robust(plain, plain, 1.0, count, count, everywhere, "no more than all records lie in between", proved=True)
+        everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
+        return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between", proved=True)
     truths = [problem.query(part) for part in draws(belief, problem, affordable(count, problem.n), seed)]
     return _on_the_query(problem, torch.cat(truths), robustness)
 
