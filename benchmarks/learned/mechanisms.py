@@ -71,7 +71,8 @@ def cell(name: str, seed: int, split: str, scale: int = 1) -> dict[str, Any]:
     problem, work = asked(name), Settings() if scale == 1 else Settings.quick()
     learn_seed = stream(split, ROUND, "learn", seed)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = compare(problem.query, problem.epsilon, N, BOUNDS, loss=problem.loss, seed=learn_seed, settings=work)
+    asking = (problem.query, problem.epsilon, N, BOUNDS)
+    found = compare(*asking, loss=problem.loss, robustness=None, seed=learn_seed, settings=work)
     times = {"seconds_wall": time.perf_counter() - wall, "seconds_cpu": time.process_time() - cpu}
     levels = best_experts(problem, *expert_draws(problem, work, learn_seed), ("strong", "tuned", "textbook"), releasable=False)
     every: dict[str, Mechanism] = {"returned": found.chosen, "learned": found.learned}

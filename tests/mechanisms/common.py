@@ -20,12 +20,13 @@ TINY = Settings(
     sums=SumSettings(screening=10, steps=40, batch=128, width=16),
     utility=UtilitySettings(steps=10, batch=32, responses=(16,), channels=4, kernel=3),
     expert="textbook",
+    robust=120,
 )
 
 
 @cache
 def compared(query: str, loss: str = "squared", epsilon: float = 1.0) -> Comparison:
-    return compare(query, epsilon, N, BOUNDS, loss=loss, settings=TINY)
+    return compare(query, epsilon, N, BOUNDS, loss=loss, robustness=None, settings=TINY)
 
 
 def datasets(count: int, seed: int, n: int = N, components: int = 4) -> Tensor:

@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 from lipdp.cli.failures import FriendlyGroup
 from lipdp.cli.mechanism import app as mechanism
+from lipdp.cli.mechanism import read_column
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.privacy import Budget
 from tests.mechanisms.common import compared
 
 app = typer.Typer(cls=FriendlyGroup)
@@ -86,3 +89,82 @@ def test_compare(tmp_path: Path) -> None:
     assert "learned ÷ expert" in text
     assert invoke("compare", "mode", "--epsilon", 1, "--size", 20, "--low", 0, "--high", 10)[0] == 2
     assert invoke("learn", "mean", "--epsilon", 1, "--size", 9, "--low", 0, "--high", 1, "--output", tmp_path / "no" / "m")[0] == 2
+
+
+def test_files_in_other_encodings_are_read(tmp_path: Path) -> None:
+    text = "größe;Straße\n1.5;a\n2;ß\n"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "latin-1"):
+        (tmp_path / encoding).write_bytes(text.encode(encoding))
+        assert read_column(tmp_path / encoding, "größe") == [1.5, 2.0]
+    (tmp_path / "koi").write_bytes("рост,b\n1,2\n".encode("koi8-r"))
+    assert read_column(tmp_path / "koi", "рост", "koi8-r") == [1.0]
+    with pytest.raises(DataError, match="--encoding names another"):
+        read_column(tmp_path / "koi", "рост")
+    with pytest.raises(DataError, match="can't be read as utf-8"):
+        read_column(tmp_path / "latin-1", "größe", "utf-8")
+    with pytest.raises(ConfigurationError, match="no such encoding"):
+        read_column(tmp_path / "koi", "b", "klingon")
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice").write_text("age,b,age\n1,2,3\n")
+    assert read_column(tmp_path / "twice", "b") == [2.0]
+    with pytest.raises(DataError, match="2 columns named 'age'"):
+        read_column(tmp_path / "twice", "age")
+    (tmp_path / "short").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(DataError, match="line 3"):
+        read_column(tmp_path / "short", "b")
+
+
+def test_answer_plans_charges_and_releases(files: Path) -> None:
+    ages = "name,age,pay\n" + "".join(f"p{i},{20 + i % 50},{i % 7 * 1000}\n" for i in range(200))
+    (files / "people.csv").write_text(ages)
+    Budget(files / "b", epsilon=10.0, delta=0.0, dataset="people", adjacency="replace_one")
+    words = ("answer", files / "people.csv", "--low", 0, "--high", 120, "--quick", "--column", "age")
+    asked = ("--query", "median", "--query", "std", "--query", "histogram:0,40,120", "--query", "p90")
+    code, text = invoke(*words, *asked, "--epsilon", 4, "--budget", files / "b", "--json")
+    assert code == 0, text
+    said = json.loads(text.strip().splitlines()[-1])
+    assert said["remaining"] == 6.0
+    median, std, histogram, p90 = said["answers"]
+    assert 35 < median["value"] < 55
+    assert median["value"] <= p90["value"] < 75
+    assert std["interval"][0] <= 14.43 <= std["interval"][1]
+    assert abs(sum(histogram["value"]) - 200) < 60
+    code, text = invoke(*words, "--query", "mean", "--epsilon", 7, "--budget", files / "b")
+    assert code == 3, text  # too much
+    two = ("--column", "pay", "--low", 0, "--high", 10_000, "--query", "mean", "--epsilon", 2, "--budget", files / "b")
+    code, text = invoke(*words, *two)
+    assert code == 0, text
+    assert "planning pay" in text
+    assert "95% of the noise" in text
+    assert Budget(files / "b").remaining == pytest.approx(4.0)
+    belief = ("--belief", files / "people.csv", "--query", "mean", "--epsilon", 1)
+    code, text = invoke(*words, *belief)
+    assert code == 0, text
+    assert "none was given" in text
+
+
+def test_answer_refuses_before_anything_is_paid(files: Path) -> None:
+    Budget(files / "b", epsilon=1.0, delta=0.0, dataset="people", adjacency="replace_one")
+    words = ("answer", files / "data.csv", "--column", "age", "--epsilon", 1, "--quick", "--budget", files / "b")
+    for more, said in (
+        (("--query", "mode", "--low", 0, "--high", 10), "unknown"),
+        (("--query", "mean", "--low", 5, "--high", 10), "outside of the bounds"),
+        (("--query", "mean", "--low", 0, "--low", 1, "--high", 10), "2 times for 1"),
+        (("--query", "histogram:3,1", "--low", 0, "--high", 10), "rising order"),
+        (("--query", "histogram:0,1", "--low", 0, "--high", 10), "span the bounds"),
+        (("--query", "mean", "--query", "mean", "--low", 0, "--high", 10), "different"),
+    ):
+        code, text = invoke(*words, *more)
+        assert code == 2
+        assert said in " ".join(text.split())
+    assert Budget(files / "b").remaining == 1.0
+
+
+def test_describe_checks_the_file(files: Path) -> None:
+    code, text = invoke("describe", files / "mean.mechanism", "--json")
+    assert code == 0, text
+    assert json.loads(text.strip().splitlines()[-1])["epsilon"] == 1.0
+    (files / "mean.mechanism").write_bytes((files / "mean.mechanism").read_bytes()[:-40])
+    assert invoke("describe", files / "mean.mechanism")[0] == 2

@@ -19,10 +19,11 @@ from lipdp.errors import CheckpointError, LipdpError
 from lipdp.mechanisms import BudgetLedger, Problem, learn_columns, learn_vector, load, load_columns, load_vector
 from lipdp.mechanisms import mechanism as module
 from lipdp.mechanisms.experts import additive, constant, moments, rank_utility, selection
+from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
 from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
 from lipdp.mechanisms.networks import LaplaceNetwork, UtilityNetwork
 from lipdp.mechanisms.paper import laplace_mechanism, utility_mechanism
-from lipdp.mechanisms.postprocess import Network, Sample
+from lipdp.mechanisms.postprocess import Network, Plain, Sample, Table
 from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility
@@ -61,6 +62,12 @@ def made(name):
         return laplace_mechanism(mean, LaplaceNetwork(N, 0.1, 6, "groupsort", True).double()), load
     if name == "utility network":
         return utility_mechanism(median, UtilityNetwork(N, 0.5, 6).double()), load
+    if name == "plain":
+        axis = torch.linspace(-1, 2, 7, dtype=torch.float64)
+        decoder = Plain(1.0, Table((axis,), 0.01 * axis.sin()))
+        return AdditiveMechanism(mean, "x", QueryStatistic(mean.query, N), "laplace", decoder), load
+    if name == "interval":
+        return IntervalMechanism.tilted(median, torch.linspace(1, 2, PARTS), 0.01 * torch.ones(PARTS), True), load
     if name == "split":
         return learn_vector(["mean", "variance"], 2.0, N, BOUNDS, settings=TINY), load_vector
     if name == "joint":
@@ -81,6 +88,8 @@ NAMES = (
     "learned",
     "laplace network",
     "utility network",
+    "plain",
+    "interval",
     "split",
     "joint",
     "columns",

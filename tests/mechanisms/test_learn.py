@@ -13,7 +13,7 @@ from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.mechanisms import BudgetLedger, Mixture, compare, learn, load
 from lipdp.mechanisms.experts import additive, best_experts, moments, rank_utility
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, expert_table, grid_size, learn_sums, learn_utility, starts
-from lipdp.mechanisms.learning import _beats, _Judge, expert_draws
+from lipdp.mechanisms.learning import _beats, _Judge, expert_draws, loss_ratio
 from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, SelectionMechanism
 from lipdp.mechanisms.postprocess import Sample
 from lipdp.mechanisms.problem import Problem, Query
@@ -38,17 +38,29 @@ def test_it_returns_the_better_one_and_says_which(query: str, loss: str) -> None
 def test_a_learned_mechanism_that_does_not_win_is_not_returned() -> None:
     """Not trained at all, the sum is the expert's own statistic: no better, so the expert comes back, and says so."""
     idle = replace(TINY, sums=SumSettings(screening=1, steps=1, rate=1e-12))
-    found = compare("mean", 1.0, N, BOUNDS, settings=idle)
+    found = compare("mean", 1.0, N, BOUNDS, robustness=None, settings=idle)
     assert found.chosen is found.expert
     assert found.chosen.report["returned"] == "expert"
     assert found.chosen.expected_loss() == found.expert.report["expert_loss"]
+
+
+def test_a_belief_that_leaves_nothing_to_tell() -> None:
+    """All datasets alike: the best constant loses nothing, and no ratio to it is computed."""
+
+    def alike(count: int, n: int, generator: torch.Generator) -> Tensor:
+        return torch.full((count, n), 3.0)
+
+    found = compare("mean", 1.0, N, BOUNDS, alike, robustness=None, settings=TINY)
+    assert found.chosen.expected_loss() < 1e-6
+    assert found.chosen.report["learned_to_expert"] is None or found.chosen.report["learned_to_expert"] > 0
+    assert (loss_ratio(0.0, 0.0), loss_ratio(1.0, 0.0), loss_ratio(1.0, 2.0)) == (1.0, None, 0.5)
 
 
 def test_the_fallback_is_the_tuned_expert_of_the_same_draws() -> None:
     """So a benchmark that fits the tuned expert to learn()'s draws finds exactly what learn() falls back to."""
     idle = replace(TINY, expert="tuned", sums=SumSettings(screening=1, steps=1, rate=1e-12))
     idle = replace(idle, training=300, validation=100)
-    found = compare("mean", 1.0, N, BOUNDS, settings=idle, seed=5)
+    found = compare("mean", 1.0, N, BOUNDS, robustness=None, settings=idle, seed=5)
     assert found.chosen is found.expert
     problem, t = found.chosen.problem, datasets(40, 6)
     again = best_experts(problem, *expert_draws(problem, idle, 5), ("textbook", "tuned"), releasable=False)["tuned"]
@@ -210,14 +222,14 @@ def test_a_distribution_of_the_users() -> None:
     def narrow(count: int, n: int, generator: torch.Generator) -> Tensor:
         return 4 + 2 * torch.rand(count, n, generator=generator)
 
-    mechanism = learn("median", 0.1, N, BOUNDS, narrow, settings=TINY)
+    mechanism = learn("median", 0.1, N, BOUNDS, narrow, robustness=None, settings=TINY)
     # Almost everything is known beforehand: the loss is far below that of the default prior.
     assert mechanism.expected_loss() < 0.1
     assert 3.9 < mechanism.release(4 + 2 * torch.rand(N)) < 6.1
 
 
 def test_a_wrong_belief_costs_accuracy_not_the_guarantee() -> None:
-    mechanism = learn("median", 1.0, N, BOUNDS, Mixture(1, 0.0, 1.0), settings=TINY)
+    mechanism = learn("median", 1.0, N, BOUNDS, Mixture(1, 0.0, 1.0), robustness=None, settings=TINY)
     answer = mechanism.release(torch.full((N,), 9.0))  # far from what was believed
     assert 0 <= answer <= 10
 
@@ -324,7 +336,7 @@ def test_a_distribution_of_the_wrong_shape_or_range(wrong: object) -> None:
 
 def test_diverged_training_falls_back() -> None:
     wild = replace(TINY, sums=replace(TINY.sums, rate=1e30), utility=replace(TINY.utility, rate=1e30))
-    found = compare("median", 1.0, N, BOUNDS, settings=wild)
+    found = compare("median", 1.0, N, BOUNDS, robustness=None, settings=wild)
     assert found.chosen.expected_loss() <= found.expert.expected_loss()
     assert 0 <= found.learned.release(private()) <= 10
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError
-from lipdp.mechanisms import BudgetLedger, learn_columns, learn_vector, load_columns, load_vector
+from lipdp.mechanisms import BudgetLedger, Mixture, learn_columns, learn_vector, load_columns, load_vector
 from tests.mechanisms.common import BOUNDS, TINY, N, datasets, private
 
 
 @pytest.fixture(scope="module")
 def both() -> object:
-    return learn_vector(["mean", "median", "p90"], 2.0, N, BOUNDS, settings=TINY)
+    return learn_vector(["mean", "median", "p90"], 2.0, N, BOUNDS, robustness=None, settings=TINY)
 
 
 def test_all_answers_for_one_price(both: object, tmp_path: Path) -> None:
@@ -84,3 +84,17 @@ def test_columns_share_the_budget(tmp_path: Path) -> None:
         load_vector(tmp_path / "m")
     with pytest.raises(CheckpointError, match="there is no mechanism"):
         load_columns(tmp_path / "none")
+
+
+def test_each_column_can_have_its_own_belief_and_bounds() -> None:
+    """A belief in the columns' own units: one for all can't lie inside bounds that have nothing in common."""
+    wide, narrow = Mixture(2, 0.0, 100.0), Mixture(2, -1.0, 1.0)
+    made = learn_columns("mean", 2.0, N, [(0, 100), (-1, 1), (0, 100)], [wide, narrow, wide], settings=TINY)
+    assert [part.problem.high for part in made.parts] == [100.0, 1.0, 100.0]
+    assert made.parts[0] is made.parts[2]
+    with pytest.raises(DataError, match="not in the bounds"):
+        learn_columns("mean", 2.0, N, [(0, 100), (-1, 1)], wide, settings=TINY)
+    with pytest.raises(ConfigurationError, match="1 beliefs for 2 columns"):
+        learn_columns("mean", 2.0, N, [(0, 100), (-1, 1)], [wide], settings=TINY)
+    with pytest.raises(ConfigurationError, match="for each column"):
+        learn_columns("mean", 2.0, N, (0, 100), settings=TINY)  # type: ignore[arg-type]

@@ -1,8 +1,12 @@
-"""``lipdp mechanism learn|release|compare``: private statistics of a CSV column."""
+"""``lipdp mechanism answer|learn|release|describe|compare``: private statistics of CSV columns."""
 
 from __future__ import annotations
 
+import codecs
 import csv
+import dataclasses
+import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +17,7 @@ from lipdp.cli.output import console, print_fields, print_json
 from lipdp.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
-    from lipdp.mechanisms import Comparison
+    from lipdp.mechanisms import Answer, Comparison
     from lipdp.privacy import Budget
 
 __all__ = ["app"]
@@ -30,6 +34,11 @@ Low = Annotated[float, typer.Option(help="Lower bound that holds for every possi
 High = Annotated[float, typer.Option(help="Upper bound.", show_default=False)]
 Loss = Annotated[str, typer.Option(help="squared, or quantile (points between truth and answer).")]
 Quick = Annotated[bool, typer.Option(help="A few seconds of training: a worse mechanism, the same guarantee.")]
+Robustness = Annotated[
+    float,
+    typer.Option(help="τ: no dataset loses over 1 + τ times what it would without a belief; 0: only the belief counts."),
+]
+Encoding = Annotated[str | None, typer.Option(help="Of the CSV file, where it is not UTF-8: latin-1, cp1252, utf-16, …")]
 Seed = Annotated[int, typer.Option(help="Of training; release noise never comes from a seed.")]
 
 
@@ -42,6 +51,7 @@ def learn(
     high: High,
     output: Annotated[Path, typer.Option(help="Where the mechanism is written.", show_default=False)],
     loss: Loss = "squared",
+    robustness: Robustness = 0.25,
     quick: Quick = False,
     seed: Seed = 0,
     as_json: options.Json = False,
@@ -49,7 +59,7 @@ def learn(
     """Learn a mechanism from the default prior and save it. No data are read."""
     if not output.parent.is_dir():  # found out now, not after the training
         raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
-    found = _compare(query, epsilon, size, (low, high), loss, quick, seed).chosen
+    found = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
     found.save(output)
     described = found.describe()
     if as_json:
@@ -76,6 +86,7 @@ def release(
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="The dataset's name, with --ledger.")] = None,
     clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
+    encoding: Encoding = None,
     as_json: options.Json = False,
 ) -> None:
     """One private answer about a CSV column. Each call spends the mechanism's ε."""
@@ -86,7 +97,7 @@ def release(
     if ledger is None and dataset is not None:
         raise ConfigurationError("--dataset goes with --ledger; `lipdp budget create` begins a budget")
     made = load(mechanism)
-    values = read_column(data, column)
+    values = read_column(data, column, encoding)
     made.problem.dataset(values, clamp)  # refuse bad data before a ledger is begun
     book = _account(budget, ledger, dataset)
     answer = made.release(values, budget=book, clamp=clamp)
@@ -99,6 +110,97 @@ def release(
     print_fields(console(), fields if left is None else [*fields, ("budget left", f"{left:g}")])
 
 
+ANSWER_EXAMPLE = "Example: lipdp mechanism answer data.csv --column age --query median --low 0 --high 120 --epsilon 1"
+
+
+@app.command(epilog=ANSWER_EXAMPLE)
+def answer(
+    data: Annotated[Path, typer.Argument(help="A CSV file with a header line.", show_default=False)],
+    column: Annotated[list[str], typer.Option(help="Which column; several: once for each.", show_default=False)],
+    query: Annotated[
+        list[str],
+        typer.Option(
+            help="mean, sum, variance, std, median, p25, iqr, min, max, histogram:0,18,65; several: once for each.",
+            show_default=False,
+        ),
+    ],
+    low: Annotated[list[float], typer.Option(help="Lower bound for every possible record; once, or for each column.")],
+    high: Annotated[list[float], typer.Option(help="Upper bound.")],
+    epsilon: Annotated[float, typer.Option(help="ε of all answers together.", show_default=False)],
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The dataset's budget (`lipdp budget create`), charged before noise is drawn."),
+    ] = None,
+    belief: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="Public data with the same columns: what is believed of the private ones.")
+    ] = None,
+    robustness: Robustness = 0.25,
+    quick: Quick = False,
+    clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
+    encoding: Encoding = None,
+    as_json: options.Json = False,
+) -> None:
+    """Plan, charge and release private answers about columns of a CSV file. How many rows it has is taken to be public."""
+    from lipdp import mechanisms
+    from lipdp.mechanisms.answering import release_all
+    from lipdp.privacy.budget import open_budget
+
+    lows, highs = (_for_each(name, given, len(column)) for name, given in (("--low", low), ("--high", high)))
+    account = open_budget(budget)
+    values = [read_column(data, name, encoding) for name in column]
+    public = [None if belief is None else read_column(belief, name, encoding) for name in column]
+    share = math.nextafter(epsilon / len(column), 0.0) if len(column) > 1 else epsilon
+    settings = mechanisms.Settings.quick() if quick else None
+    plans = []
+    for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
+        if not as_json:
+            console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")
+        held = None if robustness == 0 else robustness
+        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings))
+    answers = release_all(plans, values, budget=account, clamp=clamp)
+    left = None if account is None else account.remaining
+    if as_json:
+        rows = [{"column": name, **dataclasses.asdict(one)} for name, own in zip(column, answers, strict=True) for one in own]
+        print_json({"answers": rows, "epsilon": epsilon, "delta": 0.0, "adjacency": "replace_one", "remaining": left})
+        return
+    fields = [(f"{name}: {one.question}", _shown(one)) for name, own in zip(column, answers, strict=True) for one in own]
+    fields.append(("epsilon", f"{epsilon:g}, for replacing one record"))
+    fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{left:g} left"))
+    print_fields(console(), fields)
+
+
+def _for_each(name: str, given: list[float], columns: int) -> list[float]:
+    """A bound for each column, from one for all or as many."""
+    if len(given) not in (1, columns):
+        raise ConfigurationError(f"{name} was given {len(given)} times for {columns} columns: once, or once for each --column")
+    return given * columns if len(given) == 1 else given
+
+
+def _shown(one: Answer) -> str:
+    """A released answer with its interval, in words."""
+    if isinstance(one.value, list):
+        error = one.interval[1] if one.interval else 0.0
+        return f"{', '.join(f'{value:g}' for value in one.value)}  (each ± {error:.3g}: 95% of the noise)"
+    low, high = one.interval or (one.value, one.value)
+    basis = "95% of the noise" if one.basis == "noise" else "95% of the columns believed in"
+    return f"{one.value:.6g}  (between {low:.6g} and {high:.6g}: {basis})"
+
+
+@app.command(epilog="Example: lipdp mechanism describe median.mechanism")
+def describe(
+    mechanism: Annotated[Path, typer.Argument(help="A file that `lipdp mechanism learn` wrote.", show_default=False)],
+    as_json: options.Json = False,
+) -> None:
+    """What a saved mechanism is and guarantees. The file is checked whole: its digest, every field, and its sensitivity."""
+    from lipdp.mechanisms import load
+
+    described = load(mechanism).describe()
+    if as_json:
+        print_json(described)
+        return
+    print_fields(console(), [(name, _text(value)) for name, value in described.items()])
+
+
 @app.command(epilog="Example: lipdp mechanism compare p10 --epsilon 0.5 --size 100 --low 0 --high 10")
 def compare(
     query: Query,
@@ -107,12 +209,13 @@ def compare(
     low: Low,
     high: High,
     loss: Loss = "squared",
+    robustness: Robustness = 0.25,
     quick: Quick = False,
     seed: Seed = 0,
     as_json: options.Json = False,
 ) -> None:
     """The learned mechanism beside the best expert, on held-out datasets of the default prior. No data are read."""
-    found = _compare(query, epsilon, size, (low, high), loss, quick, seed)
+    found = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed)
     report = found.chosen.report
     if as_json:
         print_json({"query": found.chosen.problem.query.name, "epsilon": epsilon, **report})
@@ -120,7 +223,7 @@ def compare(
     rows = (
         ("expert", f"{report['expert_loss']:.5g}  {report['expert']}"),
         ("learned", f"{report['learned_loss']:.5g}  {report['learned']}"),
-        ("learned ÷ expert", f"{report['learned_to_expert']:.3f}"),
+        ("learned ÷ expert", _ratio(report["learned_to_expert"])),
         ("learn() returns", str(report["returned"])),
         ("time", f"{report['seconds']:.1f} s"),
     )
@@ -141,31 +244,66 @@ def _account(budget: str | None, ledger: Path | None, dataset: str | None) -> Bu
     return BudgetLedger(ledger, total, dataset)
 
 
-def read_column(path: Path, column: str) -> list[float]:
-    """The numbers of a CSV column; empty and non-numeric cells are refused with their line."""
+def read_column(path: Path, column: str, encoding: str | None = None) -> list[float]:
+    """The numbers of a CSV column; empty and non-numeric cells are refused with their line, and so is a name that stands twice."""
     if not path.is_file():
         raise DataError(f"there is no file {path}")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        names = list(reader.fieldnames or [])
-        if column not in names:
-            raise DataError(f"{path} has no column {column!r}: it has {', '.join(map(repr, names)) or 'no header'}")
-        values = []
-        for row in reader:
-            try:
-                values.append(float(row[column]))
-            except (TypeError, ValueError):
-                raise DataError(
-                    f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
-                ) from None
+    text, used = _decoded(path, encoding)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
+    names = next(reader, [])
+    if column not in names:
+        guessed = f" (read as {used}; --encoding names another)" if encoding is None and used != "utf-8-sig" else ""
+        raise DataError(f"{path} has no column {column!r}: it has {', '.join(map(repr, names)) or 'no header'}{guessed}")
+    if names.count(column) > 1:
+        raise DataError(f"{path} has {names.count(column)} columns named {column!r}: rename all but the one that is meant")
+    place, values = names.index(column), []
+    for row in reader:
+        if not row:
+            continue  # an empty line is no record
+        try:
+            values.append(float(row[place]))
+        except (IndexError, ValueError):
+            raise DataError(
+                f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
+            ) from None
     return values
 
 
-def _compare(query: str, epsilon: float, size: int, bounds: tuple[float, float], loss: str, quick: bool, seed: int) -> Comparison:
+def _decoded(path: Path, encoding: str | None) -> tuple[str, str]:
+    """The file's text, and the encoding that it was read with: the one given, that of its byte order mark, UTF-8, or Latin-1.
+
+    Latin-1 reads every file, and digits are the same in all of these: at worst, a column's name looks odd.
+    """
+    raw = path.read_bytes()
+    marked = "utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    for name in (encoding,) if encoding is not None else (marked, "latin-1"):
+        try:
+            return raw.decode(name), name
+        except LookupError:
+            raise ConfigurationError(f"--encoding {name}: no such encoding; utf-8, utf-16, latin-1 and cp1252 are common") from None
+        except UnicodeError as error:
+            failure = error
+    raise DataError(f"{path} can't be read as {encoding}: {failure}. Give the --encoding that it was written in")
+
+
+def _delimiter(text: str) -> str:
+    """What separates the header's names: a comma, a semicolon or a tab, whichever stands there most often."""
+    header = text.split("\n", 1)[0]
+    return max(",;\t", key=header.count)
+
+
+def _compare(
+    query: str, epsilon: float, size: int, bounds: tuple[float, float], loss: str, robustness: float, quick: bool, seed: int
+) -> Comparison:
     from lipdp import mechanisms
 
     settings = mechanisms.Settings.quick() if quick else None
-    return mechanisms.compare(query, epsilon, size, bounds, loss=loss, settings=settings, seed=seed)
+    held = None if robustness == 0 else robustness
+    return mechanisms.compare(query, epsilon, size, bounds, loss=loss, robustness=held, settings=settings, seed=seed)
+
+
+def _ratio(value: float | None) -> str:
+    return "none: the expert's loss is 0" if value is None else f"{value:.3f}"
 
 
 def _text(value: Any) -> str:

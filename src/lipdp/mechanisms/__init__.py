@@ -4,24 +4,31 @@ mechanism = lipdp.mechanisms.learn(query="median", epsilon=1.0, n=100, bounds=(0
 answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsilon=2.0, delta=1e-6, dataset="survey"))
 """
 
+from lipdp.mechanisms.answering import Answer, Plan, answer, plan
 from lipdp.mechanisms.distributions import Distribution, Mixture
 from lipdp.mechanisms.files import BudgetLedger
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
+from lipdp.mechanisms.worlds import Everyday, World
 
 __all__ = [
+    "Answer",
     "BudgetLedger",
     "ColumnMechanism",
     "Comparison",
     "Distribution",
+    "Everyday",
     "Mechanism",
     "Mixture",
+    "Plan",
     "Problem",
     "Query",
     "Settings",
     "VectorMechanism",
+    "World",
+    "answer",
     "compare",
     "learn",
     "learn_columns",
@@ -29,4 +36,5 @@ __all__ = [
     "load",
     "load_columns",
     "load_vector",
+    "plan",
 ]

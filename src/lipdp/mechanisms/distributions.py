@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from torch.special import ndtr, ndtri
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["Distribution", "Mixture", "draw"]
+__all__ = ["Belief", "Distribution", "Mixture", "Resampled", "as_distribution", "draw"]
 
 Distribution = Callable[[int, int, torch.Generator], Tensor]
 """``distribution(count, n, generator)`` returns a tensor (count, n) of datasets inside the bounds, in the user's units."""
+Belief = Any
+"""A :data:`Distribution`; a frozen distribution of scipy's; or public data, as an array (values,) or (datasets, values)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,53 @@ class Mixture:
         below, above = ndtr(-mean / std), ndtr((1 - mean) / std)
         points: Tensor = mean + std * ndtri(below + (above - below) * uniform(count, n))
         return self.low + (self.high - self.low) * points.clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """Datasets drawn, with replacement, from public data (datasets, values): each from one of its rows, moved into the bounds."""
+
+    data: Tensor
+    low: float
+    high: float
+
+    def __call__(self, count: int, n: int, generator: torch.Generator) -> Tensor:
+        """``count`` datasets of n points."""
+        rows = torch.randint(self.data.shape[0], (count, 1), generator=generator)
+        places = torch.randint(self.data.shape[1], (count, n), generator=generator)
+        return self.data[rows, places].clamp(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """Independent records of a frozen distribution of scipy's, moved into the bounds."""
+
+    law: Any
+    low: float
+    high: float
+
+    def __call__(self, count: int, n: int, generator: torch.Generator) -> Tensor:
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+        drawn = self.law.rvs(size=(count, n), random_state=seed)
+        return torch.as_tensor(drawn, dtype=torch.float64).clamp(self.low, self.high)
+
+
+def as_distribution(belief: Belief, low: float, high: float) -> Distribution:
+    """What a belief says, as a distribution over datasets; public data and scipy's distributions are moved into the bounds."""
+    if callable(getattr(belief, "rvs", None)):
+        return _Frozen(belief, low, high)
+    if callable(belief):
+        return belief  # type: ignore[no-any-return]
+    try:
+        data = torch.as_tensor(belief, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        data = torch.zeros(0)
+    if data.ndim not in (1, 2) or data.numel() < 2 or not bool(torch.isfinite(data).all()):
+        raise ConfigurationError(
+            f"the belief is a {type(belief).__name__} that can't be read: give a callable distribution(count, n, generator) that "
+            "returns (count, n) datasets, a frozen distribution of scipy's, or public data as an array of finite numbers."
+        )
+    return Resampled(data.reshape(-1, data.shape[-1]), low, high)
 
 
 def draw(distribution: Distribution, problem: Problem, count: int, seed: int) -> Tensor:

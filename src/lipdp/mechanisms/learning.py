@@ -11,24 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipdp._checks import whole
-from lipdp.errors import ConfigurationError
-from lipdp.mechanisms.distributions import Distribution, Mixture, draw
+from lipdp._checks import positive, whole
+from lipdp.mechanisms.distributions import Belief, Distribution, Mixture, as_distribution, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sums, learn_utility
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem, Query
+from lipdp.mechanisms.robust import affordable, draws, robust_mechanism
+from lipdp.mechanisms.worlds import Everyday
 
-__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn"]
+__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn", "loss_ratio"]
 
 _CONFIDENCE = 2.33  # standard errors that a challenger has to be ahead by
+_LARGEST = 400  # records that mechanisms are trained with: beyond, those for so many are resized
 _STRESS = (1, 3)  # other numbers of Gaussians on which a mechanism for the default prior of four must not lose
 _SHARE = 0.07  # part of the learned mechanism's training datasets that each of them gets: see docs/mechanisms.md, "Shift"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much work ``learn`` does. The defaults take well under a minute on two cores for n = 100."""
+    """How much work ``learn`` does. The defaults take well under a minute on two cores for n = 100, robust ones a few seconds.
+
+    ``robust`` is the number of datasets that a robust mechanism is fitted to; the others are for ``robustness=None``.
+    """
 
     training: int = 16_000
     validation: int = 3_000
@@ -36,13 +41,14 @@ class Settings:
     sums: SumSettings = field(default_factory=SumSettings)
     utility: UtilitySettings = field(default_factory=UtilitySettings)
     expert: Level = "strong"
+    robust: int = 1500
 
     @classmethod
     def quick(cls) -> Settings:
         """A few seconds: for trying things out and for tests; worse mechanisms, the same guarantee."""
         sums = SumSettings(screening=40, steps=150, batch=256)
         utility = UtilitySettings(steps=30, batch=64, responses=(24,), channels=8, kernel=5)
-        return cls(training=1500, validation=500, held_out=800, sums=sums, utility=utility, expert="tuned")
+        return cls(training=1500, validation=500, held_out=800, sums=sums, utility=utility, expert="tuned", robust=400)
 
 
 def learn(
@@ -50,31 +56,38 @@ def learn(
     epsilon: float,
     n: int,
     bounds: Sequence[float],
-    distribution: Distribution | None = None,
+    distribution: Belief | None = None,
     loss: str = "squared",
     *,
+    robustness: float | None = 0.25,
     settings: Settings | None = None,
     seed: int = 0,
 ) -> Mechanism:
     """Learn an ε-DP mechanism (pure, replace-one) that answers ``query`` about n numbers inside ``bounds``.
 
-    Nothing private is read: training uses draws of ``distribution`` only. The learned mechanism is compared with the tuned
-    expert on held-out draws, dataset by dataset; where it is not better beyond chance (mean difference plus 2.33 standard errors
-    below 0), the expert is returned. For the default prior (four Gaussians) it must not lose on a pool of single and triple
-    Gaussians either, so that a gain is not bought by fitting the belief too closely. ``mechanism.report["returned"]`` says which.
+    Nothing private is read: training uses draws of ``distribution`` only. The mechanism gains from the belief, and on no dataset
+    loses more than 1 + τ times what a mechanism loses that assumes nothing (see :mod:`lipdp.mechanisms.robust` for what of this
+    is proved); its report says its worst ratio and loss, and where.
+
+    With ``robustness=None`` only the belief counts: a mechanism is trained and compared with the tuned expert on held-out draws,
+    dataset by dataset; where it is not better beyond chance (mean difference plus 2.33 standard errors below 0), the expert is
+    returned. For the default prior (four Gaussians) it must not lose on a pool of single and triple Gaussians either. Off the
+    belief, such a mechanism can be a hundred times as bad as plain noise. ``mechanism.report["returned"]`` says which came back.
 
     Args:
         query: ``"mean"``, ``"variance"``, ``"median"``, ``"p10"`` (any percentile), ``"quantile:0.25"``.
         epsilon: ε of each release.
         n: size of the dataset, public.
         bounds: (lo, hi) that hold for every possible record.
-        distribution: a belief about datasets, ``distribution(count, n, generator) -> (count, n)``; by default a
-            :class:`~lipdp.mechanisms.Mixture` of four truncated Gaussians.
+        distribution: a belief about datasets: public data as an array, a frozen distribution of scipy's, or a callable
+            ``distribution(count, n, generator) -> (count, n)``. By default :class:`~lipdp.mechanisms.Everyday` columns, or, with
+            ``robustness=None``, a :class:`~lipdp.mechanisms.Mixture` of four truncated Gaussians.
         loss: ``"squared"``, or ``"quantile"`` (number of points between truth and answer).
+        robustness: τ. Smaller: closer to a mechanism without assumptions; larger: more gain where the belief is true.
         settings: how much work to do.
         seed: of training and evaluation; release noise has nothing to do with it.
     """
-    return compare(query, epsilon, n, bounds, distribution, loss, settings=settings, seed=seed).chosen
+    return compare(query, epsilon, n, bounds, distribution, loss, robustness=robustness, settings=settings, seed=seed).chosen
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ class Comparison:
     """What ``learn`` found, each with its report.
 
     Attributes:
-        tuned: the tuned expert (the textbook one where ``settings.expert`` says so).
+        tuned: the tuned expert (the textbook one where ``settings.expert`` says so); robust: the mechanism without assumptions.
         expert: the same, or a stronger expert that was confirmed to be better: what is returned where learning does not win.
         learned: the best learned mechanism.
         chosen: what ``learn`` returns.
@@ -99,15 +112,78 @@ def compare(
     epsilon: float,
     n: int,
     bounds: Sequence[float],
-    distribution: Distribution | None = None,
+    distribution: Belief | None = None,
     loss: str = "squared",
     *,
+    robustness: float | None = 0.25,
     settings: Settings | None = None,
     seed: int = 0,
 ) -> Comparison:
     """The same work as :func:`learn`, with all that was compared."""
     problem = Problem.of(query, epsilon, n, bounds, loss)
     work = settings if settings is not None else Settings()
+    belief = None if distribution is None else as_distribution(distribution, problem.low, problem.high)
+    if robustness is not None:
+        return _compare_robust(
+            problem, belief or Everyday(problem.low, problem.high), positive("robustness", robustness), work, seed
+        )
+    if problem.n > _LARGEST:
+        return _compare_smaller(problem, belief, work, seed)
+    return _compare_experts(problem, belief, work, seed)
+
+
+def _compare_robust(problem: Problem, belief: Distribution, robustness: float, work: Settings, seed: int) -> Comparison:
+    """A mechanism held against one without assumptions, which stays where the belief gains nothing that is sure."""
+    start, seeds = time.perf_counter(), _seeds(seed)
+    found = robust_mechanism(problem, belief, robustness, work.robust, next(seeds))
+    count, noise, place = affordable(work.robust, problem.n), next(seeds), next(seeds)
+    parts = [(found.mechanism.losses(t, noise), found.plain.losses(t, noise)) for t in draws(belief, problem, count, place)]
+    new, old = (torch.cat(losses) for losses in zip(*parts, strict=True))
+    better = found.mechanism is not found.plain and _beats(new, old)
+    scale = problem.loss_scale
+    losses = {id(found.mechanism): float(new.mean()) * scale, id(found.plain): float(old.mean()) * scale}
+    shared: dict[str, Any] = {
+        "returned": "learned" if better else "expert",
+        "expert": found.plain.title,
+        "expert_loss": losses[id(found.plain)],
+        "learned": found.mechanism.title,
+        "learned_loss": losses[id(found.mechanism)],
+        "learned_to_expert": loss_ratio(float(new.mean()), float(old.mean())),
+        "tuned": found.plain.title,
+        "tuned_loss": losses[id(found.plain)],
+        "held_out_datasets": count,
+        "seed": seed,
+        "seconds": time.perf_counter() - start,
+    }
+    plain, learned = (
+        replace(each.mechanism, report={"expected_loss": losses[id(each.mechanism)], **each.report(robustness), **shared})
+        for each in (found.of_plain(), found)
+    )
+    return Comparison(plain, plain, learned, learned if better else plain)
+
+
+def _compare_smaller(problem: Problem, belief: Distribution | None, work: Settings, seed: int) -> Comparison:
+    """For many records: the mechanisms for fewer of them with as much more ε, resized.
+
+    What noise does to a mean or to a rank ÷ n depends on nε alone: a sum's noise ÷ n has scale 1/nε, a choice sees ε·rank. So with
+    n′ε′ = nε, what was learned for (n′, ε′) has the same distribution of answers for (n, ε), but for the grain of n′ records.
+    """
+    smaller = replace(problem, n=_LARGEST, epsilon=problem.epsilon * problem.n / _LARGEST)
+    found = _compare_experts(smaller, belief, work, seed)
+    grain = problem.n / _LARGEST if problem.loss == "quantile" else 1.0
+
+    def resized(mechanism: Mechanism) -> Mechanism:
+        made = mechanism.for_size(problem.n)
+        report = {**mechanism.report, "made_for_n": _LARGEST}
+        report |= {key: value * grain for key, value in report.items() if key == "expected_loss" or key.endswith("_loss")}
+        return replace(made, problem=replace(made.problem, epsilon=problem.epsilon), report=report)
+
+    tuned, expert, learned = (resized(each) for each in (found.tuned, found.expert, found.learned))
+    return Comparison(tuned, expert, learned, learned if found.chosen is found.learned else expert)
+
+
+def _compare_experts(problem: Problem, distribution: Distribution | None, work: Settings, seed: int) -> Comparison:
+    """Learned and experts' mechanisms under a belief."""
     start = time.perf_counter()
     seeds = _seeds(seed)
     t, validation, held_out = _draws(problem, work, seeds, distribution)
@@ -130,7 +206,7 @@ def compare(
         "expert_loss": judge.loss(expert) * scale,
         "learned": learned.title,
         "learned_loss": judge.loss(learned) * scale,
-        "learned_to_expert": judge.loss(learned) / judge.loss(expert),
+        "learned_to_expert": loss_ratio(judge.loss(learned), judge.loss(expert)),
         "shifted_ratios": judge.shifted_ratios(learned, expert),
         "tuned": tuned.title,
         "tuned_loss": judge.loss(tuned) * scale,
@@ -153,7 +229,7 @@ def expert_draws(problem: Problem, settings: Settings, seed: int) -> tuple[Tenso
 def _draws(
     problem: Problem, work: Settings, seeds: Iterator[int], distribution: Distribution | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    belief = Mixture(4, problem.low, problem.high) if distribution is None else _callable(distribution)
+    belief = Mixture(4, problem.low, problem.high) if distribution is None else distribution
     t, validation, held_out = (
         draw(belief, problem, count, next(seeds)) for count in (work.training, work.validation, work.held_out)
     )
@@ -180,15 +256,22 @@ class _Judge:
         """The average on held-out datasets."""
         return float(self.losses(mechanism)[0].mean())
 
-    def shifted_ratios(self, challenger: Mechanism, incumbent: Mechanism) -> list[float]:
+    def shifted_ratios(self, challenger: Mechanism, incumbent: Mechanism) -> list[float | None]:
         """Challenger ÷ incumbent on each kind of shifted datasets."""
         pairs = zip(self.losses(challenger)[1:], self.losses(incumbent)[1:], strict=True)
-        return [float(new.mean() / old.mean()) for new, old in pairs]
+        return [loss_ratio(float(new.mean()), float(old.mean())) for new, old in pairs]
 
     def prefers(self, challenger: Mechanism, incumbent: Mechanism) -> bool:
         """Better beyond chance on held-out datasets, and no worse on the shifted ones, taken together."""
         (new, *others), (old, *before) = self.losses(challenger), self.losses(incumbent)
         return _beats(new, old) and (not others or bool(torch.cat(others).mean() <= torch.cat(before).mean()))
+
+
+def loss_ratio(loss: float, other: float) -> float | None:
+    """loss ÷ other: 1 where both are 0 (a belief that leaves nothing to tell), None where only the other one is."""
+    if other > 0:
+        return loss / other
+    return 1.0 if loss == 0 else None
 
 
 def _blend(problem: Problem, t: Tensor, seed: int) -> Tensor:
@@ -202,15 +285,6 @@ def _blend(problem: Problem, t: Tensor, seed: int) -> Tensor:
         for components in _STRESS
     ]
     return torch.cat([t[: t.shape[0] - sum(part.shape[0] for part in others)], *others])
-
-
-def _callable(distribution: Distribution) -> Distribution:
-    if not callable(distribution):
-        raise ConfigurationError(
-            f"distribution is a {type(distribution).__name__}: give a callable distribution(count, n, generator) that returns "
-            "(count, n) datasets, or nothing for the default mixture."
-        )
-    return distribution
 
 
 def _best_learned(

@@ -14,7 +14,7 @@ from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
-from lipdp.mechanisms.postprocess import Decoder, NetworkState, TableState
+from lipdp.mechanisms.postprocess import Decoder, NetworkState, PlainState, TableState
 from lipdp.mechanisms.problem import Problem, response_loss
 from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
@@ -342,7 +342,7 @@ class _ConstantState:
 @dataclass(frozen=True)
 class _AdditiveState:
     statistic: SumState | QueryState | LaplaceState
-    decoder: TableState | NetworkState
+    decoder: TableState | NetworkState | PlainState
     noise: NoiseKind
     factor: Factor
 
@@ -363,14 +363,18 @@ class _SelectionState:
 
 @dataclass(frozen=True)
 class _Content:
-    kind: Literal["constant", "additive", "selection"]
+    kind: Literal["constant", "additive", "selection", "interval"]
     problem: Problem
     title: str
     report: dict[str, Any]
     state: Any
 
 
-_KINDS = {"constant": _ConstantState, "additive": _AdditiveState, "selection": _SelectionState}
+def _state_of(kind: str) -> type:
+    from lipdp.mechanisms.intervals import IntervalState  # a mechanism itself: it imports this module
+
+    kinds: dict[str, type] = {"constant": _ConstantState, "additive": _AdditiveState, "selection": _SelectionState}
+    return {**kinds, "interval": IntervalState}[kind]
 
 
 def load(path: str | os.PathLike[str]) -> Mechanism:
@@ -381,8 +385,9 @@ def load(path: str | os.PathLike[str]) -> Mechanism:
 def from_content(content: Any) -> Mechanism:
     """The inverse of :meth:`Mechanism.content`, every field checked."""
     own: _Content = read(_Content, content, "the mechanism")
-    state: _ConstantState | _AdditiveState | _SelectionState = read(_KINDS[own.kind], own.state, "the mechanism's state")
-    return state.build(own.problem, own.title, checked_report(own.report))
+    state: Any = read(_state_of(own.kind), own.state, "the mechanism's state")
+    built: Mechanism = state.build(own.problem, own.title, checked_report(own.report))
+    return built
 
 
 def checked_report(report: Any, losses: Any = float) -> dict[str, Any]:

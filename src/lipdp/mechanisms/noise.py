@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any, Literal, get_args
@@ -25,9 +25,11 @@ __all__ = [
     "NoiseKind",
     "Sampler",
     "check_sampler",
+    "deepest",
     "density",
     "draw_noise",
     "opendp_installed",
+    "release_block",
     "release_noise",
     "release_selection",
     "staircase_step",
@@ -149,6 +151,48 @@ def release_selection(method: str, utilities: Sequence[int], sensitivity: int, e
         2 * sensitivity / float(epsilon),
     )
     return int(measurement(list(utilities)))
+
+
+_DEEPEST, _BITS = 200, 512  # as in lipdp.privacy.quantile: weights end at exp(−200), and are right to 2⁻²⁰⁰ of themselves
+_LESS = 1 - Fraction(1, 2**60)  # of ε is spent: the rounding of weights stays inside the rest
+
+
+def deepest(epsilon: Fraction) -> Fraction:
+    """L, the distance from which on all blocks of :func:`release_block` weigh the same: (ε/2)·L = 200."""
+    return _DEEPEST / (epsilon * _LESS / 2)
+
+
+def release_block(blocks: Sequence[tuple[Fraction, int]], epsilon: Fraction) -> tuple[int, int]:
+    """The index of a block and the number of one of its copies, from (distance, copies): the real release, ε-DP.
+
+    P(one copy) ∝ exp(−(ε/2)·min(distance, L)), for distances that each move by at most one when a record is replaced and copies
+    that are public. Weights are whole numbers of at least 2²⁰⁰; rounding moves their ratios by less than the 2⁻⁶⁰ of ε left over.
+    """
+    slope = epsilon * _LESS / 2
+    weights = _distance_weights({distance for distance, _ in blocks}, slope)
+    sizes = [weights[distance] * copies for distance, copies in blocks]
+    drawn = Stream().below(sum(sizes))
+    for index, ((distance, _), size) in enumerate(zip(blocks, sizes, strict=True)):
+        if drawn < size:
+            return index, drawn // weights[distance]
+        drawn -= size
+    raise AssertionError
+
+
+def _distance_weights(distances: Iterable[Fraction], slope: Fraction) -> dict[Fraction, int]:
+    """exp(−slope·min(d, L)) in units of 2⁻⁵¹², those a whole number apart by powers of exp(−slope)."""
+    least, step = exact.exp_of_minus(Fraction(_DEEPEST), _BITS), exact.exp_of_minus(slope, _BITS)
+    weights: dict[Fraction, int] = {}
+    last: dict[Fraction, tuple[Fraction, int]] = {}
+    for distance in sorted(distances):
+        before, weight = last.get(distance % 1, (distance, 0))
+        if not weight:
+            weight = exact.exp_of_minus(min(slope * distance, Fraction(_DEEPEST)), _BITS)
+        while before < distance and weight > least:
+            before, weight = before + 1, weight * step >> _BITS
+        last[distance % 1] = (distance, max(weight, least))
+        weights[distance] = max(weight, least)
+    return weights
 
 
 def _within(make: Any, sensitivity: int, epsilon: Fraction, scale: float) -> Any:

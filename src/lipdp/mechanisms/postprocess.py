@@ -23,6 +23,8 @@ __all__ = [
     "Decoder",
     "Network",
     "NetworkState",
+    "Plain",
+    "PlainState",
     "Sample",
     "Table",
     "TableState",
@@ -191,7 +193,35 @@ class Network(torch.nn.Module):
         return {"kind": "network", "weights": dict(self.state_dict())}
 
 
-Decoder = Table | Network
+@dataclass(frozen=True)
+class Plain:
+    """One released number as it is, limited to what the query can be, plus a shift that a belief may add (unit scale).
+
+    Where there is no shift, nothing is assumed: noise, and a projection onto a convex set that holds the truth.
+    """
+
+    most: float
+    shift: Table | None = None
+
+    def check(self, dimension: int) -> None:
+        """One number, and a shift for one number."""
+        read(Annotated[float, Range(above=0, most=1)], self.most, "a plain answer's largest value")
+        if dimension != 1:
+            raise ConfigurationError(f"a plain answer is for one number, not {dimension}.")
+        if self.shift is not None:
+            self.shift.check(1)
+
+    def __call__(self, released: Tensor) -> Tensor:
+        """Answers (batch,)."""
+        base = released[:, 0].clamp(0.0, self.most)
+        return base if self.shift is None else (base + self.shift(released)).clamp(0.0, self.most)
+
+    def state(self) -> dict[str, Any]:
+        """As plain values and tensors."""
+        return {"kind": "plain", "most": self.most, "shift": None if self.shift is None else self.shift.state()}
+
+
+Decoder = Table | Network | Plain
 
 
 @dataclass(frozen=True)
@@ -206,6 +236,19 @@ class TableState:
         """The decoder."""
         values = read(Annotated[Tensor, Array(max(len(self.axes), 1), torch.float64)], self.values, "a table's values")
         return Table(self.axes, values)
+
+
+@dataclass(frozen=True)
+class PlainState:
+    """A :class:`Plain` in a file."""
+
+    kind: Literal["plain"]
+    most: Annotated[float, Range(above=0, most=1)]
+    shift: TableState | None
+
+    def build(self) -> Plain:
+        """The decoder."""
+        return Plain(self.most, None if self.shift is None else self.shift.build())
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipdp._checks import positive
+from lipdp._checks import is_number, positive
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import read
-from lipdp.mechanisms.distributions import Distribution, Mixture, draw
+from lipdp.mechanisms.distributions import Belief, Mixture, as_distribution, draw
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.learn_parts import train_joint
 from lipdp.mechanisms.learning import Settings, learn
@@ -197,23 +197,30 @@ def learn_vector(
     epsilon: float,
     n: int,
     bounds: Sequence[float],
-    distribution: Distribution | None = None,
+    distribution: Belief | None = None,
     *,
+    robustness: float | None = 0.25,
     settings: Settings | None = None,
     seed: int = 0,
 ) -> VectorMechanism:
     """Answer several different queries with ε in all (squared loss): the better of joint sums and of a split budget.
 
-    They are compared by Σ loss_i / Var(q_i) on held-out draws.
+    They are compared by Σ loss_i / Var(q_i) on held-out draws. Joint sums are as good as the belief: with a ``robustness`` (see
+    :func:`~lipdp.mechanisms.learn`), the budget is split.
     """
     parsed = [parse_query(query) for query in queries]
     if len(parsed) < 2 or len({query.name for query in parsed}) < len(parsed):
         raise ConfigurationError(f"queries is {queries!r}: give two or more different ones; for one, use learn().")
     work = settings if settings is not None else Settings()
     total, share = positive("epsilon", epsilon), _share(epsilon, len(parsed))
-    parts = tuple(learn(query, share, n, bounds, distribution, settings=work, seed=seed) for query in parsed)
+    parts = tuple(learn(query, share, n, bounds, distribution, robustness=robustness, settings=work, seed=seed) for query in parsed)
+    if robustness is not None:
+        losses = {part.problem.query.name: part.expected_loss() for part in parts}
+        problems = tuple(part.problem for part in parts)
+        return VectorMechanism(problems, total, parts, None, {"way": "split", "expected_loss": losses})
     whole = tuple(Problem.of(query, total, n, bounds) for query in parsed)
-    belief = distribution if distribution is not None else Mixture(4, whole[0].low, whole[0].high)
+    low, high = whole[0].low, whole[0].high
+    belief = as_distribution(distribution, low, high) if distribution is not None else Mixture(4, low, high)
     t, held_out = (draw(belief, whole[0], count, seed + place) for place, count in ((101, work.training), (102, work.held_out)))
     split = VectorMechanism(tuple(part.problem for part in parts), total, parts, None)
     scales = torch.stack([query(t).var() for query in parsed])
@@ -222,13 +229,13 @@ def learn_vector(
         statistic, network = train_joint(whole[0], parsed, t, m, work.sums, seed)
         one = AdditiveMechanism(whole[0], f"learned sums for {len(parsed)} queries, m = {m}", statistic, "laplace", network)
         ways[f"joint, m = {m}"] = VectorMechanism(whole, total, (one,), network)
-    losses = {name: way.losses(held_out, seed).mean(0) for name, way in ways.items()}
+    tried = {name: way.losses(held_out, seed).mean(0) for name, way in ways.items()}
     # Ties and the choice among joint ways are decided on the same datasets: five candidates, thousands of datasets.
-    best = min(ways, key=lambda name: float((losses[name] / scales).sum()))
+    best = min(ways, key=lambda name: float((tried[name] / scales).sum()))
     report = {
         "way": best,
-        "expected_loss": {p.query.name: float(v) * p.loss_scale for p, v in zip(whole, losses[best], strict=True)},
-        "normalised": {name: float((value / scales).sum()) for name, value in losses.items()},
+        "expected_loss": {p.query.name: float(v) * p.loss_scale for p, v in zip(whole, tried[best], strict=True)},
+        "normalised": {name: float((value / scales).sum()) for name, value in tried.items()},
     }
     chosen = ways[best]
     return VectorMechanism(chosen.problems, total, chosen.parts, chosen.decoder, report)
@@ -301,18 +308,39 @@ def learn_columns(
     epsilon: float,
     n: int,
     bounds: Sequence[Sequence[float]],
-    distribution: Distribution | None = None,
+    distribution: Belief | Sequence[Belief | None] | None = None,
     loss: str = "squared",
     *,
+    robustness: float | None = 0.25,
     settings: Settings | None = None,
     seed: int = 0,
 ) -> ColumnMechanism:
-    """The same query about each column, with ε/d each; ``bounds`` has one (lo, hi) for each of the d columns."""
+    """The same query about each column, with ε/d each; ``bounds`` has one (lo, hi) for each of the d columns.
+
+    ``distribution`` is one belief for all columns, or a list with one for each (None: the default). Where columns have different
+    bounds, one belief has to lie inside all of them.
+    """
     if not bounds:
         raise ConfigurationError("bounds is empty: give one (lo, hi) for each column.")
+    several = isinstance(distribution, list | tuple) and not all(is_number(part) for part in distribution)
+    beliefs = list(distribution) if several else [distribution] * len(bounds)  # type: ignore[arg-type]
+    if len(beliefs) != len(bounds):
+        raise ConfigurationError(
+            f"distribution has {len(beliefs)} beliefs for {len(bounds)} columns: give one for each, or one for all."
+        )
     share = _share(epsilon, len(bounds))
-    made: dict[tuple[float, ...], Mechanism] = {}
-    for pair in bounds:
-        if tuple(pair) not in made:
-            made[tuple(pair)] = learn(query, share, n, pair, distribution, loss, settings=settings, seed=seed)
-    return ColumnMechanism(tuple(made[tuple(pair)] for pair in bounds), positive("epsilon", epsilon))
+    learned: dict[tuple[float, float, int], Mechanism] = {}
+    keys = [(*_pair(pair), id(belief)) for pair, belief in zip(bounds, beliefs, strict=True)]
+    for key, pair, belief in zip(keys, bounds, beliefs, strict=True):
+        if key not in learned:
+            learned[key] = learn(query, share, n, pair, belief, loss, robustness=robustness, settings=settings, seed=seed)
+    return ColumnMechanism(tuple(learned[key] for key in keys), positive("epsilon", epsilon))
+
+
+def _pair(bounds: Sequence[float]) -> tuple[float, float]:
+    """A column's bounds, as a key; whether they are good ones, its problem says."""
+    try:
+        low, high = bounds
+        return float(low), float(high)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"bounds has {bounds!r} for a column: give one (lo, hi) for each column.") from None

@@ -1,0 +1,317 @@
+"""Quantiles by the exponential mechanism on all numbers of the range; no prior is needed, one can be used.
+
+Candidates are the multiples of a fine decimal step (a millionth of the range), so the answer is as continuous as a float is. The
+public base measure is even, or a tenth of it lies on *round* numbers: the ends of the range, multiples of 5, 1, 0.5, 0.1 …
+People's columns hold zeros, ratings, ages and prices: where the quantile lies on such an atom, the answer is the atom itself.
+No round number has more than 10⁻⁴ of the measure, so that data near it, but not on it, are hardly drawn to it.
+
+P(r) ∝ copies(r)·exp(−(ε/2)·min(dist(np, [#{x < r}, #{x ≤ r}]), L)). The distance moves by at most one when a record is replaced (a
+maximum of two counts and 0, see :class:`~lipdp.mechanisms.utilities.RankUtility`), and so does its minimum with a constant; copies
+do not depend on the data. So each weight, and their sum, move by a factor of at most exp(ε/2): ε-DP.
+
+A belief enters by what is public or free: ``tilt`` multiplies the copies of each of 48 parts of the range, ``shift`` is added to
+answers from it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lipdp.errors import ConfigurationError
+from lipdp.fields import Array, read
+from lipdp.mechanisms.mechanism import Mechanism
+from lipdp.mechanisms.noise import Sampler, deepest, release_block
+from lipdp.mechanisms.problem import Problem
+
+__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Lattice", "Profile"]
+
+PARTS = 48
+"""Parts of the range that a belief can tilt and shift."""
+_MILLION = 6  # decimal digits of the range in its finest step
+_COPIES = 2**80  # in all, before tilts,
+_ROUND, _MOST = _COPIES // 10, _COPIES // 10**4  # on round numbers, at most; and for each of a level
+_DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
+_NUMBERS = 1_500_000  # in one intermediate tensor
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """The candidates: whole numbers ``first`` … ``last`` of steps above ``origin``, in the user's units.
+
+    ``levels`` are (m, copies of each multiple of m), the ends of the range being a level of their own with m = 0.
+    """
+
+    origin: float
+    step: Fraction
+    first: int
+    last: int
+    levels: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, low: float, high: float, rounds: bool) -> Lattice:
+        """The decimal lattice of a range, with or without a liking for round numbers."""
+        digits = math.floor(math.log10(high - low)) - _MILLION
+        step = Fraction(10) ** digits
+        # Far from 0 the multiples of a fine step are no floats: there, round is what is round from the low end.
+        origin = 0.0 if max(abs(low), abs(high)) / step < 2**50 else low
+        # As decimals: 0.7 is meant to be a multiple of 0.1, whatever the float is.
+        ends = [(Fraction(repr(end)) - Fraction(repr(origin))) / step for end in (low, high)]
+        first, last = math.ceil(ends[0]), math.floor(ends[1])
+        sizes = sorted({5**half * 10**k for half in (0, 1) for k in range(_MILLION + 2)} - {1})
+        counted = [(0, 2), *((m, last // m - (first - 1) // m) for m in sizes)]
+        liked = [(m, count) for m, count in counted if 2 <= count <= 20_001] if rounds else []
+        levels = [(m, min(_ROUND // len(liked) // count, _MOST)) for m, count in liked]
+        rest = _COPIES - sum(copies * count for (_, copies), (_, count) in zip(levels, liked, strict=True))
+        return cls(origin, step, first, last, ((1, rest // (last - first + 1)), *levels))
+
+    def places(self, x: Tensor) -> Tensor:
+        """Each record's nearest candidate, int64: record by record, so neighbours stay neighbours."""
+        return ((x - self.origin) / float(self.step)).round().to(torch.int64).clamp(self.first, self.last)
+
+    def copies(self, first: int, last: int) -> int:
+        """Of all candidates first … last."""
+        return sum(copies * len(self._multiples(m, first, last)) for m, copies in self.levels)
+
+    def candidate(self, first: int, last: int, number: int) -> int:
+        """The one that copy ``number`` of :meth:`copies` belongs to."""
+        for m, copies in self.levels:
+            own = self._multiples(m, first, last)
+            if number < copies * len(own):
+                return own[number // copies]
+            number -= copies * len(own)
+        raise AssertionError
+
+    def _multiples(self, m: int, first: int, last: int) -> Sequence[int]:
+        """Those of a level among first … last."""
+        if m == 0:
+            return [place for place in (self.first, self.last) if first <= place <= last]
+        return range(-(-first // m) * m, last + 1, m)
+
+    def values(self, places: Tensor) -> Tensor:
+        """Candidates in the user's units."""
+        return places.to(torch.float64) * float(self.step) + self.origin
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a dataset makes of the mechanism, part by part of the range, before tilt and shift: all (batch, PARTS).
+
+    ``mass`` is the weight of the answers in a part, ``error`` and ``cost`` are Σ weight·(r − q) and Σ weight·loss there (unit
+    scale). With tilts θ and shifts s, the expected squared loss is Σ θ(cost + 2s·error + s²·mass) ÷ Σ θ·mass.
+    """
+
+    mass: Tensor
+    error: Tensor
+    cost: Tensor
+
+    def losses(self, tilt: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Expected losses (batch,)."""
+        cost = self.cost if shift is None else self.cost + 2 * shift * self.error + shift**2 * self.mass
+        return (tilt * cost).sum(1) / (tilt * self.mass).sum(1)
+
+    def join(self, other: Profile) -> Profile:
+        """Of both batches."""
+        pairs = ((self.mass, other.mass), (self.error, other.error), (self.cost, other.cost))
+        return Profile(*(torch.cat(pair) for pair in pairs))
+
+
+@dataclass(frozen=True)
+class IntervalMechanism(Mechanism):
+    """The exponential mechanism of this module. ``tilt`` (PARTS,) are whole numbers, ``shift`` (PARTS,) is in unit scale."""
+
+    tilt: Tensor
+    shift: Tensor
+    rounds: bool = False
+    kind: ClassVar[str] = "interval"
+
+    def __post_init__(self) -> None:
+        """There is a query with ranks, and a tilt and a shift for each part."""
+        if self.problem.query.kind != "quantile":
+            raise ConfigurationError(f"ranks answer quantiles, not the {self.problem.query.name}.")
+        read(IntervalState, self._state(), "a mechanism by intervals")
+        if (
+            self.tilt.shape[0] != PARTS
+            or self.shift.shape[0] != PARTS
+            or not 1 <= int(self.tilt.min()) <= int(self.tilt.max()) <= 2**30
+        ):
+            raise ConfigurationError(f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, and as many shifts.")
+        if self.problem.n >= 2**50:
+            raise ConfigurationError(f"n is {self.problem.n}: ranks are exact below 2^50.")
+
+    @classmethod
+    def plain(cls, problem: Problem, rounds: bool = False) -> IntervalMechanism:
+        """Without any belief, or with none but that numbers may be round."""
+        title = "exponential mechanism on all numbers" + (", round ones first" if rounds else "")
+        return cls(problem, title, torch.ones(PARTS, dtype=torch.int64), torch.zeros(PARTS, dtype=torch.float64), rounds)
+
+    @classmethod
+    def tilted(cls, problem: Problem, tilt: Tensor, shift: Tensor, rounds: bool = False) -> IntervalMechanism:
+        """With tilts (any positive numbers; only their ratios count) and shifts."""
+        whole = (tilt / tilt.max() * 2**30).round().to(torch.int64).clamp(min=1)
+        return cls(
+            problem, "exponential mechanism on all numbers, learned base measure and answers", whole, shift.to(torch.float64)
+        )
+
+    @cached_property
+    def lattice(self) -> Lattice:
+        """The candidates."""
+        return Lattice.of(self.problem.low, self.problem.high, self.rounds)
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """Where each part of the range begins, as candidates (PARTS,); the last one ends with the range."""
+        own = self.lattice
+        return torch.tensor([own.first + (own.last - own.first + 1) * part // PARTS for part in range(PARTS)])
+
+    @property
+    def sensitivity(self) -> float:
+        """Of each utility, in counts."""
+        return 1.0
+
+    def profile(self, t: Tensor) -> Profile:
+        """Of unit datasets, sorted. Records too far from the quantile to matter are left out, so n costs nothing."""
+        rows = max(_NUMBERS // ((2 * self._reach + PARTS) * len(self.lattice.levels)), 1)
+        parts = [self._profile(part) for part in torch.split(t, rows)]
+        made = parts[0]
+        for part in parts[1:]:
+            made = made.join(part)
+        return made
+
+    @cached_property
+    def _reach(self) -> int:
+        return min(math.ceil(2 * _DEEP / self.epsilon) + 2, self.problem.n)
+
+    def _profile(self, t: Tensor) -> Profile:
+        own, problem, rank = self.lattice, self.problem, self.problem.rank()
+        start = max(0, math.floor(rank) - self._reach)
+        data = own.places(problem.low + problem.width * t[:, start : math.ceil(rank) + self._reach])
+        batch = t.shape[0]
+        ends = torch.cat([data, self.edges.expand(batch, -1)], 1).sort(1).values
+        truth = problem.query(t)
+        below, upto = (start + torch.searchsorted(data, ends, right=right) for right in (False, True))
+        # Blocks: each breakpoint by itself, once, then the open interval behind it.
+        behind = torch.cat([ends[:, 1:], torch.full((batch, 1), own.last + 1)], 1)
+        again = torch.cat([torch.zeros(batch, 1, dtype=torch.bool), ends[:, 1:] == ends[:, :-1]], 1)
+        first = torch.cat([torch.where(again, ends + 1, ends), ends + 1], 1)
+        last = torch.cat([ends, behind - 1], 1)
+        distance = torch.cat([torch.maximum(below - rank, rank - upto).clamp(min=0), (upto - rank).abs()], 1)
+        weight = torch.exp(-(self.epsilon / 2) * distance)
+        count, error, square = self._moments(first, last, truth[:, None])
+        if problem.loss == "quantile":
+            square = count * self._between(t, truth, first, last)
+        part = torch.searchsorted(self.edges, first.clamp(max=own.last).contiguous(), right=True) - 1
+
+        def summed(values: Tensor) -> Tensor:
+            return values.new_zeros(batch, PARTS).scatter_add_(1, part, weight * values)
+
+        return Profile(summed(count), summed(error), summed(square))
+
+    def _moments(self, first: Tensor, last: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ copies, Σ copies·(r − q), Σ copies·(r − q)² over each block's candidates first … last (none where last < first).
+
+        Multiples of m from k₁m to k₂m are an arithmetic progression: c numbers of mean m(k₁+k₂)/2 and variance m²(c²−1)/12.
+        """
+        own, scale = self.lattice, float(self.lattice.step) / self.problem.width
+        zero = (own.origin - self.problem.low) / self.problem.width
+        total = torch.zeros(first.shape, dtype=torch.float64)
+        error, square = total.clone(), total.clone()
+        for m, copies in own.levels:
+            per = copies / _COPIES
+            if m == 0:
+                for place in (own.first, own.last):
+                    hit = ((first <= place) & (place <= last)).to(torch.float64) * per
+                    away = place * scale + zero - truth
+                    total, error, square = total + hit, error + hit * away, square + hit * away**2
+                continue
+            low, high = torch.div(first - 1, m, rounding_mode="floor") + 1, torch.div(last, m, rounding_mode="floor")
+            count = (high - low + 1).clamp(min=0).to(torch.float64)
+            away = (m * scale / 2) * (low + high).to(torch.float64) + zero - truth
+            spread = (m * scale) ** 2 / 12 * (count**2 - 1).clamp(min=0)
+            total, error = total + per * count, error + per * count * away
+            square = square + per * count * (away**2 + spread)
+        return total, error, square
+
+    def _between(self, t: Tensor, truth: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """The quantile error of each block's middle: how many records lie strictly between truth and answer."""
+        own, problem = self.lattice, self.problem
+        middle = (own.values(first) + own.values(last)) / 2
+        answer = ((middle - problem.low) / problem.width).clamp(0, 1)
+        low, high = torch.minimum(truth[:, None], answer).contiguous(), torch.maximum(truth[:, None], answer).contiguous()
+        inside = torch.searchsorted(t.contiguous(), high) - torch.searchsorted(t.contiguous(), low, right=True)
+        return inside.clamp(min=0).to(torch.float64)
+
+    def losses(self, t: Tensor, seed: int = 0) -> Tensor:
+        """See :meth:`Mechanism.losses`; exact (answers that a shift takes out of the range count as they are)."""
+        shift = self.shift if self.problem.loss == "squared" else None
+        return self.profile(t).losses(self.tilt.to(torch.float64), shift)
+
+    def for_size(self, n: int) -> IntervalMechanism:
+        """The same for another public size: ranks follow."""
+        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Its draws are lipdp's own."""
+        if sampler == "opendp":
+            raise ConfigurationError("sampler='opendp', but opendp has no weighted choice with pure DP: use 'auto' or 'exact'.")
+
+    def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
+        own, problem = self.lattice, self.problem
+        blocks = list(self._blocks(own.places(problem.low + problem.width * t[0]).numpy()))
+        distances = [(distance, copies) for distance, copies, _, _ in blocks]
+        index, number = release_block(distances, problem.exact_epsilon)
+        _, _, place, last = blocks[index]
+        part = int(torch.searchsorted(self.edges, torch.tensor(place), right=True)) - 1
+        chosen = own.candidate(place, last, number // int(self.tilt[part]))
+        unit = (float(own.values(torch.tensor(chosen))) - problem.low) / problem.width
+        return torch.tensor(min(max(unit + float(self.shift[part]), 0.0), 1.0), dtype=torch.float64)
+
+    def _blocks(self, data: npt.NDArray[np.int64]) -> Iterator[tuple[Fraction, int, int, int]]:
+        """(distance to the wanted rank, copies, first, last) of blocks that make up all candidates, in order.
+
+        Values so far from the quantile that every candidate near them has the same, least weight make no blocks of their own.
+        """
+        own, rank = self.lattice, self.problem.query.p * self.problem.n
+        values, counts = np.unique(data, return_counts=True)
+        upto = np.cumsum(counts)
+        reach = float(deepest(self.problem.exact_epsilon)) + 1
+        near = (upto - counts <= float(rank) + reach) & (upto >= float(rank) - reach)
+        ranks = {int(v): (int(b - c), int(b)) for v, c, b in zip(values[near], counts[near], upto[near], strict=True)}
+        edges, tilts = self.edges.tolist(), self.tilt.tolist()
+        ends = sorted(ranks.keys() | set(edges))
+        seen = min(below for below, _ in ranks.values())
+        for place, behind in zip(ends, [*ends[1:], own.last + 1], strict=True):
+            tilt = tilts[bisect.bisect_right(edges, place) - 1]
+            below, seen = ranks.get(place, (seen, seen))
+            yield max(below - rank, rank - seen, Fraction(0)), own.copies(place, place) * tilt, place, place
+            if behind - 1 > place:
+                yield abs(seen - rank), own.copies(place + 1, behind - 1) * tilt, place + 1, behind - 1
+
+    def _noised(self) -> str:
+        return "the choice among all numbers of the range, by the exponential mechanism on ranks (factor 1/2)"
+
+    def _state(self) -> dict[str, Any]:
+        return {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds}
+
+
+@dataclass(frozen=True)
+class IntervalState:
+    """An :class:`IntervalMechanism` in a file: its candidates follow from the problem."""
+
+    tilt: Annotated[Tensor, Array(1, torch.int64)]
+    shift: Annotated[Tensor, Array(1, torch.float64)]
+    rounds: bool
+
+    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> IntervalMechanism:
+        """The mechanism."""
+        return IntervalMechanism(problem, title, self.tilt, self.shift, self.rounds, report=report)

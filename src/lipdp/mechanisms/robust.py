@@ -1,0 +1,382 @@
+"""Mechanisms that gain from a belief where it is true and lose little where it is not: on no dataset more than 1 + τ times the
+loss of a mechanism that assumes nothing.
+
+**Mean, variance.** The query itself is noised, so the loss of a dataset depends on its truth q alone: L(q) = E(D(q + Z) − q)², Z
+the noise and D the decoder. All datasets are all q ∈ [0, most]: their worst ratio to the plain mechanism is the maximum of a
+function of one variable, and is computed. D is the plain answer plus a shift, found as the Bayes answer under belief + λ, λ ≥ 0 an
+adversary's prior that grows where the ratio is above 1 + τ (the dual of: least expected loss, ratio at most 1 + τ everywhere).
+Little else can be had at such a τ when nε is large: for a mean from Σφ(x_i), a φ that is not linear is biased by n times its
+curvature on some dataset, and the noise is only 1/ε.
+
+**Quantiles.** The plain mechanism is :class:`~lipdp.mechanisms.intervals.IntervalMechanism`; the belief chooses its base measure
+and shifts its answers. Here a dataset is n numbers: the ratio is held below 1 + τ on a pool of hostile columns and on what a search
+for the worst dataset finds. That is an attack, no proof, except where there is no shift and the base measure is within 1 + τ of
+itself: then each probability, and so each loss, is at most 1 + τ times the plain one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipdp.mechanisms.distributions import Distribution, draw
+from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
+from lipdp.mechanisms.noise import NoiseKind, density, draw_noise
+from lipdp.mechanisms.postprocess import Plain, Table
+from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.statistics import QueryStatistic
+from lipdp.mechanisms.worlds import World, lumps
+
+__all__ = ["Robust", "affordable", "draws", "plain_mechanisms", "robust_mechanism"]
+
+_MARGIN = 0.98  # of τ is used: quadrature and the space between grid points get the rest
+_TRUTHS, _AXIS, _REACH = 301, 601, 12.0
+_FINE = 0.004  # noise scales (÷ range) below which a belief has nothing to say, and no shift is fitted
+_QUANTILES = 1500  # noise quantiles that an expectation is taken over
+_NUMBERS = 4_000_000  # records drawn at a time
+_STEPS = 250  # of fitting a base measure and shifts
+_FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
+
+
+@dataclass(frozen=True)
+class Robust:
+    """A mechanism with what is known of its losses on all datasets.
+
+    Attributes:
+        mechanism: the one that gains from the belief, or the plain one.
+        plain: the mechanism without assumptions that it is held against (the best of them, under the belief).
+        ratio: the largest loss ÷ the plain one's, over datasets.
+        loss: the largest loss, unit scale; ``plain_loss``: that of the plain one.
+        ratio_at: a dataset where that ratio is reached, in words; ``loss_at`` likewise.
+        proved: the ratio is that of all datasets; else it is the worst that a search found.
+    """
+
+    mechanism: Mechanism
+    plain: Mechanism
+    ratio: float
+    loss: float
+    plain_loss: float
+    ratio_at: str
+    loss_at: str
+    proved: bool
+
+    def of_plain(self) -> Robust:
+        """The same about the mechanism without assumptions: it loses nothing to itself."""
+        everywhere = "every dataset: it is the mechanism that assumes nothing"
+        return replace(self, mechanism=self.plain, ratio=1.0, ratio_at=everywhere, loss=self.plain_loss, proved=True)
+
+    def report(self, robustness: float) -> dict[str, Any]:
+        """As plain values, losses in the user's units."""
+        return {
+            "robustness": robustness,
+            "worst_ratio": self.ratio,
+            "worst_ratio_at": self.ratio_at,
+            "worst_loss": self.loss * self.mechanism.problem.loss_scale,
+            "worst_loss_at": self.loss_at,
+            "worst_case": "of all datasets" if self.proved else "the worst that a search over datasets found",
+            "plain": self.plain.title,
+        }
+
+
+def draws(belief: Distribution, problem: Problem, count: int, seed: int) -> Iterator[Tensor]:
+    """``count`` unit datasets, a few at a time: so that n costs no memory."""
+    rows = max(_NUMBERS // problem.n, 1)
+    for place in range(0, count, rows):
+        yield draw(belief, problem, min(rows, count - place), seed + place)
+
+
+def affordable(count: int, n: int) -> int:
+    """So many datasets of n records, fewer where n is large: their truths differ less, too."""
+    return min(count, max(200, 10 * _NUMBERS // n))
+
+
+def plain_mechanisms(problem: Problem) -> list[Mechanism]:
+    """What a textbook offers that assumes nothing: noise on the query, or a choice by rank; answers limited to the possible."""
+    if problem.query.kind == "quantile":
+        return [IntervalMechanism.plain(problem)]
+    return [_plain(problem, noise) for noise in ("laplace", "staircase")]
+
+
+def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
+    """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
+    if problem.query.kind == "quantile":
+        return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
+    if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
+        plain = _plain(problem, "laplace")
+        everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
+        return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between", proved=True)
+    truths = [problem.query(part) for part in draws(belief, problem, affordable(count, problem.n), seed)]
+    return _on_the_query(problem, torch.cat(truths), robustness)
+
+
+# --- mean and variance: all datasets are all truths --------------------------------------------------------------------------
+
+
+def _plain(problem: Problem, noise: NoiseKind, shift: Table | None = None) -> AdditiveMechanism:
+    title = f"{noise} noise on the query" + (", limited to the range" if shift is None else ", answers shifted by a belief")
+    return AdditiveMechanism(problem, title, QueryStatistic(problem.query, problem.n), noise, Plain(_most(problem), shift))
+
+
+def _most(problem: Problem) -> float:
+    """The largest that the query can be, for numbers of [0, 1]."""
+    return 0.25 if problem.query.kind == "variance" else 1.0
+
+
+def truth_losses(mechanism: AdditiveMechanism, truths: Tensor) -> Tensor:
+    """E(D(q + Z) − q)² for each q: the loss of every dataset that has this truth."""
+    size = mechanism.statistic.sensitivity * mechanism.statistic.unit
+    uniform = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
+    z = draw_noise(mechanism.noise, uniform, size, mechanism.epsilon)
+    released = (truths[:, None] + z).reshape(-1, 1)
+    answers = mechanism.decoder(released).reshape(truths.shape[0], -1)
+    return ((answers - truths[:, None]) ** 2).mean(1)
+
+
+def _on_the_query(problem: Problem, belief: Tensor, robustness: float) -> Robust:
+    kinds: tuple[NoiseKind, ...] = ("laplace", "staircase")
+    plain = {noise: _plain(problem, noise) for noise in kinds}
+    most = _most(problem)
+    truths = torch.linspace(0, most, _TRUTHS, dtype=torch.float64)
+    fine = torch.linspace(0, most, 2 * _TRUTHS + 1, dtype=torch.float64)
+    least = torch.stack([truth_losses(each, truths) for each in plain.values()]).amin(0)  # the better one, for each truth
+    least_fine = torch.stack([truth_losses(each, fine) for each in plain.values()]).amin(0)
+    chances = _smoothed(belief.clamp(0, most), truths)
+
+    def expected(mechanism: AdditiveMechanism) -> float:
+        return float((chances * truth_losses(mechanism, truths)).sum())
+
+    best = min(plain.values(), key=expected)
+    candidates = [best]
+    if best.statistic.sensitivity * best.statistic.unit / problem.epsilon > _FINE * most:
+        for noise, own in plain.items():
+            shift = _shift(own, truths, chances, least, robustness)
+
+            def make(part: float, noise: NoiseKind = noise, shift: Table = shift) -> AdditiveMechanism:
+                return _plain(problem, noise, Table(shift.axes, part * shift.values))
+
+            candidates.append(_within(make, fine, least_fine, robustness))
+    chosen = min(candidates, key=expected)
+    losses = truth_losses(chosen, fine)
+    ratios = losses / least_fine
+    name = problem.query.name
+
+    def where(place: int) -> str:
+        value = float(problem.answer(fine[place]))
+        return f"any dataset whose {name} is {value:.4g}"
+
+    at, high = int(ratios.argmax()), int(losses.argmax())
+    plain_loss = float(truth_losses(best, fine).max())
+    return Robust(chosen, best, float(ratios[at]), float(losses[high]), plain_loss, where(at), where(high), proved=True)
+
+
+def _within(make: Callable[[float], AdditiveMechanism], truths: Tensor, least: Tensor, robustness: float) -> AdditiveMechanism:
+    """The largest part of a shift that keeps every ratio at 1 + τ: the loss is convex in it, and nothing is shifted at 0."""
+
+    def fits(part: float) -> bool:
+        return float((truth_losses(make(part), truths) / least).max()) <= 1 + _MARGIN * robustness
+
+    if fits(1.0):
+        return make(1.0)
+    low, high = 0.0, 1.0
+    for _ in range(6):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return make(low)
+
+
+def _shift(plain: AdditiveMechanism, truths: Tensor, chances: Tensor, least: Tensor, robustness: float) -> Table:
+    """By how much to move the plain answer, for each released value: Bayes under belief and adversary.
+
+    With p_jo = P(o | q_j) and base answers b_o, a shift s costs L_j = Σ_o p_jo (b_o + s_o − q_j)². For weights ω_j the best shift
+    is s_o = Σ_j ω_j p_jo (q_j − b_o) ÷ Σ_j ω_j p_jo; ω_j = chance_j ÷ mean loss + λ_j ÷ least_j, and λ follows the ratios.
+    """
+    size = plain.statistic.sensitivity * plain.statistic.unit
+    most = float(truths[-1])
+    reach = _REACH * size / plain.epsilon
+    axis = torch.linspace(-reach, most + reach, _AXIS, dtype=torch.float64)
+    p = density(plain.noise, axis - truths[:, None], size, plain.epsilon)
+    p = p / p.sum(1, keepdim=True)
+    away = axis.clamp(0, most) - truths[:, None]
+    scale = (chances * least).sum()
+    adversary = torch.full_like(truths, 1e-3 / truths.shape[0])
+    target = 1 + _MARGIN * robustness
+    shift = torch.zeros_like(axis)
+    for step in range(400):
+        weights = 0.5 * chances / scale + 0.5 * chances / least + adversary / least
+        shift = -(weights[:, None] * p * away).sum(0) / (weights @ p).clamp(min=1e-300)
+        ratios = (p * (away + shift) ** 2).sum(1) / least
+        adversary = (adversary * torch.exp((4.0 / (1 + step / 40)) * (ratios / target - 1).clamp(max=1.0))).clamp(1e-12, 1e6)
+    return Table((axis,), shift)
+
+
+def _smoothed(values: Tensor, grid: Tensor) -> Tensor:
+    """The chance of each point of an even grid, from a sample: Gaussian kernels of 2% of the range, folded in at its ends."""
+    width = 0.02 * float(grid[-1])
+    mirrored = torch.cat([values, -values, 2 * grid[-1] - values])
+    made = torch.exp(-0.5 * ((grid[:, None] - mirrored) / width) ** 2).sum(1)
+    return made / made.sum()
+
+
+# --- quantiles: a base measure and shifts, against a pool and an attack ---------------------------------------------------------
+
+
+def _by_intervals(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
+    """Both base measures, even and with round numbers, each fitted; the better one under the belief."""
+    plain = IntervalMechanism.plain(problem)
+    pool = _Pool(plain, belief, count, seed)
+    fits = [_fit(plain, pool, robustness), _fit(IntervalMechanism.plain(problem, rounds=True), pool, robustness)]
+    own = pool.believed.plain
+
+    def score(mechanism: IntervalMechanism) -> float:
+        losses = pool.believed.of(mechanism)
+        return float(losses.mean() / own.mean() + (losses / own).mean())
+
+    best = min((mechanism for mechanism in fits if mechanism is not None), key=score, default=plain)
+    loss, loss_at = pool.largest(best)
+    if score(best) >= 2:
+        everywhere = "every dataset: it is the mechanism that assumes nothing"
+        return Robust(plain, plain, 1.0, pool.largest(plain)[0], pool.largest(plain)[0], everywhere, loss_at, proved=True)
+    ratio, ratio_at = pool.worst(best)
+    even = not best.rounds and int(best.tilt.max()) <= (1 + robustness) * int(best.tilt.min()) and not bool(best.shift.any())
+    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=even)
+
+
+def _fit(base: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism | None:
+    """Tilt and shift of a base measure; none where the base measure alone is above 1 + τ on some dataset."""
+    for _ in range(2):
+        tilt, shift = _fitted(base, pool, robustness)
+        pool.attack(IntervalMechanism.tilted(base.problem, tilt, shift, base.rounds))
+    for _ in range(2):  # what is left of them is attacked once more
+        logs = tilt.log()
+        for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0):
+            mechanism = IntervalMechanism.tilted(base.problem, (part * logs).exp(), part * shift, base.rounds)
+            if pool.worst(mechanism)[0] <= 1 + _MARGIN * robustness:
+                break
+        else:
+            return None
+        tilt, shift = (part * logs).exp(), part * shift
+        pool.attack(mechanism)
+    return mechanism if pool.worst(mechanism)[0] <= 1 + robustness else None
+
+
+def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> tuple[Tensor, Tensor]:
+    """Least loss under the belief, half of it relative to the plain one's dataset by dataset, with ratios on the pool held down."""
+    squared = base.problem.loss == "squared"
+    believed, own = pool.believed.profiles[base.rounds], pool.believed.plain
+    hostile, least = pool.hostile.profiles[base.rounds], pool.hostile.plain
+    scale = float(own.quantile(0.1).sqrt())
+    logs = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
+    moves = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.Adam([logs, moves], lr=0.03)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.03, total_steps=_STEPS, pct_start=0.1)
+    for _ in range(_STEPS):
+        tilt, shift = logs.exp(), scale * moves if squared else None
+        losses = believed.losses(tilt, shift)
+        over = torch.relu(hostile.losses(tilt, shift) / least - (1 + 0.9 * robustness))
+        optimiser.zero_grad()
+        objective = losses.mean() / own.mean() + (losses / own).mean() + 30 * over.mean() + over.max()
+        objective.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()
+    return logs.detach().exp(), (scale * moves).detach() if squared else torch.zeros(PARTS, dtype=torch.float64)
+
+
+class _Seen:
+    """Datasets as both base measures see them, and what the plain mechanism loses on them."""
+
+    def __init__(self, plain: IntervalMechanism, parts: Iterable[Tensor]) -> None:
+        bases = {rounds: IntervalMechanism.plain(plain.problem, rounds) for rounds in (False, True)}
+        seen = [{rounds: base.profile(part) for rounds, base in bases.items()} for part in parts]
+        self.profiles = {rounds: _joined([part[rounds] for part in seen]) for rounds in bases}
+        self._measure()
+
+    def _measure(self) -> None:
+        self.plain = self.profiles[False].losses(torch.ones(PARTS, dtype=torch.float64)).clamp(min=_FLOOR)
+
+    def add(self, other: _Seen) -> None:
+        """More of them."""
+        self.profiles = {rounds: own.join(other.profiles[rounds]) for rounds, own in self.profiles.items()}
+        self._measure()
+
+    def of(self, mechanism: IntervalMechanism) -> Tensor:
+        """A mechanism's losses."""
+        shift = mechanism.shift if mechanism.problem.loss == "squared" else None
+        return self.profiles[mechanism.rounds].losses(mechanism.tilt.to(torch.float64), shift)
+
+
+def _joined(profiles: list[Profile]) -> Profile:
+    made = profiles[0]
+    for profile in profiles[1:]:
+        made = made.join(profile)
+    return made
+
+
+class _Pool:
+    """Datasets of the belief, and hostile ones: a world of columns, and a search for the worst.
+
+    The search is over two lumps (places, widths, a share, a grid), varied round by round from the worst ones so far.
+    """
+
+    def __init__(self, plain: IntervalMechanism, belief: Distribution, count: int, seed: int) -> None:
+        self.plain, self.generator = plain, torch.Generator().manual_seed(seed)
+        problem = plain.problem
+        self.believed = _Seen(plain, draws(belief, problem, count, seed))
+        self.hostile = _Seen(plain, draws(World(problem.low, problem.high), problem, count, seed + 1))
+        self.drawn = self.hostile.plain.shape[0]  # the others have parameters
+        self.parameters = torch.zeros(0, 6, dtype=torch.float64)
+        self._try(self._random(min(256, count)))
+
+    def _random(self, count: int) -> Tensor:
+        made = torch.rand(count, 6, dtype=torch.float64, generator=self.generator)
+        made[:, 2:4] = 5 * made[:, 2:4] - 5
+        kind = torch.rand(count, 2, dtype=torch.float64, generator=self.generator)
+        near = 10 ** (4 * made[:, :2] - 4)  # close to an end, on every scale
+        made[:, :2] = torch.where(kind < 0.2, made[:, :2].round(), torch.where(kind < 0.4, near, made[:, :2]))
+        made[:, :2] = torch.where((kind > 0.3) & (kind < 0.5), 1 - made[:, :2], made[:, :2])
+        return made
+
+    def _try(self, parameters: Tensor) -> None:
+        n = self.plain.problem.n
+        rows = max(min(len(parameters), _NUMBERS // n), 1)
+        seen = _Seen(self.plain, (lumps(part, n) for part in torch.split(parameters, rows)))
+        self.hostile.add(seen)
+        self.parameters = torch.cat([self.parameters, parameters])
+
+    def attack(self, mechanism: IntervalMechanism, rounds: int = 3) -> None:
+        """Add datasets near those on which it does worst."""
+        for number in range(rounds):
+            ratios = self._ratios(mechanism)[self.drawn :]
+            worst = self.parameters[ratios.topk(min(16, len(ratios))).indices].repeat(4, 1)
+            spread = torch.tensor([0.1, 0.1, 0.5, 0.5, 0.1, 0.1], dtype=torch.float64) / 3**number
+            near = worst + spread * torch.randn(worst.shape, dtype=torch.float64, generator=self.generator)
+            near[:, [0, 1, 4, 5]] = near[:, [0, 1, 4, 5]].clamp(0, 1)
+            near[:, 2:4] = near[:, 2:4].clamp(-5, 0)
+            self._try(near)
+
+    def _ratios(self, mechanism: IntervalMechanism) -> Tensor:
+        return self.hostile.of(mechanism) / self.hostile.plain
+
+    def worst(self, mechanism: IntervalMechanism) -> tuple[float, str]:
+        """The largest ratio to the plain mechanism, and where."""
+        ratios = self._ratios(mechanism)
+        return float(ratios.max()), self._words(int(ratios.argmax()))
+
+    def largest(self, mechanism: IntervalMechanism) -> tuple[float, str]:
+        """The largest loss, and where."""
+        losses = self.hostile.of(mechanism)
+        return float(losses.max()), self._words(int(losses.argmax()))
+
+    def _words(self, at: int) -> str:
+        if at < self.drawn:
+            return f"dataset {at} of the hostile columns"
+        problem = self.plain.problem
+        a, b, width, other, share, _ = self.parameters[at - self.drawn].tolist()
+        low, high = (problem.low + problem.width * place for place in (a, b))
+        wide = [problem.width * 10**value for value in (width, other)]
+        lump = f"{share:.0%} of the records within {wide[0] / 2:.2g} of {low:.4g}"
+        return f"{lump}, the others within {wide[1] / 2:.2g} of {high:.4g}"

@@ -1,0 +1,250 @@
+"""Off the belief, a mechanism loses little to textbook ones that assume nothing; those are written out here, independently."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from lipdp.errors import ConfigurationError
+from lipdp.mechanisms import Everyday, Mechanism, Problem, Settings, World, learn, load
+from lipdp.mechanisms import intervals as intervals_module
+from lipdp.mechanisms.distributions import draw
+from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Lattice
+from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.robust import plain_mechanisms, robust_mechanism, truth_losses
+from lipdp.mechanisms.worlds import KINDS, lumps
+from lipdp.privacy.quantile import quantile_probabilities
+
+SMALL = Settings(robust=250)
+
+
+@cache
+def learned(query: str, epsilon: float, n: int, loss: str = "squared") -> Mechanism:
+    return learn(query, epsilon, n, (0, 10), loss=loss, settings=SMALL)
+
+
+def columns(n: int) -> dict[str, Tensor]:
+    """Those that the default mechanism used to lose on, in [0, 10]."""
+    some = torch.Generator().manual_seed(0)
+    uniform = torch.rand(n, dtype=torch.float64, generator=some)
+    return {
+        "zeros": torch.zeros(n, dtype=torch.float64),
+        "tens": torch.full((n,), 10.0, dtype=torch.float64),
+        "nine tenths zeros": torch.where(uniform < 0.9, 0.0, 10 * uniform),
+        "ratings": torch.tensor([0.0, 5.0, 10.0], dtype=torch.float64)[(3 * uniform).long()],
+        "whole numbers": (10 * uniform).round(),
+        "narrow": 7.123 + 0.001 * uniform,
+        "heavy tail": (0.02 / uniform.clamp(min=1e-3)).clamp(max=10.0),
+        "two ends": torch.where(uniform < 0.5, 0.0, 10.0).to(torch.float64),
+    }
+
+
+def laplace_loss(problem: Problem, x: Tensor) -> float:
+    """Of query + Laplace noise, clamped to the range: by integration over the noise's quantiles."""
+    unit = problem.unit(x)[None]
+    q, most = float(problem.query(unit)), 0.25 if problem.query.kind == "variance" else 1.0
+    size = float(problem.query.sensitivity(problem.n)) / problem.epsilon
+    u = (np.arange(20_000) + 0.5) / 20_000
+    return float(((np.clip(q + stats.laplace.ppf(u) * size, 0, most) - q) ** 2).mean())
+
+
+def continuous_loss(problem: Problem, x: Tensor) -> float:
+    """Of the continuous exponential mechanism: uniform inside each gap between neighbouring values."""
+    t = problem.unit(x)
+    edges, chances = quantile_probabilities(t, float(problem.query.p), (0.0, 1.0), epsilon=problem.epsilon, adjacency="replace_one")
+    q = float(problem.query(t[None]))
+    a, b = edges[:-1] - q, edges[1:] - q
+    return float((chances * (a * a + a * b + b * b) / 3).sum())
+
+
+@pytest.mark.parametrize(
+    ("query", "epsilon", "n"), [("mean", 1.5, 500), ("mean", 0.3, 50), ("variance", 1.0, 500), ("variance", 0.3, 50)]
+)
+def test_no_worse_than_laplace_noise_on_any_column(query: str, epsilon: float, n: int) -> None:
+    mechanism = learned(query, epsilon, n)
+    assert isinstance(mechanism, AdditiveMechanism)
+    for name, x in columns(n).items():
+        truth = mechanism.problem.query(mechanism.problem.unit(x)[None])
+        ratio = float(truth_losses(mechanism, truth)) / laplace_loss(mechanism.problem, x)
+        assert ratio <= 1.26, name
+
+
+@pytest.mark.parametrize(("query", "epsilon", "n"), [("p25", 0.3, 500), ("median", 1.0, 100), ("p10", 0.5, 100), ("p90", 0.3, 50)])
+def test_no_worse_than_the_continuous_exponential_mechanism_on_any_column(query: str, epsilon: float, n: int) -> None:
+    mechanism = learned(query, epsilon, n)
+    for name, x in columns(n).items():
+        mine = float(mechanism.losses(mechanism.problem.unit(x)[None]))
+        assert mine <= 1.3 * continuous_loss(mechanism.problem, x) + 1e-12, name
+
+
+def test_atoms_are_answered_exactly() -> None:
+    mechanism = learned("p25", 0.3, 500)
+    zeros = columns(500)["nine tenths zeros"]
+    assert Counter(round(mechanism.release(zeros), 6) for _ in range(20)).most_common(1)[0] == (0.0, 20)
+    assert float(mechanism.losses(mechanism.problem.unit(columns(500)["zeros"])[None])) < 1e-10
+
+
+@pytest.mark.parametrize("query", ["mean", "variance"])
+def test_the_worst_case_is_that_of_all_truths(query: str) -> None:
+    """Recomputed here on other truths, with other draws, against both plain noises."""
+    found = robust_mechanism(Problem.of(query, 0.3, 50, (0, 10)), Everyday(0, 10), 0.25, 300, 1)
+    assert found.proved
+    assert isinstance(found.mechanism, AdditiveMechanism)
+    most = 0.25 if query == "variance" else 1.0
+    truths = torch.linspace(0, most, 223, dtype=torch.float64)
+    plain = torch.stack([truth_losses(each, truths) for each in plain_mechanisms(found.mechanism.problem)]).amin(0)  # type: ignore[arg-type]
+    ratios = truth_losses(found.mechanism, truths) / plain
+    assert float(ratios.max()) <= 1.25
+    assert float(ratios.max()) == pytest.approx(found.ratio, abs=0.02)
+    assert float(ratios.min()) < 0.95  # it gains somewhere
+    assert float(truth_losses(found.mechanism, truths).max()) <= found.loss * 1.02
+
+
+def test_more_tolerance_gains_more() -> None:
+    problem = Problem.of("mean", 0.3, 50, (0, 10))
+    narrow = stats.norm(4, 0.3)
+    losses = [learn("mean", 0.3, 50, (0, 10), narrow, robustness=tau, settings=SMALL).expected_loss() for tau in (0.05, 0.25, 1.0)]
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[0] < 1.01 * float(plain_mechanisms(problem)[0].losses(draw(Everyday(0, 10), problem, 200, 0)).mean()) * 100
+
+
+def test_quantiles_hold_against_datasets_they_were_not_fitted_to() -> None:
+    """Other draws of the world, and another search: two lumps, thousands of them."""
+    problem = Problem.of("median", 0.3, 50, (0, 10))
+    found = robust_mechanism(problem, World(0, 10), 0.25, 600, 3)
+    assert found.mechanism is not found.plain
+    some = torch.Generator().manual_seed(99)
+    parameters = torch.rand(1500, 6, dtype=torch.float64, generator=some)
+    parameters[:, 2:4] = 5 * parameters[:, 2:4] - 5
+    hostile = torch.cat([draw(World(0, 10), problem, 600, 98), lumps(parameters, 50)])
+    ratios = found.mechanism.losses(hostile) / found.plain.losses(hostile).clamp(min=1e-13)
+    assert float(ratios.max()) <= 1.3
+    assert float(ratios.median()) < 0.95
+
+
+def test_the_report_says_what_it_costs_and_where() -> None:
+    described = learned("mean", 0.3, 50).describe()
+    assert described["robustness"] == 0.25
+    assert described["worst_ratio"] <= 1.25
+    assert described["worst_loss"] >= described["expected_loss"]
+    assert "any dataset whose mean is" in described["worst_loss_at"]
+    assert described["worst_case"] == "of all datasets"
+    assert "search" in learned("p90", 0.3, 50).describe()["worst_case"]
+
+
+def test_beliefs_are_data_scipys_laws_or_callables() -> None:
+    public = np.concatenate([np.zeros(70), np.arange(30) / 10])
+    for belief in (public, public.tolist(), torch.as_tensor(public).reshape(2, 50), stats.expon(scale=1.0), World(0, 10)):
+        mechanism = learn("mean", 0.2, 50, (0, 10), belief, settings=SMALL)
+        low, high = (float(truth_losses(mechanism, torch.tensor([q], dtype=torch.float64))) for q in (0.05, 0.95))  # type: ignore[arg-type]
+        assert low < high  # all of these say that small means are likely
+    for wrong in ("many", [1.0, math.nan], object(), [[[1.0, 2.0]]]):
+        with pytest.raises(ConfigurationError, match="public data"):
+            learn("mean", 0.2, 50, (0, 10), wrong, settings=SMALL)
+    with pytest.raises(ConfigurationError, match="robustness"):
+        learn("mean", 0.2, 50, (0, 10), robustness=-0.1)
+
+
+def test_every_kind_of_column_is_in_the_range_and_its_own() -> None:
+    problem = Problem.of("median", 1.0, 40, (-3, 5))
+    for kind in KINDS:
+        t = draw(World(-3, 5, (kind,)), problem, 30, 1)
+        assert t.shape == (30, 40)
+        assert float(t.var(0).sum()) > 0
+    with pytest.raises(ConfigurationError, match="no world"):
+        World(0, 1, ("strange",))
+
+
+# --- the mechanism by intervals ------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_decimals_and_reach_both_ends() -> None:
+    own = Lattice.of(-1.5, 0.7, True)
+    assert (float(own.first * own.step), float(own.last * own.step)) == (-1.5, 0.7)
+    assert own.copies(own.first, own.last) == own.copies(own.first, 17) + own.copies(18, own.last)
+    far = Lattice.of(1e15, 1e15 + 1, False)
+    assert far.origin == 1e15
+    for number in (0, own.copies(-7, 100) // 2, own.copies(-7, 100) - 1):
+        assert -7 <= own.candidate(-7, 100, number) <= 100
+
+
+@pytest.mark.parametrize("loss", ["squared", "quantile"])
+def test_exact_losses_are_those_of_its_releases(loss: str) -> None:
+    problem = Problem.of("p25", 0.8, 12, (0, 10), loss)
+    tilt = torch.linspace(1.0, 2.0, PARTS, dtype=torch.float64)
+    shift = (
+        torch.linspace(0.03, -0.03, PARTS, dtype=torch.float64) if loss == "squared" else torch.zeros(PARTS, dtype=torch.float64)
+    )
+    mechanism = IntervalMechanism.tilted(problem, tilt, shift, True)
+    x = torch.tensor([0.0, 0, 0, 2, 2.5, 2.5, 4, 7.77, 8, 9, 9, 10])
+    t = problem.unit(x)[None]
+    answers = torch.tensor([mechanism.release(x) for _ in range(700)], dtype=torch.float64)
+    q = float(problem.answer(problem.query(t))[0])
+    low, high = answers.clamp(max=q), answers.clamp(min=q)
+    costs = (answers - q) ** 2 if loss == "squared" else ((x > low[:, None]) & (x < high[:, None])).double().sum(1)
+    error = float(costs.std()) / math.sqrt(len(costs))
+    assert float(costs.mean()) == pytest.approx(mechanism.expected_loss(x[None]), abs=5 * error)
+
+
+def test_neighbours_have_probabilities_within_epsilon() -> None:
+    """From the blocks that a release draws from: every candidate's exact probability, on worst-case neighbours."""
+    problem = Problem.of("p25", 0.9, 8, (0.0, 1.0))
+    mechanism = IntervalMechanism.tilted(problem, torch.linspace(1, 3, PARTS), torch.zeros(PARTS), True)
+    generator = torch.Generator().manual_seed(4)
+
+    def log_chances(places: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        blocks = list(mechanism._blocks(places.numpy()))
+        weights = [math.exp(-0.45 * float(distance)) for distance, *_ in blocks]
+        total = sum(w * copies for w, (_, copies, _, _) in zip(weights, blocks, strict=True))
+        assert [blocks[0][2], blocks[-1][3]] == [mechanism.lattice.first, mechanism.lattice.last]
+        return np.array([first for _, _, first, _ in blocks]), np.log(np.array(weights) / total)
+
+    worst = 0.0
+    for _ in range(60):
+        x = torch.randint(mechanism.lattice.last + 1, (8,), generator=generator)
+        other = x.clone()
+        other[0] = int(torch.randint(mechanism.lattice.last + 1, (1,), generator=generator))
+        (starts, chance), (others, there) = log_chances(x), log_chances(other)
+        merged = np.union1d(starts, others)
+        here = chance[np.searchsorted(starts, merged, side="right") - 1]
+        worst = max(worst, np.abs(here - there[np.searchsorted(others, merged, side="right") - 1]).max())
+    assert 0.5 < worst <= 0.9
+
+
+def test_the_draw_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """release_block against the formula; and where distances are beyond L, all weigh the same."""
+    from fractions import Fraction
+
+    from lipdp.mechanisms.noise import deepest, release_block
+
+    epsilon = Fraction(3, 2)
+    blocks = [(Fraction(0), 3), (Fraction(1, 4), 5), (Fraction(5, 4), 40), (Fraction(9, 4), 7)]
+    counts = Counter(release_block(blocks, epsilon)[0] for _ in range(4000))
+    weights = np.array([copies * math.exp(-0.75 * float(distance)) for distance, copies in blocks])
+    for index, share in enumerate(weights / weights.sum()):
+        assert counts[index] == pytest.approx(4000 * share, abs=5 * math.sqrt(4000 * share))
+    far = [(deepest(epsilon) + 1, 1), (deepest(epsilon) + 1000, 1)]
+    assert 400 < Counter(release_block(far, epsilon)[0] for _ in range(1000))[0] < 600
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    for mechanism in (learned("p90", 0.3, 50), learned("mean", 0.3, 50)):
+        mechanism.save(tmp_path / "m")
+        again = load(tmp_path / "m")
+        t = draw(World(0, 10), mechanism.problem, 20, 1)
+        assert torch.equal(again.losses(t, 2), mechanism.losses(t, 2))
+        assert again.describe() == mechanism.describe()
+    assert 0 <= load(tmp_path / "m").release(torch.zeros(50)) <= 10
+    with pytest.raises(ConfigurationError, match="opendp"):
+        learned("p90", 0.3, 50).release(torch.zeros(50), sampler="opendp")
+    with pytest.raises(ConfigurationError, match="ranks answer quantiles"):
+        IntervalMechanism.plain(Problem.of("mean", 1.0, 50, (0, 10)))
+    assert len(learned("p90", 0.3, 50).tilt) == intervals_module.PARTS  # type: ignore[attr-defined]
