@@ -11,6 +11,7 @@ import torch
 from lipdp.certify import certified_accuracy, certify
 from lipdp.errors import LipdpError
 from lipdp.fields import Range, Size, check_fields
+from lipdp.inputs import call, logits_of, mapped
 from lipdp.losses import predict
 from lipdp.training.batches import gather
 
@@ -19,6 +20,7 @@ __all__ = ["Evaluation", "evaluate_run"]
 _RADII = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 _CERTIFIED = 1000  # examples at most: certificates of whole test sets take their time
 _MOST_CLASSES = 30
+_ROWS = 1024  # evaluated at a time
 Share = Annotated[float, Range(least=0, most=1)]
 
 
@@ -60,17 +62,20 @@ def evaluate_run(model: torch.nn.Module, records: Any, classes: Sequence[str], *
     model.eval()
     try:
         with torch.no_grad():
-            predicted = torch.cat([predict(model(rows.to(place))).cpu() for rows in torch.split(x, 1024)]).long()
+            parts = [mapped(lambda leaf, at=at: leaf[at : at + _ROWS].to(place), x) for at in range(0, len(y), _ROWS)]
+            predicted = torch.cat([predict(logits_of(call(model, part))).cpu() for part in parts]).long()
         confusion: tuple[tuple[int, ...], ...] = ()
         if len(classes) <= _MOST_CLASSES:
             counts = torch.zeros(len(classes), len(classes), dtype=torch.long)
             counts.index_put_((y.cpu().long(), predicted), torch.ones_like(predicted), accumulate=True)
             confusion = tuple(map(tuple, counts.tolist()))
+        certified: tuple[tuple[float, float], ...] = ()
         try:
-            radii = certify(model, x[:_CERTIFIED].to(place), y[:_CERTIFIED].to(place))
-            certified = tuple(certified_accuracy(radii, _RADII).items())
+            if isinstance(x, torch.Tensor):
+                radii = certify(model, x[:_CERTIFIED].to(place), y[:_CERTIFIED].to(place))
+                certified = tuple(certified_accuracy(radii, _RADII).items())
         except LipdpError:  # a network without a Lipschitz constant certifies nothing
-            certified = ()
+            pass
     finally:
         model.train(was)
     return Evaluation(part, tuple(map(str, classes)), confusion, certified, min(len(y), _CERTIFIED) if certified else 0)
