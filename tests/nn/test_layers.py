@@ -128,6 +128,12 @@ def test_sphere_is_not_fooled_by_entries_whose_squares_underflow() -> None:
     assert float(y.double().norm()) <= 1 + 1e-5
 
 
+@pytest.mark.parametrize("shape", [3.0, "x", (), (0,), (2.5,), None, (3, -1), True, ("3",)])
+def test_bounded_input_names_a_shape_that_is_none(shape: object) -> None:
+    with pytest.raises(ConfigurationError, match="shape of one example"):
+        nn.BoundedInput(shape)  # type: ignore[arg-type]
+
+
 def test_bounded_input_leaves_short_inputs_alone_and_checks_shapes() -> None:
     layer = nn.BoundedInput((3,), norm=2.0)
     x = torch.tensor([[1.0, 0.5, 0.0], [30.0, 40.0, 0.0]])

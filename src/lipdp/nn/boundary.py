@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -110,9 +111,12 @@ class BoundedInput(torch.nn.Module):
         floor: float | None = None,
     ) -> None:
         super().__init__()
-        self.input_shape = tuple(int(s) for s in ((shape,) if isinstance(shape, int) else shape))
-        if not self.input_shape or any(s <= 0 for s in self.input_shape):
-            raise ConfigurationError(f"BoundedInput needs the shape of one example, of positive sizes, not {shape!r}")
+        sizes = (shape,) if isinstance(shape, Integral) else tuple(shape) if isinstance(shape, Sequence) else ()
+        if not sizes or any(isinstance(size, bool) or not isinstance(size, Integral) or size <= 0 for size in sizes):
+            raise ConfigurationError(
+                f"BoundedInput needs the shape of one example, of positive sizes, such as (3, 32, 32); not {shape!r}"
+            )
+        self.input_shape = tuple(map(int, sizes))
         self.norm = _positive("BoundedInput norm", norm)
         if mode not in ("ball", "sphere", "floor"):
             raise ConfigurationError(f"BoundedInput mode must be 'ball', 'sphere' or 'floor', not {mode!r}")
