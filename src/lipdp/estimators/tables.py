@@ -57,6 +57,11 @@ class _PrivateTable(PrivateEstimator):
     def _read(self, table: Any, *, first: bool) -> tuple[dict[Hashable, Any], Any]:
         """The columns by name, and the raw rows; scikit-learn's checks of names and numbers of columns are made on the way."""
         if not is_frame(table):
+            if getattr(table, "ndim", 2) == 4:
+                raise DataError(
+                    f"rows of shape {tuple(table.shape[1:])} are images, and this estimator is for tables: Found array with dim 4, "
+                    "expected <= 2. Take the estimator for images, or a recipe (`lipdp recipes`)"
+                )
             # With a schema, texts may be categories, and missing values are looked at column by column.
             texts = self.schema is not None and np.asarray(table).dtype.kind in "OUS"
             table = check_array(
