@@ -31,7 +31,9 @@ def page(package: str) -> str:
     parts = [f"# {path}", "", first, ""]
     for name in names(package):
         value = getattr(module, name)
-        if inspect.isclass(value) or inspect.isfunction(value):
+        if getattr(value, "__name__", name) != name and inspect.isclass(value):
+            parts += [f"## `{name}`", "", f"Another name of `{value.__name__}`.", ""]
+        elif inspect.isclass(value) or inspect.isfunction(value):
             parts += [f"::: {path}.{name}", ""]
         elif isinstance(value, str | int | float | tuple | dict | types.UnionType) or "typing" in type(value).__module__:
             parts += [f"## `{name}`", "", "A value or a type; see the source.", ""]

@@ -208,7 +208,8 @@ def print_table(results: list[dict[str, Any]]) -> None:
         for kind, epsilon in kinds:
             figures = [r["score"] for r in own if r["kind"] == kind and r["epsilon"] == epsilon]
             deviation = f" ± {100 * statistics.stdev(figures):.1f}" if len(figures) > 1 else ""
-            cells.append(f"{100 * statistics.mean(figures):.1f}{deviation}" if figures else "–")
+            mean = statistics.mean(figures) if figures else math.nan
+            cells.append("–" if not figures else "far below 0" if mean < -1 else f"{100 * mean:.1f}{deviation}")
         print(
             f"| {name} ({own[0]['rows']:,} × {own[0]['columns']}) | {own[0]['metric'].replace('R2', 'R²')} | {' | '.join(cells)} |"
         )

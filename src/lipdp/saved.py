@@ -57,6 +57,10 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> torch.nn.Mo
     The file is data: reading it runs no code, and what it says is checked field by field. One that is damaged, or that holds
     something else, is an error. Weights that are not certainly inside their constraint sets are projected, with a warning.
 
+    Args:
+        path: the file.
+        device: where to put the model.
+
     Example:
         >>> import tempfile, pathlib, lipdp
         >>> model = lipdp.models.create("mlp", input_shape=(1, 8, 8), classes=10, hidden=(32,))

@@ -192,6 +192,11 @@ def sensitivities(model: torch.nn.Module, loss: LipschitzLoss | float, *, input_
     constraints (:func:`lipdp.parametrize.project_` keeps them there). The figures are those of exact arithmetic;
     :func:`lipdp.plan` adds a slack for rounding.
 
+    Args:
+        model: with layers that have rules.
+        loss: a loss of :mod:`lipdp.losses`, or its Lipschitz constant.
+        input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
+
     Example:
         >>> import lipdp
         >>> from lipdp import nn, losses

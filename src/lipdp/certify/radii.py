@@ -87,6 +87,10 @@ def certify(
 def certified_accuracy(radii: torch.Tensor, thresholds: Sequence[float]) -> dict[float, float]:
     """For each threshold, the share of examples that are classified rightly and certified beyond it: radius > threshold.
 
+    Args:
+        radii: of :func:`certify`, one for each example.
+        thresholds: the radii to look at.
+
     Example:
         >>> certified_accuracy(torch.tensor([0.0, 0.5, 2.0, 3.0]), (0.0, 1.0))
         {0.0: 0.75, 1.0: 0.5}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, budget, certify, mechanism, pareto, report, show, sweep, train
+from lipdp.cli import account, audit, budget, certify, doctor, mechanism, new, pareto, report, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -16,7 +16,6 @@ app = typer.Typer(
     name="lipdp",
     cls=FriendlyGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -36,6 +35,8 @@ app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
 app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
 app.add_typer(budget.app, name="budget")
 app.add_typer(mechanism.app, name="mechanism")
+app.command("new", epilog=new.EXAMPLE)(new.new)
+app.command("doctor")(doctor.doctor)
 app.command("data", epilog=show.DATA_EXAMPLE)(show.data)
 app.command("recipes", epilog=show.RECIPES_EXAMPLE)(show.recipes)
 

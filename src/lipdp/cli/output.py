@@ -117,7 +117,7 @@ def print_fields(where: Console, fields: Iterable[tuple[str, str]]) -> None:
 
 def print_plan(where: Console, plan: PrivacyPlan) -> None:
     """A plan: what it guarantees, what it does, and a row for each parameter."""
-    from lipdp.training.plan_table import grid_line
+    from lipdp.training.plan_table import grid_line, signal_line
     from lipdp.training.plan_table import table as groups
 
     where.print("[bold]Privacy plan[/bold]")
@@ -131,6 +131,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
                 f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs)",
             ),
             ("noise", f"multiplier {plan.noise_multiplier:.4f}, {plan.allocation} allocation; {grid_line(plan)}"),
+            ("signal", signal_line(plan)),
             ("method", f"{plan.method}; {plan.precision}, rounding slack {plan.slack - 1:.1e}"),
             ("loss", f"{plan.loss}, Lipschitz constant {number(plan.loss_lipschitz)}"),
         ),

@@ -57,6 +57,11 @@ class _PrivateTable(PrivateEstimator):
     def _read(self, table: Any, *, first: bool) -> tuple[dict[Hashable, Any], Any]:
         """The columns by name, and the raw rows; scikit-learn's checks of names and numbers of columns are made on the way."""
         if not is_frame(table):
+            if getattr(table, "ndim", 2) == 4:
+                raise DataError(
+                    f"rows of shape {tuple(table.shape[1:])} are images, and this estimator is for tables: Found array with dim 4, "
+                    "expected <= 2. Take the estimator for images, or a recipe (`lipdp recipes`)"
+                )
             # With a schema, texts may be categories, and missing values are looked at column by column.
             texts = self.schema is not None and np.asarray(table).dtype.kind in "OUS"
             table = check_array(
@@ -127,12 +132,12 @@ class _PrivateTable(PrivateEstimator):
             adjacency=_ADJACENCY,
         )
 
-    def _ranges(self, values: dict[Hashable, Any], ready: _Ready) -> dict[Any, Numeric]:
-        """Ranges of columns that have none, for the ε that is set aside for them."""
+    def _ranges(self, values: dict[Hashable, Any], ready: _Ready, share: float = 1.0) -> dict[Any, Numeric]:
+        """Ranges of columns that have none, for a share of the ε that is set aside for them."""
         columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
         return private_ranges(
             columns,
-            ready.spent,
+            share * ready.spent,
             adjacency=_ADJACENCY,
             budget=self.budget,
             size=ready.plan.dataset_size,
@@ -374,10 +379,12 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         values = self._values(y, len(rows))
         known, unknown = self._schema(columns)
         given = None if self.target is None else _target(self.target)
-        without = {name: columns[name] for name in unknown} | ({} if given is not None else {_TARGET: values})
-        ready = self._prepare(rows, columns, known, 1, losses.Huber(delta=1.0), found=len(without))
-        ranges = self._ranges(without, ready)
-        self.target_ = given or ranges.pop(_TARGET)
+        without = {name: columns[name] for name in unknown}
+        ready = self._prepare(rows, columns, known, 1, losses.Huber(delta=1.0), found=len(without) + (given is None))
+        # Half for the target, where columns have to be found too: everything that is predicted is scaled by it.
+        share = 1.0 if given is not None else 0.5
+        ranges = self._ranges(without, ready, share)
+        self.target_ = given or self._ranges({_TARGET: values}, ready, share if without else 1.0)[_TARGET]
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
         self.public_ = (
             *_public_facts(len(values), len(known)),

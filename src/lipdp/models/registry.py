@@ -60,7 +60,8 @@ def create(name: str, *, input_shape: Sequence[int], classes: int, **options: An
     try:
         model = _builders[name](tuple(input_shape), classes, **options)
     except TypeError as error:
-        raise ConfigurationError(f"model {name!r} does not accept these options: {error}") from error
+        named = ", ".join(option_names(name)) or "none by name"
+        raise ConfigurationError(f"model {name!r} does not accept these options: {error}. It has: {named}") from error
     # How it was made, so that lipdp.save_model can write it and lipdp.load build it again.
     vars(model)["lipdp_config"] = {"name": name, "input_shape": tuple(input_shape), "classes": classes, "options": dict(options)}
     return model

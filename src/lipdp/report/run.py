@@ -42,7 +42,11 @@ class About:
 
 
 def this_environment(device: str = "cpu") -> dict[str, str]:
-    """Versions and machine, as far as results may depend on them."""
+    """Versions and machine, as far as results may depend on them.
+
+    Args:
+        device: where the run computed.
+    """
     from lipdp import __version__
 
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
@@ -56,7 +60,12 @@ def this_environment(device: str = "cpu") -> dict[str, str]:
 
 
 def write_about(about: About, folder: Path) -> str:
-    """Put it into a run's folder; returns the file's name."""
+    """Put it into a run's folder; returns the file's name.
+
+    Args:
+        about: what to write.
+        folder: of the run.
+    """
     (folder / ABOUT).write_text(json.dumps(dataclasses.asdict(about), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return ABOUT
 

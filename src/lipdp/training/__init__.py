@@ -8,6 +8,7 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.fit import fit
 from lipdp.training.history import History
+from lipdp.training.loggers import Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from lipdp.training.phases import Phase, cosine_schedule, linear_schedule
 from lipdp.training.plan import ParameterGroup, PrivacyPlan
 from lipdp.training.planning import plan
@@ -16,12 +17,16 @@ from lipdp.training.suggest import suggest_optimizer
 __all__ = [
     "Callback",
     "History",
+    "Logger",
+    "MLflowLogger",
     "ParameterGroup",
     "Phase",
     "PrivacyEngine",
     "PrivacyPlan",
     "ProgressBar",
     "Run",
+    "TensorBoardLogger",
+    "WandbLogger",
     "cosine_schedule",
     "evaluate",
     "fit",

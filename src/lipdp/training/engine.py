@@ -148,7 +148,7 @@ class PrivacyEngine:
         check_optimizer(optimizer, model)
         secret = secret_of(seed, reproducible)
         if device is not None:
-            model.to(device)
+            model.to(_known_device(device))
         self.device = next(iter(self._parameters.values())).device
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -675,3 +675,11 @@ class PrivacyEngine:
             raise ConfigurationError(
                 f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
             )
+
+
+def _known_device(device: torch.device | str) -> torch.device:
+    """The device of this name; torch lists all that it was ever built for where there is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"there is no device {device!r}: take 'cpu', 'cuda' or 'cuda:1', or leave device out") from error

@@ -26,6 +26,13 @@ def evaluate(
     """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted.
 
     Their types are converted to the model's, as in training.
+
+    Args:
+        model: any network.
+        loss: one value for each example.
+        dataset: a map-style dataset of (input, target) pairs.
+        batch_size: examples that go through the model at once.
+        device: where to compute; by default where the model is.
     """
     size = check_dataset(dataset)
     place = torch.device(device) if device is not None else next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -205,6 +205,17 @@ class PrivacyPlan:
         return sum(group.size * group.noise_std**2 for group in self.groups)
 
     @property
+    def signal_to_noise(self) -> float:
+        """At best, over the whole run: b·Δ·√T against the norm of a step's noise; below 1 nothing can be learned.
+
+        A batch whose records all pull the same way with all their bound gives a sum of norm b·Δ; noise has the norm √(Σ
+        p_d·s_d²), and over T steps a constant signal grows by T and independent noise by √T. Real gradients use a small part of
+        that.
+        """
+        noise = math.sqrt(self.noise_energy)
+        return math.inf if noise == 0 else self.batch_size * self.sensitivity * math.sqrt(self.steps) / noise
+
+    @property
     def grid_cost(self) -> float:
         """By how much, relative to itself, the noise is larger because sums are rounded to its grid; it is in ``noise_stds``."""
         return grid_factor(self.noise_multiplier, sum(group.size for group in self.groups if group.sensitivity > 0)) - 1

@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from lipdp.training.plan import PrivacyPlan
 
-__all__ = ["grid_line", "render", "table"]
+__all__ = ["grid_line", "render", "signal_line", "table"]
 
 _ROUNDING = {
     "passes": "in the passes through the network",
@@ -38,6 +38,15 @@ def grid_line(plan: PrivacyPlan) -> str:
         f"exact Gaussian noise on public grids: rounding sums to them takes {plan.grid_cost:.1e} of the noise, and its distance "
         f"from exact noise adds {plan.noise_distance:.1e} to delta"
     )
+
+
+def signal_line(plan: PrivacyPlan) -> str:
+    """What the run can learn from, at best."""
+    ratio = plan.signal_to_noise
+    verdict = (
+        "; that is too little to learn anything: take larger batches, fewer parameters or a larger epsilon" if ratio < 1 else ""
+    )
+    return f"signal to noise over the run, at best: {_number(ratio)} ({_number(ratio / math.sqrt(plan.steps))} a step){verdict}"
 
 
 def table(plan: PrivacyPlan) -> Table:
@@ -109,6 +118,7 @@ def render(plan: PrivacyPlan) -> str:
         parts = ", ".join(f"{_ROUNDING.get(name, name)} {value:.1e}" for name, value in plan.rounding)
         console.print(f"  rounding, at worst: {parts}", markup=False, soft_wrap=True)
     console.print(f"  {grid_line(plan)}", markup=False, soft_wrap=True)
+    console.print(f"  {signal_line(plan)}", markup=False, soft_wrap=True)
     for line in _extras(plan):
         console.print(f"  {line}", markup=False, soft_wrap=True)
     console.print(table(plan))

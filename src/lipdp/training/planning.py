@@ -13,7 +13,7 @@ import torch
 from lipdp._checks import is_number, positive, whole
 from lipdp.bounds import Analysis, convolution_notes
 from lipdp.clipping.styles import Clip, Style
-from lipdp.errors import ConfigurationError, LipdpError, LipdpWarning
+from lipdp.errors import ConfigurationError, LipdpError, LipdpNotice, LipdpWarning
 from lipdp.losses import as_loss
 from lipdp.privacy import (
     Accountant,
@@ -229,6 +229,13 @@ def plan(
         notes=() if analysis is None else _notes(model, analysis, shape, paid, dataset_size),
     )
     _check_phases(decided, settings, analysis, next(p.dtype for p in model.parameters() if p.requires_grad))
+    if decided.signal_to_noise < 1:
+        warnings.warn(
+            f"this run can't learn: even if all records pulled the same way, the signal of all its {length:,} steps would be "
+            f"{decided.signal_to_noise:.2g} of their noise. Take larger batches, fewer parameters, or a larger epsilon.",
+            LipdpNotice,
+            stacklevel=2,
+        )
     if spent < _VACUOUS and decided.noise_distance > _NEGLIGIBLE * delta:
         raise ConfigurationError(
             f"delta={delta:g} is less than what the noise itself may add to it ({decided.noise_distance:.1g}, its distance from "

@@ -1,0 +1,41 @@
+"""What is shipped: one version everywhere, and a wheel that works where nothing else is. The build is run where "
+"LIPDP_PACKAGING is set."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lipdp
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_version_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert project["version"] == lipdp.__version__ == cited.group(1)
+
+
+@pytest.mark.skipif(not os.environ.get("LIPDP_PACKAGING"), reason="builds and installs: set LIPDP_PACKAGING to run it")
+def test_a_wheel_works_in_a_clean_environment(tmp_path) -> None:
+    def run(*command: str) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("lipdp-*.whl")
+    run(sys.executable, "-m", "venv", str(tmp_path / "env"))
+    python = str(tmp_path / "env" / "bin" / "python")
+    run(python, "-m", "pip", "install", "--quiet", str(wheel))
+    told = run(str(tmp_path / "env" / "bin" / "lipdp"), "train", "digits", "--epsilon", "3", "--output", "run")
+    assert "test accuracy" in told
+    assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")  # style.css is in the wheel
