@@ -109,7 +109,8 @@ def contributions(z: Floats) -> npt.NDArray[np.int64]:
     """v of each record z (n, d) ∈ [−1, 1], in lattice steps, (n, d + d(d+1)/2)."""
     upper = np.triu_indices(z.shape[1])
     entries = np.concatenate([z, z[:, upper[0]] * z[:, upper[1]]], 1)
-    return np.rint(entries * _FINE).astype(np.int64)
+    steps: npt.NDArray[np.int64] = np.rint(entries * _FINE).astype(np.int64)
+    return steps
 
 
 def gaussian_multiplier(epsilon: float, delta: float) -> float:
