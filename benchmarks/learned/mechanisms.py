@@ -34,7 +34,7 @@ from lipdp.mechanisms.learning import expert_draws
 
 RESULTS = Path(__file__).parents[1] / "results" / "mechanisms"
 N, BOUNDS, TEST = 100, (0.0, 10.0), 16_000
-ROUND = 5
+ROUND = 6
 """Which test draws: those of a round are looked at once; after a change to the method, the next round is used."""
 PAIRS = (
     ("mean", "squared"),

@@ -13,13 +13,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from lipdp.errors import ConfigurationError
+from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Everyday, Mechanism, Problem, Settings, World, learn, load
 from lipdp.mechanisms import intervals as intervals_module
 from lipdp.mechanisms.distributions import draw
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Lattice
 from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.robust import plain_mechanisms, robust_mechanism, truth_losses
+from lipdp.mechanisms.statistics import QueryStatistic
 from lipdp.mechanisms.worlds import KINDS, lumps
 from lipdp.privacy.quantile import quantile_probabilities
 
@@ -161,6 +163,16 @@ def test_every_kind_of_column_is_in_the_range_and_its_own() -> None:
         assert float(t.var(0).sum()) > 0
     with pytest.raises(ConfigurationError, match="no world"):
         World(0, 1, ("strange",))
+
+
+def test_a_file_shows_that_its_sensitivity_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A statistic whose sensitivity were too small by a step would be refused when it is read."""
+    learned("mean", 0.3, 50).save(tmp_path / "m")
+    load(tmp_path / "m")
+    true = QueryStatistic(Query("mean"), 50).sensitivity
+    monkeypatch.setattr(QueryStatistic, "sensitivity", property(lambda self: true // 2))
+    with pytest.raises(CheckpointError, match="one record moves what it noises"):
+        load(tmp_path / "m")
 
 
 # --- the mechanism by intervals ------------------------------------------------------------------------------------------------

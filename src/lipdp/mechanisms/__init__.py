@@ -9,6 +9,7 @@ from lipdp.mechanisms.distributions import Distribution, Mixture
 from lipdp.mechanisms.files import BudgetLedger
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
+from lipdp.mechanisms.moments import Moments, release_moments
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
 from lipdp.mechanisms.worlds import Everyday, World
@@ -22,6 +23,7 @@ __all__ = [
     "Everyday",
     "Mechanism",
     "Mixture",
+    "Moments",
     "Plan",
     "Problem",
     "Query",
@@ -37,4 +39,5 @@ __all__ = [
     "load_columns",
     "load_vector",
     "plan",
+    "release_moments",
 ]

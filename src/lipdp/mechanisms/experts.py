@@ -1,9 +1,10 @@
 """What an expert would use, each with the best decoder E[q | released] under the public distribution of datasets.
 
-Textbook: a constant; Laplace and staircase noise on the query; exponential mechanism and permute-and-flip with the rank
-utility on the paper's grid of 50; smooth sensitivity; for the variance, both moments. Tuned adds clip windows, grid sizes, a
-noisy clipped mean decoded to a quantile (hard to beat at small ε), and, for the variance, clipped moments (λ·z, z²) whose joint
-L1 sensitivity is calibrated exactly. Strong adds the same moments decoded to quantiles. Each level contains the one before; the
+Textbook: a constant; Laplace and staircase noise on the query, decoded and as they are; exponential mechanism and permute-and-flip
+with the rank utility on the paper's grid of 50, and the exponential mechanism on all numbers, which needs no prior; smooth
+sensitivity; for the variance, both moments. Tuned adds clip windows anywhere, grid sizes, a noisy clipped mean decoded to a
+quantile (hard to beat at small ε), and, for the variance, clipped moments (λ·z, z²) whose joint L1 sensitivity is calibrated
+exactly. Strong adds the same moments decoded to quantiles. Each level contains the one before; the
 best of a level is chosen on validation datasets.
 """
 
@@ -17,9 +18,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import NoiseKind, density
-from lipdp.mechanisms.postprocess import Sample, best_responses, tabulate
+from lipdp.mechanisms.postprocess import Plain, Sample, best_responses, tabulate
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.smooth import SmoothSensitivity, heavy_density, smooth_sensitivity
@@ -34,6 +36,15 @@ _PLANE = {"squared": 97, "quantile": 41}  # … and along each of two: without a
 _REACH = 8.0  # noise scales that a decoder's grid reaches beyond the noiseless values
 _SCREEN, _FINALISTS = (3000, 1000), 4  # datasets (for decoders, for losses) to screen all candidates with; how many go on
 _EDGES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+_ASIDE = (
+    (0.0, 0.2),
+    (0.0, 0.3),
+    (0.0, 0.4),
+    (0.0, 0.5),
+    (0.1, 0.4),
+    (0.1, 0.5),
+    (0.2, 0.5),
+)  # windows off the middle
 _NOISES: tuple[NoiseKind, ...] = ("laplace", "staircase")
 
 
@@ -116,17 +127,29 @@ def catalogue(problem: Problem) -> Iterator[Expert]:
         yield from _on_moments(problem)
 
 
+def windows() -> list[tuple[float, float]]:
+    """Clip windows: around the middle, from 0.4 at most to 0.6 at least, then on either side of it."""
+    middle = [(low, 1 - top) for low, top in product(_EDGES, _EDGES)]
+    return [*middle, *_ASIDE, *((1 - high, 1 - low) for low, high in _ASIDE)]
+
+
 def _on_the_query(problem: Problem) -> Iterator[Expert]:
-    for low, top, noise in product(_EDGES, _EDGES, _NOISES):
-        whole = low == top == 0
-        title = f"{noise} on the query" + ("" if whole else f" clipped to [{low:g}, {1 - top:g}] of the range")
-        statistic = QueryStatistic(problem.query, problem.n, (low, 1 - top))
+    most = 0.25 if problem.query.kind == "variance" else 1.0
+    for noise in _NOISES:
+        statistic = QueryStatistic(problem.query, problem.n)
+        undecoded = AdditiveMechanism(problem, f"{noise} on the query, undecoded", statistic, noise, Plain(most))
+        yield _fixed(undecoded)
+    for (low, high), noise in product(windows(), _NOISES):
+        whole = (low, high) == (0.0, 1.0)
+        title = f"{noise} on the query" + ("" if whole else f" clipped to [{low:g}, {high:g}] of the range")
+        statistic = QueryStatistic(problem.query, problem.n, (low, high))
         yield _added("textbook" if whole else "tuned", problem, title, statistic, noise)
 
 
 def _by_rank(problem: Problem) -> Iterator[Expert]:
-    windows = ((0.0, 1.0), (0.1, 0.9), (0.2, 0.8), (0.0, 0.6))
-    places = [*product((12, 25, 50, 100), windows), *product((200, 300), windows[:1])]
+    yield from (_fixed(IntervalMechanism.plain(problem, rounds)) for rounds in (False, True))
+    ranges = ((0.0, 1.0), (0.1, 0.9), (0.2, 0.8), (0.0, 0.6), (0.4, 1.0))
+    places = [*product((12, 25, 50, 100), ranges), *product((200, 300), ranges[:1])]
     methods: tuple[Selection, ...] = ("exponential", "permute_and_flip")
     for (size, (low, high)), method in product(places, methods):
         title = f"{method.replace('_', '-')}, rank utility, {size} responses in [{low:g}, {high:g}] of the range"
@@ -135,9 +158,9 @@ def _by_rank(problem: Problem) -> Iterator[Expert]:
 
 
 def _on_the_mean(problem: Problem) -> Iterator[Expert]:
-    for low, top in product(_EDGES, _EDGES):
-        title = f"laplace on the mean clipped to [{low:g}, {1 - top:g}] of the range"
-        yield _added("tuned", problem, title, QueryStatistic(Query("mean"), problem.n, (low, 1 - top)), "laplace")
+    for low, high in windows():
+        title = f"laplace on the mean clipped to [{low:g}, {high:g}] of the range"
+        yield _added("tuned", problem, title, QueryStatistic(Query("mean"), problem.n, (low, high)), "laplace")
 
 
 def _on_moments(problem: Problem) -> Iterator[Expert]:
@@ -147,6 +170,11 @@ def _on_moments(problem: Problem) -> Iterator[Expert]:
             title = f"{noise} on clipped moments, [{edge:g}, {1 - edge:g}] of the range, weight {weight:g}"
             own = level if problem.query.kind == "variance" else "strong"
             yield _added(own, problem, title, moments(edge, 1 - edge, weight), noise)
+
+
+def _fixed(mechanism: Mechanism) -> Expert:
+    """One that assumes nothing: no decoder is fitted."""
+    return Expert("textbook", lambda sample: mechanism)
 
 
 def _added(level: Level, problem: Problem, title: str, statistic: Statistic, noise: NoiseKind) -> Expert:

@@ -378,8 +378,15 @@ def _state_of(kind: str) -> type:
 
 
 def load(path: str | os.PathLike[str]) -> Mechanism:
-    """A mechanism that was saved. Nothing in the file is executed, and what it promises is derived anew."""
-    return load_file(path, _FORMAT, from_content)
+    """A mechanism that was saved. Nothing in the file is executed, what it promises is derived anew, and tried on neighbours."""
+    from lipdp.mechanisms.neighbours import check_moves
+
+    def build(content: Any) -> Mechanism:
+        mechanism = from_content(content)
+        check_moves(mechanism)
+        return mechanism
+
+    return load_file(path, _FORMAT, build)
 
 
 def from_content(content: Any) -> Mechanism:

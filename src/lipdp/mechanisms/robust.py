@@ -92,7 +92,7 @@ def draws(belief: Distribution, problem: Problem, count: int, seed: int) -> Iter
 
 def affordable(count: int, n: int) -> int:
     """So many datasets of n records, fewer where n is large: their truths differ less, too."""
-    return min(count, max(200, 10 * _NUMBERS // n))
+    return min(count, max(100, 5 * _NUMBERS // n))
 
 
 def plain_mechanisms(problem: Problem) -> list[Mechanism]:

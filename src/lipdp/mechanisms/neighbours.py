@@ -1,0 +1,47 @@
+"""A mechanism that was read from a file shows once more that neighbouring datasets do not move it further than it says.
+
+The sensitivity follows from the file's content by proof. This is a second, independent look: what would be noised is computed for
+datasets that differ in one record, hard ones among them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipdp.errors import ConfigurationError
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
+
+__all__ = ["check_moves", "neighbours"]
+
+_PAIRS, _LARGEST = 24, 20_000  # pairs, and records above which nothing is tried: reading a file should be quick
+
+
+def neighbours(n: int, pairs: int = _PAIRS) -> tuple[Tensor, Tensor]:
+    """Sorted unit datasets in pairs that differ in one record: uniform ones, of ends only, half and half, and constant ones."""
+    generator = torch.Generator().manual_seed(n)
+    t = torch.rand(pairs, n, generator=generator, dtype=torch.float64)
+    quarter = pairs // 4
+    t[:quarter] = t[:quarter].round()
+    t[quarter : 2 * quarter] = (torch.arange(n) < n // 2).to(torch.float64)
+    t[2 * quarter : 3 * quarter] = t[2 * quarter : 3 * quarter, :1]
+    other = t.clone()
+    other[:, 0] = torch.where(torch.rand(pairs, generator=generator) < 0.5, 1 - t[:, 0].round(), t[:, 0].round())
+    return t.sort(-1).values, other.sort(-1).values
+
+
+def check_moves(mechanism: Mechanism) -> None:
+    """Refuse a mechanism that such a pair moves further than its sensitivity."""
+    if mechanism.problem.n > _LARGEST:
+        return
+    one, other = neighbours(mechanism.problem.n)
+    if isinstance(mechanism, AdditiveMechanism):
+        moved = int((mechanism.statistic.integers(one) - mechanism.statistic.integers(other)).abs().sum(1).max())
+        allowed = mechanism.statistic.sensitivity
+    elif isinstance(mechanism, SelectionMechanism):
+        moved = int((mechanism.utility.integers(one) - mechanism.utility.integers(other)).abs().max())
+        allowed = mechanism.utility.sensitivity
+    else:
+        return
+    if moved > allowed:
+        raise ConfigurationError(f"one record moves what it noises by {moved} steps, and its noise is for {allowed}.")
