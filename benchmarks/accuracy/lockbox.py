@@ -1,0 +1,128 @@
+"""The lock-box: recipes on the test set, after they were committed. Every reading is logged, by this script, whatever it gives.
+
+    python benchmarks/accuracy/lockbox.py cifar10-drawn-eps1 cifar10-drawn-eps3 cifar10-drawn-eps8 --seeds 0 1 2 --device cuda
+
+Recipes are taken from the library's catalogue and nowhere else, and the commit that holds them is asked of git: a catalogue with changes that
+are not committed is refused. (Where there is no git, name the commit with --commit.) Recipes with the same features share them:
+computed once, by lipdp.features.extract_features, and each seed trains its head by lipdp.plan and lipdp.fit. Lines are appended to
+benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, seed, ε spent, accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+import lipdp
+from lipdp import data, recipes
+from lipdp.features import extract_features, split_front
+from lipdp.recipes import Recipe
+from lipdp.recipes.catalog import to_toml
+from lipdp.recipes.run import _optimizer, _scheduler
+
+ROOT = Path(__file__).parents[2]
+LOG = ROOT / "benchmarks/results/lockbox.jsonl"
+CATALOG = "src/lipdp/recipes/catalog"
+
+
+def committed() -> str:
+    """The commit that holds the catalogue as it is now."""
+    changed = subprocess.run(["git", "status", "--porcelain", CATALOG], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if changed:
+        raise SystemExit(f"the catalogue has changes that are not committed:\n{changed}Commit the settings before the test set is read.")
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def features_of(recipe: Recipe, device: str) -> tuple[TensorDataset, TensorDataset]:
+    """What the fixed front makes of both parts of the dataset, where the heads are trained."""
+    train, test, _ = data.load(recipe.dataset, download=False)
+    front, _ = split_front(recipes.prepare(recipe).model)
+    return tuple(extract_features(front, part, device=device, keep=device) for part in (train, test))
+
+
+def reading(recipe: Recipe, train: TensorDataset, test: TensorDataset, seed: int, device: str) -> dict[str, object]:
+    """One head, trained with the recipe's budget and judged once."""
+    ready = recipes.prepare(recipe, seed=seed)
+    _, head = split_front(ready.model)
+    loss, size = recipe.make_loss(), len(train)
+    plan = lipdp.plan(
+        head, loss, dataset_size=size, batch_size=recipe.batch_for(size, size), delta=recipe.delta, epsilon=recipe.epsilon,
+        epochs=recipe.epochs, allocation=recipe.allocation, statistics_budget=recipe.statistics_budget,
+    )  # fmt: skip
+    optimizer = _optimizer(recipe, head, plan.sensitivity)
+    started = time.monotonic()
+    history = lipdp.fit(
+        head, loss, optimizer, plan, train, scheduler=_scheduler(recipe.schedule, optimizer, plan.steps), ema_decay=recipe.ema_decay,
+        seed=seed, device=device, evaluations=1,
+    )  # fmt: skip
+    seconds = time.monotonic() - started
+    accuracy = lipdp.evaluate(head, loss, test, device=device, batch_size=1024)["accuracy"]
+    return {
+        "accuracy": accuracy,
+        "spent": history.epsilon,
+        "delta": plan.delta,
+        "noise_multiplier": plan.noise_multiplier,
+        "steps": plan.steps,
+        "releases": [str(release) for release in plan.releases],
+        "private": history.private,
+        "head_seconds": round(seconds, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--commit", help="that holds the catalogue, where there is no git")
+    parser.add_argument("--log", type=Path, default=LOG)
+    arguments = parser.parse_args()
+    commit = arguments.commit or committed()
+    chosen = [recipes.get(name) for name in arguments.recipes]
+    arguments.log.parent.mkdir(parents=True, exist_ok=True)
+    kept: tuple[str, tuple[TensorDataset, TensorDataset]] | None = None
+    for recipe in chosen:
+        key = json.dumps([recipe.dataset, recipe.options["blocks"], recipe.options.get("straighten", False)])
+        started = time.monotonic()
+        if kept is None or kept[0] != key:
+            kept = None  # the memory first
+            kept = (key, features_of(recipe, arguments.device))
+        features_seconds = time.monotonic() - started
+        figures = []
+        for seed in arguments.seeds:
+            result = reading(recipe, *kept[1], seed, arguments.device)
+            figures.append(100 * float(str(result["accuracy"])))
+            record = {
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": commit,
+                "recipe": recipe.name,
+                "settings": hashlib.sha256(to_toml(recipe).encode()).hexdigest()[:16],
+                "dataset": recipe.dataset,
+                "epsilon": recipe.epsilon,
+                "seed": seed,
+                **result,
+                "features": kept[1][0].tensors[0][0].numel(),
+                "features_seconds": round(features_seconds, 1),
+                "device": torch.cuda.get_device_name() if "cuda" in arguments.device else "cpu",
+                "torch": torch.__version__,
+                "command": " ".join(["python", *sys.argv]),
+            }
+            with arguments.log.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+            print(f"{recipe.name} seed {seed}: {figures[-1]:.2f}%", flush=True)
+        spread = f" ± {statistics.stdev(figures):.2f}" if len(figures) > 1 else ""
+        print(f"{recipe.name}: {statistics.fmean(figures):.2f}{spread} over {len(figures)} seeds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
