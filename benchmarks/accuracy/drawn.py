@@ -41,7 +41,7 @@ def learned(network: str, weight: float, **more: Any) -> Block:
 
 
 def colour_sets() -> dict[str, dict[str, list[Block]]]:
-    """By family and name. Patches and scattering are those of cifar10-mixture-* and cifar10-large-*."""
+    """By family and name. Patches and scattering are those of cifar10-mixture-* and cifar10-large-*; two views: 32 and 48 pixels."""
     few = {"kind": "patches", "patch": 4, "grid": 4, "overlap": 2.5, "filters": 1000, "decorrelate": 0.3}
     many = {**few, "filters": 2000, "decorrelate": 0.1}
     plain = {"kind": "scattering", "J": 3, "flip": True, "orders": ORDERS, "weight": 1.0}
@@ -49,12 +49,16 @@ def colour_sets() -> dict[str, dict[str, list[Block]]]:
         {**plain, "J": 2, "shifts": CROSS, "weight": 0.8},
         {**plain, "J": 3, "shifts": CROSS, "weight": 0.6},
     ]
-    large = {f"large {w:g}": [few, plain, learned("large", w, shifts=CROSS)] for w in (1.0, 1.5, 2.2)}
-    large |= {f"large many {w:g}": [many, *moved, learned("large", w, shifts=CROSS)] for w in (1.5, 2.2)}
-    large["large alone"] = [learned("large", 1.0, shifts=CROSS)]
-    lean = {**few, "filters": 600}
-    small = {f"small {w:g}": [few, plain, learned("small", w)] for w in (1.0, 1.5)}
-    small |= {f"small lean {w:g}": [lean, plain, learned("small", w)] for w in (1.0, 1.5)}
+    # Compared first, on one tenth: large at 1, 1.5, 2.2; with `many` and `moved` at 1.5, 2.2; alone; small at 1, 1.5, with 600 filters.
+    near, far = (lambda w: learned("large", w, shifts=CROSS)), (lambda w: learned("large-48", w, shifts=CROSS))
+    large = {
+        "large 1.5": [few, plain, near(1.5)],
+        "large, two views": [few, plain, near(1.2), far(1.2)],
+        "large, two views, more": [few, plain, near(1.6), far(1.6)],
+        "large, two views, many": [many, *moved, near(1.2), far(1.2)],
+        "large and small": [few, plain, near(1.3), learned("small", 0.8, shifts=CROSS)],
+    }
+    small = {f"small {w:g}": [few, plain, learned("small", w)] for w in (0.7, 1.0)}
     return {"large": large, "small": small}
 
 
@@ -72,7 +76,7 @@ def grey_sets() -> dict[str, dict[str, list[Block]]]:
 
 def settings() -> list[Setting]:
     """Learning times around N·μ·κ for κ from 1 to 16, four clips, two averages, for every ε at once."""
-    times = {1.0: (1e4, 2e4, 4e4, 8e4), 3.0: (3e4, 6e4, 1.2e5, 2.4e5), 8.0: (1e5, 2e5, 4e5, 8e5, 1.6e6)}
+    times = {1.0: (1e4, 2e4, 4e4, 8e4), 3.0: (6e4, 1.2e5, 2.4e5, 4.8e5), 8.0: (1e5, 2e5, 4e5, 8e5, 1.6e6)}
     kinds = [(0.05, False), (0.1, False), (0.3, False), (0.3, True)]
     return [Setting(e, t, clip, ema=a, normalise=n) for e in EPSILONS for t in times[e] for clip, n in kinds for a in (0.9, 0.97)]
 

@@ -11,6 +11,7 @@ benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import statistics
@@ -28,7 +29,7 @@ from lipdp import data, recipes
 from lipdp.features import extract_features, split_front
 from lipdp.recipes import Recipe
 from lipdp.recipes.catalog import to_toml
-from lipdp.recipes.run import _optimizer, _scheduler
+from lipdp.recipes.run import _optimizer, _scheduler, _seeded_model
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "benchmarks/results/lockbox.jsonl"
@@ -45,20 +46,27 @@ def committed() -> str:
 
 def features_of(recipe: Recipe, device: str) -> tuple[TensorDataset, TensorDataset]:
     """What the fixed front makes of both parts of the dataset, where the heads are trained."""
-    train, test, _ = data.load(recipe.dataset, download=False)
-    front, _ = split_front(recipes.prepare(recipe).model)
-    return tuple(extract_features(front, part, device=device, keep=device) for part in (train, test))
+    train, test, info = data.load(recipe.dataset, download=False)
+    front, _ = split_front(_seeded_model(recipe, info, 0))
+    learn, judge = (extract_features(front, part, device=device, keep=device) for part in (train, test))
+    return learn, judge
 
 
-def reading(recipe: Recipe, train: TensorDataset, test: TensorDataset, seed: int, device: str) -> dict[str, object]:
-    """One head, trained with the recipe's budget and judged once."""
-    ready = recipes.prepare(recipe, seed=seed)
-    _, head = split_front(ready.model)
-    loss, size = recipe.make_loss(), len(train)
+def planned(recipe: Recipe, records: int) -> tuple[torch.nn.Module, lipdp.PrivacyPlan]:
+    """The head behind the fixed front, which starts at zero, and the plan of its training."""
+    _, head = split_front(_seeded_model(recipe, data.info(recipe.dataset), 0))
     plan = lipdp.plan(
-        head, loss, dataset_size=size, batch_size=recipe.batch_for(size, size), delta=recipe.delta, epsilon=recipe.epsilon,
-        epochs=recipe.epochs, allocation=recipe.allocation, statistics_budget=recipe.statistics_budget,
+        head, recipe.make_loss(), dataset_size=records, batch_size=recipe.batch_for(records, records), delta=recipe.delta,
+        epsilon=recipe.epsilon, epochs=recipe.epochs, allocation=recipe.allocation, statistics_budget=recipe.statistics_budget,
     )  # fmt: skip
+    return head, plan
+
+
+def reading(
+    recipe: Recipe, head: torch.nn.Module, plan: lipdp.PrivacyPlan, train: TensorDataset, test: TensorDataset, seed: int, device: str
+) -> dict[str, object]:
+    """One head, trained with the recipe's budget and judged once."""
+    loss = recipe.make_loss()
     optimizer = _optimizer(recipe, head, plan.sensitivity)
     started = time.monotonic()
     history = lipdp.fit(
@@ -98,9 +106,9 @@ def main() -> None:
             kept = None  # the memory first
             kept = (key, features_of(recipe, arguments.device))
         features_seconds = time.monotonic() - started
-        figures = []
+        figures, (head, plan) = [], planned(recipe, len(kept[1][0]))
         for seed in arguments.seeds:
-            result = reading(recipe, *kept[1], seed, arguments.device)
+            result = reading(recipe, copy.deepcopy(head), plan, *kept[1], seed, arguments.device)
             figures.append(100 * float(str(result["accuracy"])))
             record = {
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
