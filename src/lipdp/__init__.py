@@ -1,5 +1,7 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
+from typing import TYPE_CHECKING, Any
+
 from lipdp import (
     audit,
     bounds,
@@ -24,12 +26,18 @@ from lipdp.export import export
 from lipdp.saved import load, save_model
 from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan, suggest_optimizer
 
+if TYPE_CHECKING:
+    from lipdp import estimators
+    from lipdp.estimators import PrivateClassifier, PrivateRegressor
+
 __version__ = "0.1.0"
 
 __all__ = [
     "History",
     "PrivacyEngine",
     "PrivacyPlan",
+    "PrivateClassifier",
+    "PrivateRegressor",
     "attack",
     "audit",
     "bounds",
@@ -41,6 +49,7 @@ __all__ = [
     "data",
     "diagnose",
     "errors",
+    "estimators",
     "evaluate",
     "export",
     "features",
@@ -59,3 +68,20 @@ __all__ = [
     "suggest_optimizer",
     "training",
 ]
+
+# scikit-learn takes longer to import than all of lipdp: only when it is asked for.
+_LAZY = {"PrivateClassifier": "estimators", "PrivateRegressor": "estimators"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "estimators":
+        return import_module("lipdp.estimators")
+    if name in _LAZY:
+        return getattr(import_module(f"lipdp.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'lipdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

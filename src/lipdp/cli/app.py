@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, budget, certify, mechanism, pareto, show, sweep, train
+from lipdp.cli import account, audit, budget, certify, mechanism, pareto, report, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("pareto", epilog=pareto.EXAMPLE)(pareto.pareto)
+app.command("report", epilog=report.EXAMPLE)(report.report)
 app.command("certify", epilog=certify.EXAMPLE)(certify.certify)
 app.command("audit", epilog=audit.EXAMPLE)(audit.audit)
 app.command("plan", epilog=show.PLAN_EXAMPLE)(show.plan)

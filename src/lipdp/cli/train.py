@@ -79,7 +79,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=f"Folder to put {_PLAN}, {_HISTORY}, {_RESULT}, the weights ({_WEIGHTS}) and the model ({MODEL}) in.",
+            help=f"Folder to put {_PLAN}, {_HISTORY}, {_RESULT}, the weights ({_WEIGHTS}), the model ({MODEL}) and a report in.",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -145,7 +145,11 @@ def train(
     if audited is not None:
         report["audit"] = audited.to_dict()
     if output is not None:
-        report["files"] = _save(result, report, output)
+        again = _again(
+            chosen.name, epsilon, noise_multiplier, delta, epochs, batch_size, learning_rate, settings, validation_fraction
+        )
+        command = " ".join([again, *(["--reproducible SEED"] if reproducible is not None else []), *(["--audit"] if audit else [])])
+        report["files"] = _save(result, report, output, command, chosen, data, validation_fraction)
     if as_json:
         print_json(report)
         return
@@ -230,7 +234,61 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
     output.mkdir(parents=True, exist_ok=True)
 
 
-def _save(result: Result, report: dict[str, Any], folder: Path) -> list[str]:
+def _again(
+    recipe: str,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    delta: float | None,
+    epochs: float | None,
+    batch_size: int | None,
+    learning_rate: float | None,
+    settings: list[str] | None,
+    validation_fraction: float | None,
+) -> str:
+    """The command for such a run, with what decides it; without seeds and places."""
+    given = {
+        "--epsilon": epsilon,
+        "--noise-multiplier": noise_multiplier,
+        "--delta": delta,
+        "--epochs": epochs,
+        "--batch-size": batch_size,
+        "--learning-rate": learning_rate,
+        "--validation-fraction": validation_fraction,
+    }
+    words = [word for name, value in given.items() if value is not None for word in (name, f"{value:g}")]
+    changed = [word for setting in settings or () for word in ("--set", setting)]
+    return shlex.join(["lipdp", "train", recipe, *words, *changed])
+
+
+def _write_report(
+    result: Result, folder: Path, command: str, recipe: Recipe, root: Path | None, fraction: float | None
+) -> list[str]:
+    """What is published of a run: command, environment, evaluation, and both reports."""
+    from lipdp import data
+    from lipdp.report import About, evaluate_run, read_run, this_environment, write, write_about
+
+    learn, test, info = data.load(recipe.dataset, root=root)
+    judged = test if fraction is None else data.split(learn, fraction)[1]
+    predictor = result.model if recipe.views is None else data.TestTimeAverage(result.model, recipe.views)
+    device = str(next(result.model.parameters()).device)
+    about = About(
+        command=command,
+        environment=this_environment(device),
+        public=(f"the settings of the recipe {recipe.name}: {recipe.provenance}",) if recipe.provenance else (),
+        evaluation=evaluate_run(predictor, judged, info.class_names, part="test" if fraction is None else "validation"),
+    )
+    return [write_about(about, folder), *write([read_run(folder)], folder)]
+
+
+def _save(
+    result: Result,
+    report: dict[str, Any],
+    folder: Path,
+    command: str,
+    recipe: Recipe,
+    root: Path | None,
+    fraction: float | None,
+) -> list[str]:
     import torch
 
     from lipdp.saved import save_model
@@ -247,7 +305,7 @@ def _save(result: Result, report: dict[str, Any], folder: Path) -> list[str]:
     # Without the seed: results are published, seeds must not be.
     public = {name: value for name, value in report.items() if name != "seed"}
     (folder / _RESULT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
-    return written
+    return written + _write_report(result, folder, command, recipe, root, fraction)
 
 
 def _device(name: str) -> str:

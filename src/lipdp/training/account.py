@@ -27,7 +27,7 @@ from lipdp.privacy.costs import parts, to_key
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import gather
 
-__all__ = ["RunAccount", "RunRecord", "data_marks", "forget_runs", "record_run", "several_runs"]
+__all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
 
 
 class RunAccount:
@@ -200,6 +200,11 @@ def several_runs() -> Iterator[None]:
         yield
     finally:
         _expected -= 1
+
+
+def are_expected() -> bool:
+    """Whether this is inside :func:`several_runs`."""
+    return _expected > 0
 
 
 def forget_runs() -> None:

@@ -1,0 +1,44 @@
+"""The pages of docs/reference: every public name of every public package, for mkdocstrings to fill from the docstrings.
+
+python docs/make_reference.py            write docs/reference/*.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent / "reference"
+PACKAGES = (
+    "lipdp", "audit", "bounds", "clipping", "convert", "data", "diagnose", "errors", "estimators", "export", "features", "losses",
+    "mechanisms", "models", "nn", "parametrize", "privacy", "recipes", "report", "training",
+)  # fmt: skip
+
+
+def names(package: str) -> list[str]:
+    """The public functions, classes and values of a package; packages inside it have pages of their own."""
+    module = importlib.import_module("lipdp" if package == "lipdp" else f"lipdp.{package}")
+    return [name for name in sorted(module.__all__) if not inspect.ismodule(getattr(module, name))]
+
+
+def page(package: str) -> str:
+    """The page of one package."""
+    path = "lipdp" if package == "lipdp" else f"lipdp.{package}"
+    module = importlib.import_module(path)
+    first = (module.__doc__ or "").strip().splitlines()[0]
+    parts = [f"# {path}", "", first, ""]
+    for name in names(package):
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            parts += [f"::: {path}.{name}", ""]
+        elif isinstance(value, str | int | float | tuple | dict | types.UnionType) or "typing" in type(value).__module__:
+            parts += [f"## `{name}`", "", "A value or a type; see the source.", ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for own in PACKAGES:
+        (FOLDER / f"{own}.md").write_text(page(own), encoding="utf-8")

@@ -1,0 +1,23 @@
+"""Private estimators in scikit-learn's shape: rows in, a model with its (ε, δ) out.
+
+What is public of a table (ranges, categories) is declared with :class:`Numeric` and :class:`Categorical`; ``numeric`` and
+``categorical`` are the same under the names that read well in a schema.
+"""
+
+from lipdp.estimators.base import Choice, PrivateEstimator
+from lipdp.estimators.schema import Categorical, Numeric, Schema
+from lipdp.estimators.tables import PrivateClassifier, PrivateRegressor
+
+numeric, categorical = Numeric, Categorical
+
+__all__ = [
+    "Categorical",
+    "Choice",
+    "Numeric",
+    "PrivateClassifier",
+    "PrivateEstimator",
+    "PrivateRegressor",
+    "Schema",
+    "categorical",
+    "numeric",
+]

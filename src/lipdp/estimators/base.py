@@ -1,0 +1,186 @@
+"""What the estimators have in common: the budget, how a run is made from it, and the record of what was decided and why.
+
+An estimator is scikit-learn's shape around :func:`lipdp.plan` and :func:`lipdp.fit`. What it decides by itself (method, rates,
+steps) depends on
+public numbers only: how many records there are, how many columns and classes, ε and δ.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from torch.utils.data import TensorDataset
+
+from lipdp._checks import positive, probability
+from lipdp.errors import BudgetError, ConfigurationError
+from lipdp.privacy.budget import open_budget
+from lipdp.training import History, PrivacyPlan, fit
+from lipdp.training.account import several_runs
+from lipdp.training.history import NOT_PRIVATE
+
+__all__ = ["Choice", "PrivateEstimator", "default_delta"]
+
+_NEIGHBOURS = "adding or removing one row"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an estimator decided by itself, from public numbers.
+
+    Attributes:
+        method: the one that was taken.
+        why: in words.
+        settings: of the model and the run, by name.
+    """
+
+    method: str
+    why: str
+    settings: dict[str, Any]
+
+
+def default_delta(records: int) -> float:
+    """A power of ten, at most a tenth of 1/N and at most 1e-5."""
+    return min(1e-5, 10.0 ** -math.ceil(math.log10(10 * max(1, records))))
+
+
+class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
+    """The base of all private estimators. Subclasses define ``__init__`` (scikit-learn reads its signature) and ``fit``.
+
+    A subclass has the parameters ``epsilon``, ``delta``, ``random_state``, ``reproducible``, ``device`` and ``budget`` at least,
+    calls :meth:`_check_privacy`, :meth:`_check_account` and :func:`~lipdp.estimators.repeats.note_rows` before anything is
+    released, and :meth:`_train` to spend the plan. It sets ``choice_`` and ``public_``.
+
+    Attributes:
+        epsilon_: ε that was spent, all releases together.
+        delta_: δ of it.
+        plan_: the :class:`lipdp.PrivacyPlan` of the training.
+        history_: the :class:`lipdp.History` of the training.
+        model_: the trained network.
+        choice_: what was decided, and why.
+        public_: what was taken to be public, in words.
+        private_: False for a reproducible fit.
+    """
+
+    epsilon: float
+    delta: float | None
+    random_state: Any
+    reproducible: bool
+    device: Any
+    budget: Any
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = True  # the noise is secret
+        return tags
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "model_")
+
+    def _check_privacy(self, records: int) -> float:
+        """Check ε, δ and the seed before anything is released. Returns δ."""
+        positive("epsilon", self.epsilon)
+        if isinstance(self.random_state, bool) or not isinstance(
+            self.random_state, numbers.Integral | np.random.RandomState | np.random.Generator | None
+        ):
+            raise ConfigurationError(f"random_state is {self.random_state!r}: a whole number, a numpy generator, or None")
+        if self.reproducible and not isinstance(self.random_state, numbers.Integral):
+            raise ConfigurationError("reproducible=True draws everything from random_state: give it, as a whole number")
+        return default_delta(records) if self.delta is None else probability(self.delta)
+
+    def _check_account(self, costs: list[Any]) -> None:
+        """Refuse a fit whose whole cost the account can't pay, before a part of it is spent."""
+        account = open_budget(self.budget)
+        if account is not None and account.epsilon_with(costs) > account.epsilon:
+            raise BudgetError(
+                f"the budget {account.path} has {account.remaining:.4g} of its ε = {account.epsilon:g} left, and this fit needs "
+                f"{float(self.epsilon):g}: nothing was released. Ask for less, or for other data."
+            )
+
+    @property
+    def _account_path(self) -> str | None:
+        account = open_budget(self.budget)
+        return None if account is None else str(account.path)
+
+    def _seed(self) -> int:
+        """Of the initial weights, and of all else in a reproducible fit. Noise and samples do not follow from it."""
+        if self.random_state is None:
+            return int(torch.seed() % 2**63)
+        if isinstance(self.random_state, numbers.Integral):
+            return int(self.random_state) % 2**63
+        draw = self.random_state.randint if isinstance(self.random_state, np.random.RandomState) else self.random_state.integers
+        return int(draw(2**31 - 1))
+
+    def _train(
+        self,
+        model: torch.nn.Module,
+        loss: Any,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        plan: PrivacyPlan,
+        data: TensorDataset,
+        *,
+        seed: int,
+        released: float = 0.0,
+        **options: Any,
+    ) -> History:
+        """Spend the plan's ε on the model, and note all that was; ``released`` is the pure ε of what was released before.
+
+        Args:
+            model: trained in place.
+            loss: that the plan is for.
+            optimizer: of the model.
+            scheduler: of the optimiser.
+            plan: for what is left of ε.
+            data: (inputs, targets).
+            seed: from :meth:`_seed`.
+            released: ε of ranges and the like; pure releases add up with the rest.
+            options: other arguments of :func:`lipdp.fit`.
+        """
+        with several_runs():  # repeats are told by note_rows, which knows folds
+            history = fit(
+                model,
+                loss,
+                optimizer,
+                plan,
+                data,
+                scheduler=scheduler,
+                seed=seed,
+                reproducible=self.reproducible,
+                device=self.device,
+                budget=self.budget,
+                evaluations=1,
+                **options,
+            )
+        model.eval()
+        self.model_, self.plan_, self.history_ = model, plan, history
+        self.epsilon_, self.delta_, self.private_ = history.epsilon + released, plan.delta, history.private
+        self.released_ = released
+        return history
+
+    def report(self) -> str:
+        """What was promised, spent, chosen and taken to be public, as Markdown."""
+        from sklearn.utils.validation import check_is_fitted
+
+        check_is_fitted(self)
+        plan, choice = self.plan_, self.choice_
+        ranges = f" ({self.released_:.3g} of it for ranges of columns)" if self.released_ else ""
+        sources = sorted({group.source for group in plan.groups})
+        lines = [
+            f"# {type(self).__name__}",
+            "",
+            *([] if self.private_ else [f"**{NOT_PRIVATE}**", ""]),
+            f"- **Guarantee**: ε = {self.epsilon_:.4g}{ranges} at δ = {self.delta_:g}, for {_NEIGHBOURS}; "
+            f"{plan.accountant.upper()} "
+            f"accounting of {plan.steps} steps at sampling rate {plan.sampling_rate:.3g}, noise multiplier "
+            f"{plan.noise_multiplier:.4g}.",
+            f"- **Method**: {choice.method}: {choice.why}. Sensitivities are {' and '.join(sources)}.",
+            *(f"- **Taken to be public**: {fact}." for fact in self.public_),
+            "- **Not covered**: the test rows, what was done to the table before it came here, other fits on the same rows.",
+        ]
+        return "\n".join(lines) + "\n"

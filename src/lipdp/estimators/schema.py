@@ -1,0 +1,231 @@
+"""What is public about a table: ranges of numbers, categories, and the rows of bounded numbers that they make of it.
+
+A range or a list of categories that was read off the private rows would be a release that nobody paid for. So both are declared
+here, or found privately (:mod:`lipdp.estimators.ranges`). Each row is encoded by itself: a number becomes 2(x − low)/(high − low)
+− 1, clipped to [−1, 1]; a category a block with a 1. So an encoded row of k columns has norm at most √k, whatever stands in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lipdp._checks import is_number
+from lipdp.errors import ConfigurationError, DataError
+
+__all__ = ["Categorical", "Column", "Numeric", "Schema", "columns_of", "read_schema"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """A column of numbers with a *public* range; what lies outside counts as its end.
+
+    Args:
+        low: least value that is told apart.
+        high: largest one.
+        missing: whether values may be missing (NaN, None): they get an indicator of their own. Otherwise one is an error.
+    """
+
+    low: float
+    high: float
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.low) and is_number(self.high) and self.low <= self.high):
+            raise ConfigurationError(
+                f"a numeric column has a public range, two finite numbers, the lower one first; not ({self.low!r}, {self.high!r})"
+            )
+
+    @property
+    def width(self) -> int:
+        """How many numbers it becomes."""
+        return 1 + self.missing
+
+    def encode(self, name: str, values: Any) -> Floats:
+        """(rows, width), every row of norm at most 1."""
+        numbers = _numbers(name, values)
+        absent = ~np.isfinite(numbers)
+        if absent.any() and not self.missing:
+            kind = "a missing value (NaN)" if np.isnan(numbers).any() else "an infinity"
+            raise DataError(
+                f"column {name!r} has {kind}. Declare it with lipdp.estimators.numeric(low, high, missing=True), or repair "
+                "such rows"
+            )
+        half = (self.high - self.low) / 2
+        middle = self.low + half
+        with np.errstate(invalid="ignore", over="ignore"):
+            scaled = np.clip((numbers - middle) / half, -1, 1) if half > 0 else np.zeros_like(numbers)
+        scaled = np.where(absent, 0.0, scaled)
+        return np.stack([scaled, absent], axis=1) if self.missing else scaled[:, None]
+
+
+@dataclass(frozen=True, init=False)
+class Categorical:
+    """A column of categories from a *public* list.
+
+    Args:
+        values: the categories, each once.
+        other: whether other values (and missing ones) may occur: they share one category more. Otherwise one is an error.
+    """
+
+    values: tuple[Hashable, ...]
+    other: bool = False
+
+    def __init__(self, values: Sequence[Hashable], other: bool = False) -> None:
+        if isinstance(values, str) or not hasattr(values, "__iter__"):
+            raise ConfigurationError(f"the categories of a column are a list of values, not {values!r}")
+        listed = tuple(value.item() if isinstance(value, np.generic) else value for value in values)
+        if not listed or len(set(listed)) < len(listed):
+            raise ConfigurationError(f"the categories of a column are a list of different values, at least one, not {listed!r}")
+        object.__setattr__(self, "values", listed)
+        object.__setattr__(self, "other", bool(other))
+
+    @property
+    def width(self) -> int:
+        """How many numbers it becomes."""
+        return len(self.values) + self.other
+
+    def encode(self, name: str, values: Any) -> Floats:
+        """(rows, width): a 1 where the category is."""
+        places = {value: place for place, value in enumerate(self.values)}
+        codes = np.array([_place(places, value) for value in np.asarray(values, dtype=object).tolist()], dtype=np.int64)
+        if not self.other and (codes < 0).any():
+            raise DataError(
+                f"column {name!r} has values that are not among its {len(self.values)} declared categories. Declare them all, "
+                "or take "
+                "lipdp.estimators.categorical([…], other=True), which gives the rest one category of their own"
+            )
+        codes = np.where(codes < 0, len(self.values), codes)
+        return np.eye(self.width)[codes]
+
+
+def _place(places: Mapping[Hashable, int], value: Any) -> int:
+    try:
+        return places.get(value, -1)
+    except TypeError:  # a list, say: no category
+        return -1
+
+
+Column = Numeric | Categorical
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a table in their order, all of them known.
+
+    Attributes:
+        names: of the columns.
+        columns: what is public about each.
+    """
+
+    names: tuple[Hashable, ...]
+    columns: tuple[Column, ...]
+
+    @property
+    def width(self) -> int:
+        """Numbers of an encoded row."""
+        return sum(column.width for column in self.columns)
+
+    @property
+    def radius(self) -> float:
+        """Bound on the norm of an encoded row: each column's part has norm 1 at most."""
+        return math.sqrt(len(self.columns))
+
+    def encode(self, table: Mapping[Hashable, Any]) -> npt.NDArray[np.float32]:
+        """(rows, width) from the columns of a table by name; extra columns are left out."""
+        absent = [name for name in self.names if name not in table]
+        if absent:
+            raise DataError(f"the table has no column {', '.join(map(repr, absent[:5]))}; it was declared, or fitted, with one")
+        parts = [column.encode(str(name), table[name]) for name, column in zip(self.names, self.columns, strict=True)]
+        return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+def read_schema(given: Any, names: Sequence[Hashable]) -> dict[Hashable, Column]:
+    """What the user declared, by column: one for all of them, a list in their order, or a mapping; none: nothing is known."""
+    if given is None:
+        return {}
+    if isinstance(given, Numeric | Categorical):
+        return dict.fromkeys(names, given)
+    if isinstance(given, Mapping):
+        unknown = [name for name in given if name not in set(names)]
+        if unknown:
+            raise ConfigurationError(
+                f"the schema declares {', '.join(map(repr, unknown[:5]))}, which the table does not have; its columns are "
+                f"{', '.join(map(repr, list(names)[:8]))}{'…' if len(names) > 8 else ''}"
+            )
+        declared = dict(given)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != len(names):
+            raise ConfigurationError(f"the schema lists {len(given)} columns and the table has {len(names)}: give one for each")
+        declared = dict(zip(names, given, strict=True))
+    else:
+        raise ConfigurationError(f"schema is a {type(given).__name__}: give a mapping from columns to what is public about them")
+    return {name: _column(name, value) for name, value in declared.items() if value is not None}
+
+
+def _column(name: Hashable, value: Any) -> Column:
+    """One declaration; a pair of numbers is short for a numeric column, a list for a categorical one."""
+    if isinstance(value, Numeric | Categorical):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, Real) for end in value):
+        return Numeric(*value)
+    if isinstance(value, list):
+        return Categorical(value)
+    raise ConfigurationError(
+        f"the schema says {value!r} of column {name!r}: take lipdp.estimators.numeric(low, high) or "
+        "lipdp.estimators.categorical([…]), or (low, high) or [categories] for short"
+    )
+
+
+def is_frame(table: Any) -> bool:
+    """Whether it is a DataFrame, of pandas or the like; pandas itself is not needed to tell."""
+    return hasattr(table, "columns") and hasattr(table, "dtypes") and hasattr(table, "iloc")
+
+
+def columns_of(table: Any) -> dict[Hashable, Any]:
+    """The columns of a DataFrame by name, or of an array (rows, columns) by number."""
+    if is_frame(table):
+        if len(set(table.columns)) < len(table.columns):
+            raise DataError("two columns of the table have the same name: rename one, so that a schema can tell them apart")
+        return {name: table[name] for name in table.columns}
+    return {number: table[:, number] for number in range(table.shape[1])}
+
+
+def _numbers(name: str, values: Any) -> Floats:
+    """A column as float64; missing ones are NaN. Texts that are no numbers, dates and objects are refused by name."""
+    kind = getattr(values, "dtype", None)
+    if getattr(kind, "kind", "") in ("m", "M"):
+        raise DataError(
+            f"column {name!r} holds dates or durations: make numbers of them first, by a rule that does not look at the data (days "
+            "since a fixed date, say)"
+        )
+    try:
+        if hasattr(values, "to_numpy") and kind is not None and not isinstance(kind, np.dtype):
+            return np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan), dtype=np.float64)
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"column {name!r} is declared numeric and holds something that is no number ({error}). Declare it with "
+            "lipdp.estimators.categorical([…]), or repair it"
+        ) from error
+
+
+def is_boolean(values: Any) -> bool:
+    """Whether a column's *type* says that there are two values: its range is public then."""
+    return str(getattr(values, "dtype", "")) in ("bool", "boolean")
+
+
+def is_numeric(values: Any) -> bool:
+    """Whether a column's type is one of numbers; texts, objects, dates and categories are not."""
+    kind = getattr(values, "dtype", None)
+    if isinstance(kind, np.dtype):
+        return kind.kind in "biuf"
+    return str(kind).rstrip("0123456789").lower() in ("int", "uint", "float", "boolean")

@@ -1,0 +1,424 @@
+"""Private estimators for tables: :class:`PrivateClassifier` and :class:`PrivateRegressor`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_feature_names, _check_n_features, check_array, check_is_fitted, column_or_1d
+from torch.utils.data import TensorDataset
+
+from lipdp import losses
+from lipdp._checks import is_number
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.estimators.base import PrivateEstimator
+from lipdp.estimators.methods import choose_method, make_model, make_optimizer
+from lipdp.estimators.ranges import private_ranges
+from lipdp.estimators.repeats import note_rows
+from lipdp.estimators.schema import Column, Numeric, Schema, columns_of, is_boolean, is_frame, is_numeric, read_schema
+from lipdp.privacy import Adjacency, Pure
+from lipdp.training import PrivacyPlan, plan
+
+__all__ = ["PrivateClassifier", "PrivateRegressor"]
+
+_ADJACENCY: Adjacency = "add_remove"
+_TARGET = "the target y"
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All that is decided before anything is released; ``spent`` is the pure ε that ranges will cost."""
+
+    model: torch.nn.Module
+    loss: losses.Loss
+    plan: PrivacyPlan
+    seed: int
+    spent: float
+
+
+class _PrivateTable(PrivateEstimator):
+    """What both have in common: rows by a public schema, ranges that are paid for where there is none, a bounded head."""
+
+    schema: Any
+    method: str
+    ranges_share: float
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.string = tags.input_tags.categorical = True
+        return tags
+
+    def _read(self, table: Any, *, first: bool) -> tuple[dict[Hashable, Any], Any]:
+        """The columns by name, and the raw rows; scikit-learn's checks of names and numbers of columns are made on the way."""
+        if not is_frame(table):
+            # With a schema, texts may be categories, and missing values are looked at column by column.
+            texts = self.schema is not None and np.asarray(table).dtype.kind in "OUS"
+            table = check_array(
+                table, dtype=None if texts else "numeric", ensure_all_finite=self.schema is None, estimator=self, input_name="X"
+            )
+        elif len(table) == 0 or len(table.columns) == 0:
+            raise DataError(f"the table has shape {tuple(table.shape)}: there is nothing to learn from")
+        _check_feature_names(self, table, reset=first)
+        _check_n_features(self, table, reset=first)
+        return columns_of(table), table
+
+    def _schema(self, columns: dict[Hashable, Any]) -> tuple[dict[Hashable, Column], list[Hashable]]:
+        """What is known of the columns, and those whose range has to be found. All that is wrong with either is said now."""
+        known = read_schema(self.schema, list(columns))
+        known |= {name: Numeric(0, 1) for name, values in columns.items() if name not in known and is_boolean(values)}
+        for name, column in known.items():
+            column.encode(str(name), columns[name])
+        unknown = [name for name in columns if name not in known]
+        texts = [name for name in unknown if not is_numeric(columns[name])]
+        if texts:
+            raise DataError(
+                f"column{'s' if len(texts) > 1 else ''} {', '.join(map(repr, texts[:5]))}{'…' if len(texts) > 5 else ''} hold "
+                "no numbers, "
+                "and the categories that occur in private rows are private too. Declare those that may occur: "
+                f"schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; for dates and numbers in texts, make numbers "
+                "of them first"
+            )
+        for name in unknown:
+            Numeric(0, 1).encode(str(name), columns[name])  # missing values are an error before anything is spent
+        return known, unknown
+
+    def _prepare(
+        self, rows: Any, columns: dict[Hashable, Any], known: dict[Hashable, Column], outputs: int, loss: losses.Loss, *, found: int
+    ) -> _Ready:
+        """Model, loss and plan from public numbers; what is wrong with them, or too much for the account, is said before anything
+        is spent.
+
+        ``found`` is how many ranges will be found privately; a range changes neither the model nor its bounds.
+        """
+        if not (is_number(self.ranges_share) and 0 < self.ranges_share < 1):
+            raise ConfigurationError(f"ranges_share is {self.ranges_share!r}: a share of ε between 0 and 1, e.g. 0.2")
+        delta = self._check_privacy(len(rows))
+        spent = float(self.ranges_share) * float(self.epsilon) if found else 0.0
+        left = float(self.epsilon) - spent
+        self.choice_ = choose_method(self.method, records=len(rows), outputs=outputs, epsilon=left)
+        shape = Schema(tuple(columns), tuple(known.get(name, Numeric(0, 1)) for name in columns))
+        seed = self._seed()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = make_model(self.choice_, shape, outputs)
+        decided = self._plan(model, loss, len(rows), left, delta)
+        self._check_account([*([Pure(spent, _ADJACENCY)] if spent else []), decided.run])
+        note_rows(rows, float(self.epsilon), delta, self._account_path)
+        return _Ready(model, loss, decided, seed, spent)
+
+    def _plan(self, model: torch.nn.Module, loss: losses.Loss, records: int, epsilon: float, delta: float) -> PrivacyPlan:
+        clips = self.choice_.method == "clipping"
+        return plan(
+            model,
+            loss,
+            dataset_size=records,
+            batch_size=records,
+            epsilon=epsilon,
+            delta=delta,
+            steps=self.choice_.settings["steps"],
+            method="bookkeeping" if clips else "clipless",
+            max_grad_norm=self.choice_.settings["clip"] if clips else None,
+            adjacency=_ADJACENCY,
+        )
+
+    def _ranges(self, values: dict[Hashable, Any], ready: _Ready) -> dict[Any, Numeric]:
+        """Ranges of columns that have none, for the ε that is set aside for them."""
+        columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
+        return private_ranges(
+            columns,
+            ready.spent,
+            adjacency=_ADJACENCY,
+            budget=self.budget,
+            size=ready.plan.dataset_size,
+            seed=ready.seed if self.reproducible else None,
+        )
+
+    def _run(self, ready: _Ready, columns: dict[Hashable, Any], targets: npt.NDArray[Any]) -> None:
+        """Train the head for ``targets`` (numbers of classes, or scaled values)."""
+        optimizer, scheduler = make_optimizer(self.choice_, ready.model, ready.plan)
+        data = TensorDataset(torch.from_numpy(self.schema_.encode(columns)), torch.from_numpy(targets))
+        self._train(
+            ready.model,
+            ready.loss,
+            optimizer,
+            scheduler,
+            ready.plan,
+            data,
+            seed=ready.seed,
+            released=ready.spent,
+            settle=self.choice_.method in ("linear", "kernel"),
+        )
+
+    def _outputs(self, table: Any) -> npt.NDArray[np.float64]:
+        """The network's outputs for rows of the same table."""
+        check_is_fitted(self)
+        columns, _ = self._read(table, first=False)
+        rows = torch.from_numpy(self.schema_.encode(columns))
+        place = next(self.model_.parameters()).device
+        with torch.no_grad():
+            parts = [self.model_(part.to(place)).cpu().double() for part in torch.split(rows, 8192)]
+        result: npt.NDArray[np.float64] = torch.cat(parts).numpy()
+        return result
+
+
+class PrivateClassifier(ClassifierMixin, _PrivateTable):  # type: ignore[misc]
+    """A private classifier for tables: arrays and DataFrames of numbers and categories. scikit-learn's shape.
+
+    Ranges and categories are declared (``schema=``), or ranges are found privately and paid for from ``ranges_share`` of ε.
+    Nothing else is read off the rows but what the plan pays for. The method follows from N, ε and the number of classes, all of
+    them public: ``choice_`` and ``report()`` say what was chosen and why.
+
+    Args:
+        epsilon: ε of the whole fit.
+        delta: δ; by default a power of ten, at most 1/(10·N) and 1e-5.
+        schema: what is public of the columns: a mapping from column names (numbers, for arrays) to
+            :class:`~lipdp.estimators.Numeric` or :class:`~lipdp.estimators.Categorical` (for short: ``(low, high)``,
+            ``[categories]``); a list of them; or one for all.
+        classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
+        method: "linear" (a line on the scaled columns), "kernel" (on fixed random features of them), "network" (a hidden layer
+            between boundaries), "clipping" (the same, without boundaries, every record's gradient clipped); "auto" chooses.
+        ranges_share: share of ε for ranges, where some column has none.
+        random_state: of the initial weights. Noise does not follow from it.
+        reproducible: draw the noise from ``random_state`` too: repeatable, and *not private*.
+        device: where to compute.
+        budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file.
+
+    Attributes:
+        classes_: the labels.
+        schema_: the columns, with ranges found for those that had none.
+        epsilon_: what was spent, at ``delta_``.
+        plan_: of the training.
+        history_: of the training.
+        model_: the network.
+        choice_: the method, and why.
+        public_: what was taken to be public.
+        private_: False for a reproducible fit.
+
+    Example:
+        >>> import lipdp, numpy as np
+        >>> x = np.random.default_rng(0).uniform(0, 10, (500, 2)); y = np.where(x[:, 0] > x[:, 1], "yes", "no")
+        >>> model = lipdp.PrivateClassifier(epsilon=2.0, schema=lipdp.estimators.Numeric(0, 10)).fit(x, y)
+        >>> model.epsilon_ <= 2.0, model.score(x, y) > 0.8
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        *,
+        delta: float | None = None,
+        schema: Any = None,
+        classes: Any = None,
+        method: str = "auto",
+        ranges_share: float = 0.2,
+        random_state: Any = None,
+        reproducible: bool = False,
+        device: Any = None,
+        budget: Any = None,
+    ) -> None:
+        self.epsilon, self.delta, self.schema, self.classes, self.method = epsilon, delta, schema, classes, method
+        self.ranges_share, self.random_state, self.reproducible, self.device = ranges_share, random_state, reproducible, device
+        self.budget = budget
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.poor_score = True  # on the few rows of its own checks, noise is what is left
+        return tags
+
+    def fit(self, X: Any, y: Any) -> PrivateClassifier:
+        """Train privately.
+
+        Args:
+            X: the rows: an array or a DataFrame.
+            y: a label for each.
+        """
+        columns, rows = self._read(X, first=True)
+        labels, codes = self._labels(y, len(rows))
+        known, unknown = self._schema(columns)
+        ready = self._prepare(rows, columns, known, len(labels), losses.Squares(), found=len(unknown))
+        ranges = self._ranges({name: columns[name] for name in unknown}, ready)
+        self.classes_ = labels
+        self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
+        declared = "as declared" if self.classes is not None else "as they occur in y: nobody declared them"
+        self.public_ = (*_public_facts(len(codes), len(known)), f"the {len(labels)} classes, {declared}")
+        self._run(ready, columns, codes)
+        return self
+
+    def _labels(self, y: Any, rows: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """The classes, sorted, and the number of each row's."""
+        if y is None:
+            raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a label for each row")
+        given = column_or_1d(y, warn=True)
+        check_classification_targets(given)
+        _check_lengths(rows, given)
+        if self.classes is None:
+            labels, codes = np.unique(given, return_inverse=True)
+            if len(labels) < 2:
+                raise DataError(
+                    f"y has one class only, {labels[0]!r}: there is nothing to tell apart. Declare the classes that may "
+                    "occur, classes=[…], if "
+                    "there are others"
+                )
+            return labels, codes.astype(np.int64)
+        labels = np.unique(np.asarray(self.classes))
+        if len(labels) < 2 or len(labels) < len(np.asarray(self.classes)):
+            raise ConfigurationError(f"classes is {self.classes!r}: at least two different labels")
+        codes = np.searchsorted(labels, given)
+        if (labels[np.minimum(codes, len(labels) - 1)] != given).any():
+            raise DataError(f"y has labels that are not among the {len(labels)} declared classes. Declare all that may occur")
+        return labels, codes.astype(np.int64)
+
+    def decision_function(self, X: Any) -> npt.NDArray[np.float64]:
+        """How much each row looks like each class, (rows, classes); for two classes how much more like the second, (rows,).
+
+        Args:
+            X: rows of the same columns.
+        """
+        outputs = self._outputs(X)
+        return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
+
+    def predict_proba(self, X: Any) -> npt.NDArray[np.float64]:
+        """(rows, classes): the outputs, which are fitted to the indicators of the classes, made non-negative with sum 1.
+
+        Args:
+            X: rows of the same columns.
+        """
+        outputs = self._outputs(X)
+        shares = np.maximum(outputs + 1 / outputs.shape[1], 1e-6)
+        return np.asarray(shares / shares.sum(axis=1, keepdims=True), dtype=np.float64)
+
+    def predict(self, X: Any) -> npt.NDArray[Any]:
+        """The class of each row.
+
+        Args:
+            X: rows of the same columns.
+        """
+        outputs = self._outputs(X)
+        return np.asarray(self.classes_[outputs.argmax(axis=1)])
+
+
+class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
+    """A private regressor for tables: arrays and DataFrames of numbers and categories. scikit-learn's shape.
+
+    As :class:`PrivateClassifier`, for one number for each row. Its range is declared, ``target=(low, high)``, or found privately
+    and paid for as the columns' are; values beyond it count as its ends, and predictions lie in it.
+
+    Args:
+        epsilon: ε of the whole fit.
+        delta: δ; by default a power of ten, at most 1/(10·N) and 1e-5.
+        schema: what is public of the columns, see :class:`PrivateClassifier`.
+        target: (low, high), the public range of ``y``.
+        method: see :class:`PrivateClassifier`.
+        ranges_share: share of ε for ranges, where some column or ``y`` has none.
+        random_state: of the initial weights. Noise does not follow from it.
+        reproducible: draw the noise from ``random_state`` too: repeatable, and *not private*.
+        device: where to compute.
+        budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file.
+
+    Attributes:
+        target_: the range of ``y``.
+        schema_: the columns, with ranges found for those that had none.
+        epsilon_: what was spent, at ``delta_``.
+        plan_: of the training.
+        history_: of the training.
+        model_: the network.
+        choice_: the method, and why.
+        public_: what was taken to be public.
+        private_: False for a reproducible fit.
+
+    Example:
+        >>> import lipdp, numpy as np
+        >>> x = np.random.default_rng(0).uniform(0, 10, (2000, 2)); y = x[:, 0] - x[:, 1]
+        >>> model = lipdp.PrivateRegressor(epsilon=2.0, schema=lipdp.estimators.Numeric(0, 10), target=(-10, 10)).fit(x, y)
+        >>> model.score(x, y) > 0.8
+        True
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        *,
+        delta: float | None = None,
+        schema: Any = None,
+        target: tuple[float, float] | None = None,
+        method: str = "auto",
+        ranges_share: float = 0.2,
+        random_state: Any = None,
+        reproducible: bool = False,
+        device: Any = None,
+        budget: Any = None,
+    ) -> None:
+        self.epsilon, self.delta, self.schema, self.target, self.method = epsilon, delta, schema, target, method
+        self.ranges_share, self.random_state, self.reproducible, self.device = ranges_share, random_state, reproducible, device
+        self.budget = budget
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True  # on the few rows of its own checks, noise is what is left
+        return tags
+
+    def fit(self, X: Any, y: Any) -> PrivateRegressor:
+        """Train privately.
+
+        Args:
+            X: the rows: an array or a DataFrame.
+            y: a number for each.
+        """
+        columns, rows = self._read(X, first=True)
+        values = self._values(y, len(rows))
+        known, unknown = self._schema(columns)
+        given = None if self.target is None else _target(self.target)
+        without = {name: columns[name] for name in unknown} | ({} if given is not None else {_TARGET: values})
+        ready = self._prepare(rows, columns, known, 1, losses.Huber(delta=1.0), found=len(without))
+        ranges = self._ranges(without, ready)
+        self.target_ = given or ranges.pop(_TARGET)
+        self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
+        self.public_ = (
+            *_public_facts(len(values), len(known)),
+            *([] if given is None else [f"the range of y, {given.low:g} to {given.high:g}, as declared"]),
+        )
+        self._run(ready, columns, self.target_.encode("y", values).astype(np.float32))
+        return self
+
+    def _values(self, y: Any, rows: int) -> npt.NDArray[np.float64]:
+        if y is None:
+            raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a number for each row")
+        given = column_or_1d(y, warn=True)
+        _check_lengths(rows, given)
+        values = check_array(given, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
+        return np.asarray(values, dtype=np.float64)
+
+    def predict(self, X: Any) -> npt.NDArray[np.float64]:
+        """A number for each row, within the range.
+
+        Args:
+            X: rows of the same columns.
+        """
+        outputs = np.clip(self._outputs(X)[:, 0], -1, 1)
+        low, high = self.target_.low, self.target_.high
+        return np.asarray(low + (outputs + 1) / 2 * (high - low), dtype=np.float64)
+
+
+def _target(given: Any) -> Numeric:
+    """The declared range of the target."""
+    if isinstance(given, Numeric):
+        return given
+    if not (isinstance(given, tuple | list) and len(given) == 2):
+        raise ConfigurationError(f"target is {given!r}: the public range of y, (low, high)")
+    return Numeric(*given)
+
+
+def _check_lengths(rows: int, targets: npt.NDArray[Any]) -> None:
+    if len(targets) != rows:
+        raise DataError(f"X has {rows} rows and y has {len(targets)}: Found input variables with inconsistent numbers of samples")
+
+
+def _public_facts(records: int, declared: int) -> list[str]:
+    known = [f"ranges or categories of {declared} column{'s' if declared > 1 else ''}, as declared"] if declared else []
+    return [f"the number of rows, {records}", *known]

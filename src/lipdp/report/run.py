@@ -1,0 +1,158 @@
+"""A run as its folder tells it. Every file is read field by field; what can be derived is derived again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipdp.errors import ConfigurationError, LipdpError
+from lipdp.fields import parse_json, read
+from lipdp.privacy.ledger import Ledger
+from lipdp.report.evaluation import Evaluation
+from lipdp.training import History, PrivacyPlan
+
+__all__ = ["ABOUT", "About", "RunRecord", "read_run", "this_environment", "write_about"]
+
+ABOUT = "about.json"
+_PLAN, _HISTORY, _RESULT = "plan.json", "history.json", "result.json"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a report says of a run beside its figures.
+
+    Attributes:
+        command: how to do such a run again; without seeds, which are nobody's business.
+        environment: versions and machine.
+        public: what was declared public, in words.
+        evaluation: on records outside the guarantee.
+    """
+
+    command: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    public: tuple[str, ...] = ()
+    evaluation: Evaluation | None = None
+
+
+def this_environment(device: str = "cpu") -> dict[str, str]:
+    """Versions and machine, as far as results may depend on them."""
+    from lipdp import __version__
+
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return {
+        "lipdp": __version__,
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": where,
+    }
+
+
+def write_about(about: About, folder: Path) -> str:
+    """Put it into a run's folder; returns the file's name."""
+    (folder / ABOUT).write_text(json.dumps(dataclasses.asdict(about), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return ABOUT
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, read from its folder.
+
+    Attributes:
+        name: of the folder.
+        plan: what was decided.
+        history: what happened.
+        result: the figures that ``train`` wrote, as plain data.
+        about: command, environment, evaluation.
+        epsilon: of the steps that were taken, by the accountant from the plan: no file is asked.
+        contradictions: where files say other things than follow from the plan.
+    """
+
+    name: str
+    plan: PrivacyPlan
+    history: History
+    result: dict[str, Any]
+    about: About
+    epsilon: float
+    contradictions: tuple[str, ...]
+
+    @property
+    def private(self) -> bool:
+        """Whether nobody knows the noise."""
+        return self.history.private and self.result.get("private") is not False
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken."""
+        return int(self.history.last.get("step", 0))
+
+    def figure(self, name: str) -> float | None:
+        """A number of the result; ``None`` where there is none."""
+        value = self.result.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """The run in a folder of ``lipdp train --output``.
+
+    Args:
+        folder: its path.
+    """
+    place = Path(folder)
+    missing = [name for name in (_PLAN, _HISTORY, _RESULT) if not (place / name).is_file()]
+    if missing:
+        raise ConfigurationError(
+            f"'{place}' is no folder of a run: it has no {', '.join(missing)}. Give one that `lipdp train … --output FOLDER` "
+            "has filled."
+        )
+    try:
+        plan = PrivacyPlan.from_json(_text(place / _PLAN))
+        history = History.from_state(parse_json(_text(place / _HISTORY), "the history", constants=True))
+        result = read(dict[str, Any], parse_json(_text(place / _RESULT), "the result", constants=True), "the result")
+        own = place / ABOUT
+        about = read(About, parse_json(_text(own), "about the run"), "about the run") if own.is_file() else About()
+    except LipdpError as error:
+        raise ConfigurationError(f"'{place}' can't be read as a run: {error}") from error
+    steps = min(int(history.last.get("step", 0)), plan.steps)
+    releases = [release.name for release in plan.releases] if steps else []
+    ledger = Ledger(plan.run, plan.delta, math.inf, plan.accountant, plan.adjacency, steps, releases)
+    # Of what was released, not of the plan's own figure: ∞ stands for a plan that is not asked.
+    epsilon = dataclasses.replace(ledger, planned_epsilon=math.inf).epsilon if steps < plan.steps else _cost(plan)
+    return RunRecord(
+        place.resolve().name, plan, history, result, about, epsilon, tuple(_contradictions(plan, history, result, epsilon))
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"'{path}' is no text in UTF-8") from error
+
+
+def _cost(plan: PrivacyPlan) -> float:
+    from lipdp.privacy import run_epsilon
+
+    return run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
+
+
+def _contradictions(plan: PrivacyPlan, history: History, result: dict[str, Any], epsilon: float) -> list[str]:
+    """What the files say less of than the accountant does."""
+    said = {"result.json": result.get("epsilon"), "history.json": history.epsilon}
+    found = [
+        f"{file} says ε = {value:.4g}, but the steps that were taken cost {epsilon:.4g}"
+        for file, value in said.items()
+        if isinstance(value, int | float) and value < epsilon * (1 - 1e-6)
+    ]
+    if result.get("delta") not in (None, plan.delta):
+        found.append(f"result.json says δ = {result['delta']}, the plan {plan.delta:g}")
+    if history.last.get("step", 0) > plan.steps:
+        found.append(f"history.json has {history.last['step']:g} steps, and the plan pays for {plan.steps}")
+    return found

@@ -1,0 +1,141 @@
+"""The sentences of a report: what is promised, what was taken to be public, what is not covered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from decimal import ROUND_CEILING, Decimal
+
+from lipdp.report.run import RunRecord
+from lipdp.training import PrivacyPlan
+from lipdp.training.history import NOT_PRIVATE
+
+__all__ = ["declared_public", "guarantee", "not_covered", "promises", "statement", "together", "upwards"]
+
+_NEIGHBOURS = {"add_remove": "adding or removing one record", "replace_one": "replacing one record by any other"}
+_SAMPLING = {
+    "poisson": "Poisson: each record independently",
+    "truncated_poisson": "Poisson, cut to a largest batch",
+    "fixed_size": "batches of a fixed size, without replacement",
+}
+
+
+def upwards(value: float, digits: int = 4) -> str:
+    """A number to so many significant digits, rounded up: a guarantee must not look better than it is."""
+    if value == 0 or value != value or value in (float("inf"), float("-inf")):
+        return "∞" if value == float("inf") else f"{value:g}"
+    exact = Decimal(f"{value:.12g}")
+    step = Decimal(1).scaleb(exact.adjusted() - digits + 1)
+    return f"{exact.quantize(step, rounding=ROUND_CEILING).normalize():f}"
+
+
+def guarantee(run: RunRecord) -> str:
+    """(ε, δ) of what was really done."""
+    return f"ε = {upwards(run.epsilon)}, δ = {run.plan.delta:g}"
+
+
+def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """What is promised, and under which description of the run."""
+    plan = run.plan
+    yield "guarantee", guarantee(run) if run.private else f"none: {NOT_PRIVATE}"
+    yield "neighbouring datasets", _NEIGHBOURS[plan.adjacency]
+    yield "accountant", f"{plan.accountant.upper()} of dp-accounting, an upper bound"
+    yield (
+        "sampling",
+        f"{_SAMPLING[plan.sampling]}, rate {plan.sampling_rate:.4g} ({plan.batch_size:,} of {plan.dataset_size:,} expected)",
+    )
+    yield "steps", f"{run.steps:,} of {plan.steps:,} planned"
+    yield "noise", f"multiplier {plan.noise_multiplier:.4g}, {plan.allocation} allocation; exact Gaussian noise on a public grid"
+    yield "method", f"{plan.method}: sensitivities {_sources(plan)}"
+    for release in plan.releases:
+        yield f"released beside the steps: {release.name}", f"{release.kind}, {release.amount:.4g}; in the same ε"
+    budget = run.result.get("budget")
+    if isinstance(budget, dict):
+        spent, left = budget.get("spent"), budget.get("remaining")
+        if isinstance(spent, int | float) and isinstance(left, int | float):
+            yield "account of the dataset", f"ε = {upwards(float(spent))} spent when this run ended, {left:.4g} left"
+    else:
+        yield "account of the dataset", "none: nobody has added this run to others on the same records"
+    yield "audit", _audited(run)
+
+
+def _sources(plan: PrivacyPlan) -> str:
+    proved = sum(group.source == "proved" for group in plan.groups)
+    if proved == len(plan.groups):
+        return "proved from the architecture"
+    return "enforced by clipping" if not proved else f"proved for {proved} of {len(plan.groups)} groups, clipped for the others"
+
+
+def _audited(run: RunRecord) -> str:
+    """The audit's lower bound beside the accountant's upper one."""
+    audit = run.result.get("audit")
+    try:
+        found = audit["epsilon"]  # type: ignore[index]
+        lower, claimed = float(found["epsilon"]), float(found["claimed"])
+        if audit["refuted"]:  # type: ignore[index]
+            return "REFUTED: an attack found more than is promised"
+        return f"nothing refutes the plan: attacks show ε ≥ {lower:.3g} of {claimed:.3g} for what they audited"
+    except (TypeError, KeyError, ValueError):
+        return "none was made (`lipdp train … --audit`)"
+
+
+def declared_public(run: RunRecord) -> Iterator[str]:
+    """What the guarantee takes to be known to everybody."""
+    plan = run.plan
+    yield f"the number of records, {plan.dataset_size:,}, of steps, {plan.steps:,}, and in a batch, {plan.batch_size:,} expected"
+    yield f"the network's architecture, fixed features and initial weights; the bounds on its inputs; the loss ({plan.loss})"
+    yield "clipping norms, temperatures, learning rates and every other setting of the run"
+    yield "the set of classes"
+    yield from run.about.public
+
+
+def not_covered(run: RunRecord) -> Iterator[str]:
+    """What nobody may read into the guarantee."""
+    records = run.about.evaluation.records if run.about.evaluation is not None else run.result.get("evaluated_on", "test")
+    yield f"the {records} records, on which the figures of this report were computed as they are"
+    yield "settings that were chosen by looking at the training records, or at figures computed from them"
+    yield "other runs and releases about the same records: their ε adds to this one"
+    yield "what a group of k records has in common: for it the guarantee is about k times weaker in ε"
+    yield "facts about the population, which can be learned from others' records and hold for everybody"
+    yield "the checkpoint, which holds the run's secret key: it must not leave its owner"
+    yield "what is collected or stored before training, and who may use the model for what"
+
+
+def statement(run: RunRecord) -> str:
+    """A paragraph for whoever answers for the data."""
+    plan, dataset = run.plan, str(run.result.get("dataset", "the dataset"))
+    if not run.private:
+        return (
+            "This run is not private. Its randomness follows from a chosen seed, so whoever knows or guesses it can take the "
+            "noise away. Nothing "
+            f"about the {plan.dataset_size:,} records of {dataset} is protected, and neither the model nor its figures may be "
+            "published on "
+            "the strength of this report."
+        )
+    return (
+        f"A model was trained on {plan.dataset_size:,} records of {dataset} with ({guarantee(run)}) differential privacy for "
+        f"{_NEIGHBOURS[plan.adjacency]}. Whatever else somebody knows, seeing the model and all that is in this report "
+        "changes the odds of any "
+        "conclusion about whether one given record was used, or what it held, by a factor of at most e^ε = "
+        f"{upwards(_odds(run.epsilon), 3)}, but for "
+        f"a probability of about δ = {plan.delta:g}. The noise was drawn from a cryptographic generator under a key that only "
+        "the run "
+        "had; sensitivities were " + _sources(plan) + ". The guarantee does not cover: " + "; ".join(not_covered(run)) + "."
+    )
+
+
+def _odds(epsilon: float) -> float:
+    return math.exp(min(epsilon, 700.0))
+
+
+def together(runs: list[RunRecord]) -> Iterator[str]:
+    """What several runs on one dataset cost together, at most: ε and δ add up."""
+    for dataset in dict.fromkeys(str(run.result.get("dataset")) for run in runs):
+        same = [run for run in runs if str(run.result.get("dataset")) == dataset and run.private]
+        if len(same) > 1:
+            epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
+            yield (
+                f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at "
+                f"δ = {delta:.2g} "
+                "(basic composition; an account, `--budget`, composes them more tightly)."
+            )

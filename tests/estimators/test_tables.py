@@ -1,0 +1,305 @@
+"""PrivateClassifier and PrivateRegressor: scikit-learn's shape, the budget that was asked for, and no look at what was not "
+"paid for."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_iris
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import cross_val_score, train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
+
+import lipdp
+from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpWarning, RepeatedRunWarning
+from lipdp.estimators import Categorical, Numeric, categorical, numeric
+from lipdp.estimators.methods import METHODS, choose_method
+from lipdp.estimators.repeats import forget_rows
+
+UNIT = Numeric(0, 1)
+# Two fits differ, for their noise is secret: what compares two of them can only hold for fits that are not private.
+COMPARES_TWO_FITS = {
+    "check_classifier_data_not_an_array",
+    "check_regressor_data_not_an_array",
+    "check_regressors_int",
+    "check_supervised_y_2d",
+    "check_fit_idempotent",
+}
+
+QUICK = {
+    "check_no_attributes_set_in_init",
+    "check_estimators_unfitted",
+    "check_n_features_in",
+    "check_estimator_sparse_array",
+    "check_set_params",
+    "check_requires_y_none",
+}
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    forget_rows()
+
+
+def _rows(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.random.default_rng(seed).uniform(0, 1, (count, 3))
+    return rows, (rows[:, 0] > rows[:, 1]).astype(int)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_within_its_budget(method) -> None:
+    x, y = _rows(600)
+    model = lipdp.PrivateClassifier(3.0, schema=UNIT, method=method).fit(x, y)
+    assert model.epsilon_ <= 3.0
+    assert model.plan_.epsilon == pytest.approx(model.epsilon_)
+    assert model.score(x, y) > 0.85
+    assert {group.source for group in model.plan_.groups} == {"clipped" if method == "clipping" else "proved"}
+
+
+def test_breast_cancer_with_public_ranges() -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    ranges = [(0.0, float(2 ** np.ceil(np.log2(high)))) for high in x.max(0)]  # powers of two: what a unit's habits would say
+    rows, rest, labels, answers = train_test_split(x, y, random_state=0, stratify=y)
+    model = lipdp.PrivateClassifier(3.0, schema=ranges).fit(rows, labels)
+    assert model.score(rest, answers) > 0.85
+    shares = model.predict_proba(rest)
+    assert shares.shape == (len(rest), 2)
+    assert shares.sum(1) == pytest.approx(1)
+    assert (model.classes_[shares.argmax(1)] == model.predict(rest)).all()
+    assert ((model.decision_function(rest) > 0) == (model.predict(rest) == 1)).all()
+
+
+def test_a_regressor_learns_and_stays_in_its_range() -> None:
+    x, _ = _rows(2000)
+    y = 3 * x[:, 0] - 2 * x[:, 1] ** 2
+    model = lipdp.PrivateRegressor(3.0, schema=UNIT, target=(-2, 3)).fit(x, y)
+    assert model.score(x, y) > 0.8
+    far = model.predict(np.full((1, 3), 1e6))
+    assert -2 <= far[0] <= 3
+
+
+def test_ranges_are_paid_for_from_the_same_budget() -> None:
+    x, y = _rows(4000)
+    x = 1000 + 50 * x
+    model = lipdp.PrivateClassifier(2.0, ranges_share=0.25).fit(x, y)
+    assert model.released_ == pytest.approx(0.5)
+    assert model.plan_.epsilon <= 1.5
+    assert model.epsilon_ <= 2.0
+    assert model.released_ + model.plan_.epsilon == pytest.approx(model.epsilon_)
+    assert model.score(x, y) > 0.85
+    assert all(900 < column.low < 1100 < column.high + 100 for column in model.schema_.columns)
+    assert "0.5 of it for ranges" in model.report()
+
+
+def test_a_regressor_pays_for_the_range_of_its_target() -> None:
+    x, _ = _rows(2000)
+    model = lipdp.PrivateRegressor(2.0, schema=UNIT).fit(x, 1e4 * x[:, 0])
+    assert model.released_ == pytest.approx(0.4)
+    assert -6000 < model.target_.low < 4000 < model.target_.high < 16000
+
+
+def test_what_is_decided_does_not_depend_on_the_rows() -> None:
+    """Two tables of the same size and shape: the same model, plan and choice, whatever is in them."""
+    x, y = _rows(300)
+    other = np.clip(np.random.default_rng(5).normal(7, 100, x.shape), -1e5, 1e5)
+    plans = []
+    for rows, labels in ((x, y), (other, 1 - y)):
+        model = lipdp.PrivateClassifier(1.0, classes=[0, 1], schema=Numeric(-5, 5), random_state=0).fit(rows, labels)
+        plans.append((model.plan_.to_json(), model.choice_, model.public_, str(model.model_)))
+    assert plans[0] == plans[1]
+
+
+def test_the_choice_follows_public_numbers_and_says_why() -> None:
+    few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0) for n in (100, 10_000))
+    assert (few.method, many.method) == ("linear", "kernel")
+    assert "N·ε per output is 50, below 100" in few.why
+    with pytest.raises(ConfigurationError, match=r"there is no method named 'kernle'.*Did you mean 'kernel'"):
+        choose_method("kernle", records=10, outputs=2, epsilon=1.0)
+
+
+def test_a_frame_with_mixed_columns() -> None:
+    pandas = pytest.importorskip("pandas")
+    draw = np.random.default_rng(0)
+    table = pandas.DataFrame(
+        {
+            "age": draw.integers(18, 90, 800),
+            "income": pandas.array(draw.integers(0, 9, 800) * 1000, dtype="Int64"),
+            "job": draw.choice(["clerk", "nurse", "smith"], 800),
+            "member": draw.integers(0, 2, 800).astype(bool),
+        }
+    )
+    table.loc[3, "income"] = pandas.NA
+    y = np.where((table["age"] > 50) ^ (table["job"] == "nurse"), "yes", "no")
+    schema = {"age": (18, 90), "income": numeric(0, 10_000, missing=True), "job": categorical(["clerk", "nurse", "smith"])}
+    model = lipdp.PrivateClassifier(3.0, schema=schema).fit(table, pandas.Series(y))
+    assert model.released_ == 0  # a boolean column's type says its range
+    assert model.score(table, y) > 0.75
+    assert list(model.feature_names_in_) == list(table.columns)
+    assert set(model.predict(table[["age", "income", "job", "member"]])) <= {"yes", "no"}
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(table.rename(columns={"age": "years"}))
+    unseen = table.assign(job="pilot")
+    with pytest.raises(DataError, match="not among its 3 declared"):
+        model.predict(unseen)
+
+
+def test_categories_that_nobody_declared_are_refused_before_anything_is_spent(tmp_path) -> None:
+    pandas = pytest.importorskip("pandas")
+    budget = lipdp.privacy.Budget(tmp_path / "b", epsilon=9, delta=1e-4, dataset="d")
+    for column in (["a", "b"] * 20, pandas.Categorical(["a", "b"] * 20), pandas.date_range("2024", periods=40)):
+        table = pandas.DataFrame({"n": np.arange(40.0), "c": column})
+        with pytest.raises(DataError, match=r"column 'c' hold no numbers, and the categories .* are private too"):
+            lipdp.PrivateClassifier(budget=budget).fit(table, [0, 1] * 20)
+    with pytest.raises(DataError, match="dates or durations"):
+        lipdp.PrivateClassifier(schema={"c": (0, 1)}, budget=budget).fit(table, [0, 1] * 20)
+    assert budget.spent == 0
+
+
+def test_arrays_of_texts_with_a_schema() -> None:
+    rows = np.array([["a", "1"], ["b", "2"]] * 100, dtype=object)
+    model = lipdp.PrivateClassifier(3.0, schema=[["a", "b"], (0, 3)]).fit(rows, [0, 1] * 100)
+    assert model.score(rows, [0, 1] * 100) == 1
+
+
+def test_folds_compose_and_it_is_said() -> None:
+    from lipdp.training import account
+
+    x, y = _rows(120)
+    model = lipdp.PrivateClassifier(1.0, schema=UNIT)
+    before, account._expected = account._expected, 0  # other tests repeat runs all the time
+    try:
+        with pytest.warns(RepeatedRunWarning, match=r"fit 2 on some of the same rows .*ε is up to 2 at δ = 2e-05, not 1"):
+            cross_val_score(model, x, y, cv=3)
+        forget_rows()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RepeatedRunWarning)
+            for seed in (1, 2, 3):
+                model.fit(*_rows(120, seed))
+    finally:
+        account._expected = before
+
+
+@pytest.mark.filterwarnings("ignore:ranges of 3 columns")
+def test_one_account_pays_for_all_fits_and_refuses_the_one_too_many(tmp_path) -> None:
+    x, y = _rows(200)
+    budget = lipdp.privacy.Budget(tmp_path / "b", epsilon=2.0, delta=1e-4, dataset="d")
+    model = lipdp.PrivateClassifier(2.0, budget=budget).fit(x, y)
+    spent = budget.spent
+    assert 0.4 < spent <= 2.0
+    with pytest.raises(BudgetError, match="nothing was released"):
+        clone(model).fit(x, y)
+    assert budget.spent == spent  # not even ranges
+
+
+def test_pipelines_and_clones() -> None:
+    x, y = _rows()
+    pipe = make_pipeline(FunctionTransformer(np.sqrt), lipdp.PrivateClassifier(3.0, schema=UNIT))
+    assert clone(pipe).fit(x, y).score(x, y) > 0.8
+    with pytest.raises(NotFittedError):
+        lipdp.PrivateClassifier().predict(x)
+    model = clone(lipdp.PrivateClassifier(schema={0: UNIT, 1: Categorical([1])}))
+    assert model.get_params()["schema"] == {0: UNIT, 1: Categorical([1])}
+
+
+def test_a_reproducible_fit_is_repeatable_and_says_what_it_is() -> None:
+    x, y = _rows(100)
+    one, two = (lipdp.PrivateClassifier(schema=UNIT, random_state=3, reproducible=True).fit(x, y) for _ in range(2))
+    assert (one.decision_function(x) == two.decision_function(x)).all()
+    assert not one.private_
+    assert "NOT PRIVATE" in one.report()
+    secret = [lipdp.PrivateClassifier(schema=UNIT, random_state=3).fit(x, y) for _ in range(2)]
+    assert (secret[0].decision_function(x) != secret[1].decision_function(x)).any()
+    assert "NOT PRIVATE" not in secret[0].report()
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "labels", "message"),
+    [
+        ({"epsilon": -1}, None, None, "epsilon is -1"),
+        ({"epsilon": "1"}, None, None, "epsilon is '1'"),
+        ({"delta": 2.0}, None, None, "delta is 2.0"),
+        ({"method": "svm"}, None, None, "there is no method named 'svm'"),
+        ({"ranges_share": 1.5}, None, None, "ranges_share is 1.5"),
+        ({"random_state": "a"}, None, None, "random_state is 'a'"),
+        ({"reproducible": True}, None, None, "draws everything from random_state"),
+        ({"schema": {9: (0, 1)}}, None, None, "the schema declares 9"),
+        ({"classes": [0]}, None, None, "at least two different labels"),
+        ({"classes": [0, 7]}, None, None, "not among the 2 declared classes"),
+        ({"budget": 3}, None, None, "budget is 3"),
+        ({"budget": "nowhere"}, None, None, "there is no budget at nowhere"),
+        ({}, np.full((20, 2), np.nan), [0, 1] * 10, "NaN"),
+        ({"schema": UNIT}, np.full((20, 2), np.nan), [0, 1] * 10, "column '0' has a missing value"),
+        ({}, np.zeros((20, 2)), [1] * 20, "one class only, .*1.* nothing to tell apart"),
+        ({}, np.zeros((20, 2)), [0, 1], "X has 20 rows and y has 2"),
+        ({}, np.zeros((0, 2)), [], "minimum of 1 is required"),
+        ({}, np.zeros(20), [0, 1] * 10, "Reshape your data"),
+        ({}, np.zeros((20, 2)), np.linspace(0, 1, 20), "continuous"),
+        ({}, [["a", "b"]] * 20, [0, 1] * 10, "bytes/strings"),
+    ],
+)
+def test_what_is_refused(change, rows, labels, message) -> None:
+    x, y = _rows(20)
+    rows, labels = (x if rows is None else rows), (y if labels is None else labels)
+    with pytest.raises((ValueError, TypeError), match=message):
+        lipdp.PrivateClassifier(**change).fit(rows, labels)
+
+
+def test_sparse_rows_are_refused() -> None:
+    from scipy.sparse import csr_matrix
+
+    for schema in (None, UNIT):
+        with pytest.raises(TypeError, match="dense data is required"):
+            lipdp.PrivateClassifier(schema=schema).fit(csr_matrix(np.eye(4)), [0, 1, 0, 1])
+
+
+def test_one_class_may_be_all_that_occurs_where_others_are_declared() -> None:
+    model = lipdp.PrivateClassifier(schema=UNIT, classes=["no", "yes"]).fit(np.zeros((200, 2)), ["no"] * 200)
+    assert set(model.predict(np.zeros((3, 2)))) == {"no"}
+
+
+@pytest.mark.parametrize("target", [3, (1, 0), (0, 1, 2)])
+def test_a_target_that_is_no_range(target) -> None:
+    with pytest.raises(ConfigurationError, match=r"target is|range"):
+        lipdp.PrivateRegressor(target=target).fit(*_rows(20))
+
+
+def _checks(estimator) -> list:
+    return list(estimator_checks_generator(estimator, legacy=True, expected_failed_checks=None))
+
+
+# All of scikit-learn's own checks take half a minute: a part here, all of them where LIPDP_SKLEARN_CHECKS is set.
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpWarning")
+@pytest.mark.parametrize("kind", [lipdp.PrivateClassifier, lipdp.PrivateRegressor])
+def test_checks_of_scikit_learn(kind) -> None:
+    if not os.environ.get("LIPDP_SKLEARN_CHECKS"):
+        done = [check(estimator) for estimator, check in _checks(kind()) if check.func.__name__ in QUICK]
+        assert len(done) >= len(QUICK)
+        return
+    for result in check_estimator(kind(), on_fail=None, on_skip=None):
+        assert result["status"] in ("passed", "skipped") or result["check_name"] in COMPARES_TWO_FITS, result
+    repeatable = check_estimator(kind(reproducible=True, random_state=0), on_fail=None, on_skip=None)
+    assert {result["status"] for result in repeatable} <= {"passed", "skipped"}
+
+
+def test_iris_has_three_classes() -> None:
+    x, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    model = lipdp.PrivateClassifier(8.0, schema=[(4, 8), (2, 5), (1, 7), (0, 3)]).fit(x, names)
+    assert model.score(x, names) > 0.7
+    assert model.decision_function(x).shape == (150, 3)
+    with pytest.warns(LipdpWarning, match="Declare what is public"):
+        lipdp.PrivateClassifier(1.0).fit(x, names)
+
+
+def test_importing_lipdp_does_not_import_scikit_learn() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, lipdp; assert 'sklearn' not in sys.modules; lipdp.PrivateClassifier; assert 'sklearn' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
