@@ -183,7 +183,9 @@ def main() -> None:
                 )
                 del x
             means = [statistics.fmean(column) for column in zip(*scores, strict=True)]
-            top = {e: max(((m, s) for m, s in zip(means, grid, strict=True) if s.epsilon == e), key=lambda p: p[0]) for e in EPSILONS}
+            top = {
+                e: max(((m, s) for m, s in zip(means, grid, strict=True) if s.epsilon == e), key=lambda p: p[0]) for e in EPSILONS
+            }
             overall = statistics.fmean(score for score, _ in top.values())
             told = " ".join(
                 f"eps={e:g}: {m:.2f} (time {s.time:g} clip {s.clip:g}{'n' if s.normalise else ''} ema {s.ema:g})"

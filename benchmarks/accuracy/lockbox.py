@@ -42,7 +42,9 @@ def committed() -> str:
     """The commit that holds the catalogue as it is now."""
     changed = subprocess.run(["git", "status", "--porcelain", CATALOG], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     if changed:
-        raise SystemExit(f"the catalogue has changes that are not committed:\n{changed}Commit the settings before the test set is read.")
+        raise SystemExit(
+            f"the catalogue has changes that are not committed:\n{changed}Commit the settings before the test set is read."
+        )
     return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -65,7 +67,13 @@ def planned(recipe: Recipe, records: int) -> tuple[torch.nn.Module, lipdp.Privac
 
 
 def reading(
-    recipe: Recipe, head: torch.nn.Module, plan: lipdp.PrivacyPlan, train: TensorDataset, test: TensorDataset, seed: int, device: str
+    recipe: Recipe,
+    head: torch.nn.Module,
+    plan: lipdp.PrivacyPlan,
+    train: TensorDataset,
+    test: TensorDataset,
+    seed: int,
+    device: str,
 ) -> dict[str, object]:
     """One head, trained with the recipe's budget and judged once."""
     loss = recipe.make_loss()

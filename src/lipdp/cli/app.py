@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, budget, certify, mechanism, pareto, report, show, sweep, train
+from lipdp.cli import account, audit, budget, certify, features, mechanism, pareto, report, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -36,6 +36,7 @@ app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
 app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
 app.add_typer(budget.app, name="budget")
 app.add_typer(mechanism.app, name="mechanism")
+app.add_typer(features.app, name="features")
 app.command("data", epilog=show.DATA_EXAMPLE)(show.data)
 app.command("recipes", epilog=show.RECIPES_EXAMPLE)(show.recipes)
 

@@ -200,7 +200,9 @@ def read_network(name: str | os.PathLike[str]) -> Network:
         wanted = _SHIPPED.get(told) or file.with_suffix(".sha256").read_text(encoding="ascii").strip()
     except OSError as error:
         if told in _SHIPPED:
-            raise DataError(f"the network {told!r} that comes with lipdp is missing ({error}). Install the package again.") from None
+            raise DataError(
+                f"the network {told!r} that comes with lipdp is missing ({error}). Install the package again."
+            ) from None
         raise DataError(
             f"there is no network {told!r} at '{file}'. Build it with `lipdp features train {told}` (minutes on a GPU), or take "
             "features='small', which comes with lipdp."
@@ -213,7 +215,9 @@ def _read(file: Path, wanted: str, changed: int) -> Network:
     raw = file.read_bytes()
     digest = hashlib.sha256(raw).hexdigest()
     if digest != wanted:
-        raise DataError(f"the network '{file}' is corrupt: its sha256 is {digest}, and should be {wanted}. Delete it and build it again.")
+        raise DataError(
+            f"the network '{file}' is corrupt: its sha256 is {digest}, and should be {wanted}. Delete it and build it again."
+        )
     with np.load(file, allow_pickle=False) as stored:
         about = json.loads(bytes(stored["about"]).decode())
         tensors = {key: torch.from_numpy(stored[key].astype(np.float32)) for key in stored.files if key != "about"}
@@ -295,4 +299,3 @@ def _mixing(covariance: torch.Tensor) -> torch.Tensor:
     powers = (values + _FLOOR * values.mean()) ** _POWER
     scale = math.sqrt(len(values) / float((values * powers**2).sum()))
     return scale * (vectors * powers @ vectors.T) / deviations[None, :]
-

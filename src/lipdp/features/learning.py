@@ -70,7 +70,9 @@ class Lesson:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"a lesson's {name} must be at least 1, not {getattr(self, name)!r}")
         if self.batch < 2 or self.pool < self.batch:
-            raise ConfigurationError(f"a lesson of batches of {self.batch} needs two drawings and a pool of as many, not {self.pool}")
+            raise ConfigurationError(
+                f"a lesson of batches of {self.batch} needs two drawings and a pool of as many, not {self.pool}"
+            )
         if not (self.rate > 0 and self.temperature > 0 and self.decay >= 0):
             raise ConfigurationError("a lesson needs a positive rate and temperature, and a decay of at least 0")
 
