@@ -3,9 +3,10 @@
     python benchmarks/accuracy/drawn.py cifar10 --device cuda --out found                   OUT/cifar10-drawn.jsonl and .toml
     python benchmarks/accuracy/drawn.py cifar10 --families small --sets "small 1.5" …       some of the sets
 
-The rule of choice, fixed before anything was run: in each family (one network), the set of features whose best settings of the head have
-the highest mean over ε = 1, 3, 8 and over the held-out tenths; then, for each ε, that set's best setting. Every step takes the whole
-training part, and the release of the means is charged (columns.py). The test set is never read here: lockbox.py does, afterwards.
+The rule of choice, fixed before anything was run: in each family (one network), the set of features whose best settings of the
+head have the highest mean over ε = 1, 3, 8 and over the held-out tenths; then, for each ε, that set's best setting. Every step
+takes the whole training part, and the release of the means is charged (columns.py). The test set is never read here: lockbox.py
+does, afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def learned(network: str, weight: float, **more: Any) -> Block:
 
 
 def colour_sets() -> dict[str, dict[str, list[Block]]]:
-    """By family and name. Patches and scattering are those of cifar10-mixture-* and cifar10-large-*; two views: 32 and 48 pixels."""
+    """By family and name. Patches and scattering are those of cifar10-mixture-* and cifar10-large-*."""
     few = {"kind": "patches", "patch": 4, "grid": 4, "overlap": 2.5, "filters": 1000, "decorrelate": 0.3}
     many = {**few, "filters": 2000, "decorrelate": 0.1}
     plain = {"kind": "scattering", "J": 3, "flip": True, "orders": ORDERS, "weight": 1.0}
@@ -49,7 +50,8 @@ def colour_sets() -> dict[str, dict[str, list[Block]]]:
         {**plain, "J": 2, "shifts": CROSS, "weight": 0.8},
         {**plain, "J": 3, "shifts": CROSS, "weight": 0.6},
     ]
-    # Compared first, on one tenth: large at 1, 1.5, 2.2; with `many` and `moved` at 1.5, 2.2; alone; small at 1, 1.5, with 600 filters.
+    # Compared first, on one tenth: large at 1, 1.5, 2.2; with `many`, `moved` at 1.5, 2.2; alone; small at 1, 1.5; fewer filters.
+    # Two views: images at 32 and at 48 pixels.
     near, far = (lambda w: learned("large", w, shifts=CROSS)), (lambda w: learned("large-48", w, shifts=CROSS))
     large = {
         "large 1.5": [few, plain, near(1.5)],
@@ -179,7 +181,7 @@ def main() -> None:
                 scores.append(
                     train_columns(
                         x[kept], labels[kept], x[held], labels[held], info.classes, grid, arguments.steps, STATISTICS, 10 + fold
-                    )  # fmt: skip
+                    )
                 )
                 del x
             means = [statistics.fmean(column) for column in zip(*scores, strict=True)]
@@ -203,8 +205,8 @@ def main() -> None:
     for family, (_, chosen, top) in best.items():
         for score, setting in top.values():
             note = (
-                f"held-out {score:.2f} %: best mean over {arguments.folds} tenths of {len(grid) // 3} or so settings of the head, on the best of "
-                f"{len(families[family])} sets of features at most (benchmarks/accuracy/drawn.py {arguments.dataset})"
+                f"held-out {score:.2f} %: best mean over {arguments.folds} tenths of {len(grid) // 3} or so settings of the head, "
+                f"on the best of {len(families[family])} sets of features (benchmarks/accuracy/drawn.py {arguments.dataset})"
             )
             save_recipe(as_recipe(arguments.dataset, family, setting, chosen, arguments.steps, note), file)
     print(file.read_text() if file.exists() else "nothing was compared")

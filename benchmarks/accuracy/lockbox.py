@@ -2,11 +2,12 @@
 
     python benchmarks/accuracy/lockbox.py cifar10-drawn-eps1 cifar10-drawn-eps3 cifar10-drawn-eps8 --seeds 0 1 2 --device cuda
 
-Recipes are taken from the library's catalogue and nowhere else, and the commit that holds them is asked of git: a catalogue with changes that
-are not committed is refused. (Where there is no git, name the commit with --commit.) Recipes with the same features share them:
-computed once, by lipdp.features.extract_features, and each seed trains its head by lipdp.plan and lipdp.fit. With --whole every seed is one
-lipdp.recipes.train instead, which keeps one copy of the features: half of the memory, for a processor. Lines are appended to
-benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, seed, ε spent, accuracy.
+Recipes are taken from the library's catalogue and nowhere else, and the commit that holds them is asked of git: a catalogue
+with changes that are not committed is refused. (Where there is no git, name the commit with --commit.) Recipes with the same
+features share them: computed once, by lipdp.features.extract_features, and each seed trains its head by lipdp.plan and
+lipdp.fit. With --whole every seed is one lipdp.recipes.train instead, which keeps one copy of the features: half of the memory,
+for a processor. Lines are appended to benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, seed, ε
+spent, accuracy.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def reading(
     optimizer = _optimizer(recipe, head, plan.sensitivity)
     started = time.monotonic()
     history = lipdp.fit(
-        head, loss, optimizer, plan, train, scheduler=_scheduler(recipe.schedule, optimizer, plan.steps), ema_decay=recipe.ema_decay,
+        head, loss, optimizer, plan, train, scheduler=_scheduler(recipe.schedule, optimizer, plan.steps),
+        ema_decay=recipe.ema_decay,
         seed=seed, device=device, evaluations=1, settle=True,
     )  # fmt: skip
     seconds = time.monotonic() - started

@@ -28,6 +28,7 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of drawings, views and first weights; public.")] = 0,
     batch: Annotated[int, typer.Option(min=2, help="Drawings in a step.")] = 1024,
+    pool: Annotated[int, typer.Option(min=2, help="Drawings at hand; a thousand of them are replaced now and then.")] = 65_536,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda …; auto takes CUDA where there is one.")] = "auto",
     checkpoint: Annotated[Path | None, typer.Option(help="File to save the lesson in as it goes; it goes on from there.")] = None,
     output: Annotated[
@@ -48,7 +49,7 @@ def train(
     if output is not None and output.suffix != ".npz":
         raise ConfigurationError(f"--output is a file that ends in .npz, and '{output}' does not")
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    lesson = Lesson(steps=steps or _STEPS[name], seed=seed, batch=batch)
+    lesson = Lesson(steps=steps or _STEPS[name], seed=seed, batch=batch, pool=pool)
     progress = console(stderr=True)
 
     def watch(step: int, loss: float, right: float) -> None:

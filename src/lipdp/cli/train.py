@@ -101,14 +101,19 @@ def train(
     features: Annotated[str, typer.Option(help="small, large or auto.", rich_help_panel=_IMAGES)] = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Train a recipe's network (or, with --images, a classifier of your own images) privately; report its accuracy with its (ε, δ)."""
+    """Train a recipe's network (with --images, a classifier of your own images) privately; report its accuracy with its (ε, δ)."""
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     if (recipe is None) == (images is None):
         raise ConfigurationError("give the name of a recipe, which `lipdp recipes` lists, or images of your own: --images FOLDER")
     if images is not None:
-        given = {"--noise-multiplier": noise_multiplier, "--epochs": epochs, "--batch-size": batch_size, "--set": settings or None}
-        given |= {"--learning-rate": learning_rate, "--checkpoint": checkpoint, "--microbatch-size": microbatch_size}
-        foreign = [name for name, value in given.items() if value is not None] + ["--audit"] * audit
+        refused: dict[str, object] = {
+            "--noise-multiplier": noise_multiplier,
+            "--epochs": epochs,
+            "--batch-size": batch_size,
+            "--set": settings or None,
+        }
+        refused |= {"--learning-rate": learning_rate, "--checkpoint": checkpoint, "--microbatch-size": microbatch_size}
+        foreign = [name for name, value in refused.items() if value is not None] + ["--audit"] * audit
         if foreign:
             raise ConfigurationError(f"{foreign[0]} is for recipes: with --images all settings follow from public numbers")
         train_images(

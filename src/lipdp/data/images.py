@@ -25,7 +25,8 @@ def read_images(path: str | os.PathLike[str]) -> tuple[Array, Array]:
     """(images, labels) of a folder or a file.
 
     A folder holds one folder for each class, named by its label, with pictures in it; they are grey where all of them are, and
-    brought to 32 × 32 pixels where they differ in size. A file of :func:`numpy.savez` holds ``images`` (or x) and ``labels`` (or y).
+    brought to 32 × 32 pixels where they differ in size. A file of :func:`numpy.savez` holds ``images`` (or x) and ``labels`` (or
+    y).
 
     Args:
         path: of the folder or the .npz file.

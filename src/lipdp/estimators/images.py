@@ -1,15 +1,16 @@
 """A private classifier for images of any size: public features, and a head whose settings follow from public numbers.
 
-Images are brought to 32 × 32 pixels, one by one. Fixed features follow, none of which was made from photographs or from the data:
-patches, scattering, and what a network learned from drawings (:mod:`lipdp.features`). They are put on the unit sphere, and one linear layer
-from zero learns by whole-batch steps (sampling rate 1); the logits' gradient is clipped to C, so Δ = C.
+Images are brought to 32 × 32 pixels, one by one. Fixed features follow, none of which was made from photographs or from the
+data: patches, scattering, and what a network learned from drawings (:mod:`lipdp.features`). They are put on the unit sphere,
+and one linear layer from zero learns by whole-batch steps (sampling rate 1); the logits' gradient is clipped to C, so Δ = C.
 
-How far the head goes: in units of Δ/N, T steps at rates η_t carry the weights M = Σ η_t far at most, and add noise of M·σ₁/N to each
-logit, whatever T is; σ₁ is the noise multiplier of one single release of the same cost. M = κ·N/σ₁ makes that noise κ, for all N and ε.
-κ = 3 with C = 0.1 was within half a point of the best of 104 settings on held-out tenths of CIFAR-10 at ε = 1, 3 and 8.
+How far the head goes: in units of Δ/N, T steps at rates η_t carry the weights M = Σ η_t far at most, and add noise of M·σ₁/N to
+each logit, whatever T is; σ₁ is the noise multiplier of one single release of the same cost. M = κ·N/σ₁ makes that noise κ, for
+all N and ε. κ = 3 with C = 0.1 was within half a point of the best of 104 settings on held-out tenths of CIFAR-10 at ε = 1, 3
+and 8.
 
-The data's mean is taken off where it can be afforded: its noise is z·R·√D/N long, with z ≈ 32/ε for a tenth of ε, R = 1.5 times the usual
-length of D features. Above 0.3 of that length (N < 160·√D/ε) the mean of drawings has to do, which costs nothing.
+The data's mean is taken off where it can be afforded: its noise is z·R·√D/N long, with z ≈ 32/ε for a tenth of ε, R = 1.5 times
+the usual length of D features. Above 0.3 of that length (N < 160·√D/ε) the mean of drawings has to do, which costs nothing.
 """
 
 from __future__ import annotations
@@ -269,13 +270,13 @@ def _channels_first(given: Any) -> torch.Tensor:
         images = images.movedim(3, 1)
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         raise DataError(
-            f"images come as (N, height, width), (N, height, width, channels) or (N, channels, height, width) with 1 or 3 channels, "
+            f"images come as (N, height, width), (N, height, width, channels) or (N, channels, height, width), 1 or 3 channels, "
             f"not in the shape {tuple(images.shape)}"
         )
     sides = tuple(images.shape[2:])
     if not len(images) or min(sides) < _SMALLEST or max(sides) > _LARGEST:
         raise DataError(
-            f"there are {len(images)} images of {sides[0]} × {sides[1]} pixels: one at least, of {_SMALLEST} to {_LARGEST} pixels"
+            f"there are {len(images)} images of {sides[0]} × {sides[1]} pixels: give some, of {_SMALLEST} to {_LARGEST} pixels"
         )
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise DataError(f"pixels are whole numbers of type uint8 (0 to 255) or floating point from 0 to 1, not {images.dtype}")

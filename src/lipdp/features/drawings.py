@@ -2,13 +2,15 @@
 
 A scene is laid from back to front on a canvas of ``size`` pixels:
 
-1. A background: two flat or graded colours on either side of a tilted horizon (every other image has none), each with a texture.
+1. A background: two flat or graded colours on either side of a tilted horizon (every other image has none), each with a
+   texture.
 2. Ten objects, of radii r with density ∝ 1/r between a twentieth and just over half of the canvas. An object is built of three
    parts: a body, and two limbs that sit on the body's rim, mirror images of each other in every other object. A part is a
-   superellipse |u|^p + |v|^p ≤ ρ(θ)^p, p from 1.2 (nearly a diamond) to 8 (nearly a rectangle), its outline bent by two harmonics.
-3. Every object has two colours of the scene's palette, one of six textures in its own coordinates (plain in three of eight; stripes,
-   checks, dots, cloud, marble), a shading (light from one side of the scene, falling off towards the rim), sometimes a darker outline, and a soft
-   shadow on what lies behind it.
+   superellipse |u|^p + |v|^p ≤ ρ(θ)^p, p from 1.2 (nearly a diamond) to 8 (nearly a rectangle), its outline bent by two
+   harmonics.
+3. Every object has two colours of the scene's palette, one of six textures in its own coordinates (plain in three of eight;
+   stripes, checks, dots, cloud, marble), a shading (light from one side of the scene, falling off towards the rim), sometimes a
+   darker outline, and a soft shadow on what lies behind it.
 4. Light over the whole scene falls off along one direction.
 
 All numbers of a scene are drawn from a generator on the processor, in one call; rendering is arithmetic on the device. So a seed
@@ -105,7 +107,8 @@ class _Palette:
         """(scenes, 3, 1, 1)."""
         own = [mean + spread * self._numbers(-1, 1) for mean, spread in zip(self._mean, self._spread, strict=True)]
         mixing = torch.tensor(_OPPONENTS, device=own[0].device)
-        return torch.einsum("ij,bjhw->bihw", mixing, torch.stack(own, 1).flatten(2)[..., None]).clamp(0, 1)
+        colours: torch.Tensor = torch.einsum("ij,bjhw->bihw", mixing, torch.stack(own, 1)).clamp(0, 1)
+        return colours
 
 
 def _clouds(size: int, draw: torch.Generator) -> torch.Tensor:
@@ -180,6 +183,7 @@ def _object(
     shadow, reach = _DARK * numbers() * numbers.chance(0.6), numbers(0.1, 0.35)
     spread, mirrored, where, limb = numbers(0.5, math.pi), numbers.chance(0.5), numbers(0, 2 * math.pi), numbers(0.25, 0.75)
     dark: torch.Tensor | None = None
+    solid: torch.Tensor | None = None
     painted = canvas
     shift_u, shift_v = (reach * torch.cos(light - turn), reach * torch.sin(light - turn))
     for part in range(_PARTS):
@@ -203,11 +207,9 @@ def _object(
         away = _distance(du - shift_u / scale, dv - shift_v / scale, power, bend, phases)
         cover = torch.sigmoid((1 - away) * 8)
         dark = cover if dark is None else torch.maximum(dark, cover)
-        if part == 0:
-            solid = alpha
-        else:
-            solid = torch.maximum(solid, alpha)
+        solid = alpha if solid is None else torch.maximum(solid, alpha)
     assert dark is not None
+    assert solid is not None
     # The shadow falls on what lies behind the object, not on the object itself.
     return painted * (1 - (shadow * dark * (1 - solid))[:, None])
 

@@ -118,8 +118,8 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
     length = next((i for i, layer in enumerate(layers) if _is_trained(layer) or _contains(layer, stops)), len(layers))
     if not any(_contains(layer, _extractors()) for layer in layers[:length]):
         raise ConfigurationError(
-            "the model does not start with a fixed front: there is no Scattering2d, PatchFeatures, LearnedFeatures or FrozenFeatures before its "
-            "first trained or bounding layer"
+            "the model does not start with a fixed front: there is no Scattering2d, PatchFeatures, LearnedFeatures or "
+            "FrozenFeatures before its first trained or bounding layer"
         )
     kind = type(model)
     return kind(*layers[:length]), kind(*layers[length:])

@@ -1,11 +1,13 @@
 """Features learned from drawings: what a network, taught without labels on drawn scenes alone, sees in an image.
 
 The network is a public constant, like a table of filters: no photograph and no private record had a part in it. The small one
-comes with the package; the large one is rebuilt by ``lipdp features train large``, in minutes on a GPU, and kept in the user's cache.
+comes with the package; the large one is rebuilt by ``lipdp features train large``, in minutes on a GPU, and kept in the user's
+cache.
 
-Averages of a stage's maps over cells (4 × 4 of the last stage but one; 2 × 2 and 1 × 1 of the last) are skewed, as energies are: their square
-roots are taken. Then each channel is brought to mean 0 and deviation 1 and channels are decorrelated part of the way, by
-(Σ + .1·λ̄·I)^−.3 with Σ the covariance of that channel's responses to drawings and λ̄ its mean eigenvalue: a head under noise learns from what is large.
+Averages of a stage's maps over cells (4 × 4 of the last stage but one; 2 × 2 and 1 × 1 of the last) are skewed, as energies
+are: their square roots are taken. Then each channel is brought to mean 0 and deviation 1 and channels are decorrelated part of
+the way, by (Σ + .1·λ̄·I)^−.3 with Σ the correlations of the channels' responses to drawings and λ̄ their mean eigenvalue: a
+head under noise learns from what is large.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class LearnedFeatures(torch.nn.Module):
         self.input_shape = tuple(int(s) for s in shape)
         if len(self.input_shape) != 3 or self.input_shape[0] not in (1, 3) or min(self.input_shape) < 1:
             raise ConfigurationError(
-                f"learned features are of images (channels, height, width) with 1 or 3 channels, not of the shape {self.input_shape}"
+                f"learned features are of images (channels, height, width) with 1 or 3 channels, not of {self.input_shape}"
             )
         loaded = network if isinstance(network, Network) else read_network(network)
         self.digest, self.view, self.shape = loaded.digest, loaded.view, loaded.shape
@@ -290,7 +292,7 @@ def _measured(
 
 
 def _mixing(covariance: torch.Tensor) -> torch.Tensor:
-    """M = (Σ + .1·λ̄·I)^−.3·D^−1 with D the deviations and Σ the correlations; scaled so that E‖M(x − mean)‖² is the number of channels."""
+    """M = s·(Σ + .1·λ̄·I)^−.3·D^−1: D the deviations, Σ the correlations, s such that E‖M(x − mean)‖² is the number of channels."""
     deviations = covariance.diagonal().clamp_min(0).sqrt()
     deviations = deviations.clamp_min(1e-2 * float(deviations.max()))
     correlations = covariance / deviations[:, None] / deviations[None, :]
@@ -298,4 +300,5 @@ def _mixing(covariance: torch.Tensor) -> torch.Tensor:
     values = values.clamp_min(0)
     powers = (values + _FLOOR * values.mean()) ** _POWER
     scale = math.sqrt(len(values) / float((values * powers**2).sum()))
-    return scale * (vectors * powers @ vectors.T) / deviations[None, :]
+    mixing: torch.Tensor = scale * (vectors * powers @ vectors.T) / deviations[None, :]
+    return mixing

@@ -151,7 +151,8 @@ def learn(
         first, second = pool.views(step, 2)
         both = torch.cat([first, second]).contiguous(memory_format=torch.channels_last)
         projected = projector(network(both)[-1].mean((2, 3)))
-        return contrastive_loss(*projected.float().chunk(2), lesson.temperature)
+        first, second = projected.float().chunk(2)
+        return contrastive_loss(first, second, lesson.temperature)
 
     _teach(model, loss, lesson, torch.device(device), checkpoint, watch, deadline)
     return network.eval()
@@ -219,7 +220,9 @@ def _teach(
     deadline: float | None,
 ) -> None:
     """The loop of both kinds of lesson: SGD with momentum, saved now and then."""
-    model.to(device, memory_format=torch.channels_last).train()
+    model.to(device).train()
+    for weight in (w for w in model.parameters() if w.ndim == 4):
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=lesson.rate, momentum=0.9, weight_decay=lesson.decay, nesterov=True)
     file = None if checkpoint is None else Path(checkpoint)
     begin = 0 if file is None or not file.exists() else _restore(file, model, optimizer, lesson)
@@ -230,7 +233,7 @@ def _teach(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             value, right = loss(pool, step)
         optimizer.zero_grad(set_to_none=True)
-        value.backward()
+        torch.autograd.backward(value)
         optimizer.step()
         if watch is not None and (step % 100 == 0 or step + 1 == lesson.steps):
             watch(step, float(value.detach()), float(right))

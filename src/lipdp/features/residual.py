@@ -1,4 +1,4 @@
-"""The residual network that learns from drawings: with batch normalisation while it learns, folded into plain convolutions after."""
+"""The residual network that learns from drawings: normalised by batches while it learns, folded into plain convolutions after."""
 
 from __future__ import annotations
 
