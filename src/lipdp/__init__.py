@@ -28,7 +28,7 @@ from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, p
 
 if TYPE_CHECKING:
     from lipdp import estimators
-    from lipdp.estimators import PrivateClassifier, PrivateRegressor
+    from lipdp.estimators import PrivateClassifier, PrivateImageClassifier, PrivateRegressor
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyPlan",
     "PrivateClassifier",
+    "PrivateImageClassifier",
     "PrivateRegressor",
     "attack",
     "audit",
@@ -70,7 +71,7 @@ __all__ = [
 ]
 
 # scikit-learn takes longer to import than all of lipdp: only when it is asked for.
-_LAZY = {"PrivateClassifier": "estimators", "PrivateRegressor": "estimators"}
+_LAZY = dict.fromkeys(("PrivateClassifier", "PrivateImageClassifier", "PrivateRegressor"), "estimators")
 
 
 def __getattr__(name: str) -> Any:

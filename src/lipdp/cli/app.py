@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, budget, certify, doctor, mechanism, new, pareto, report, show, sweep, train
+from lipdp.cli import account, audit, budget, certify, doctor, features, mechanism, new, pareto, report, show, sweep, train
 from lipdp.cli.failures import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -35,6 +35,7 @@ app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
 app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
 app.add_typer(budget.app, name="budget")
 app.add_typer(mechanism.app, name="mechanism")
+app.add_typer(features.app, name="features")
 app.command("new", epilog=new.EXAMPLE)(new.new)
 app.command("doctor")(doctor.doctor)
 app.command("data", epilog=show.DATA_EXAMPLE)(show.data)

@@ -26,6 +26,7 @@ __all__ = [
     "Json",
     "LearningRate",
     "NoiseMultiplier",
+    "OptionalRecipeName",
     "RecipeName",
     "RequiredDelta",
     "RunEpochs",
@@ -44,6 +45,14 @@ _BUDGET, _RECIPE, _OUTPUT = "Privacy", "Recipe settings", "Output"
 
 RecipeName = Annotated[
     str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",
+        show_default=False,
+    ),
+]
+OptionalRecipeName = Annotated[
+    str | None,
     typer.Argument(
         metavar="RECIPE",
         help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",

@@ -15,6 +15,7 @@ import typer
 from lipdp.cli import options
 from lipdp.cli.audit import audit_recipe
 from lipdp.cli.certify import MODEL
+from lipdp.cli.images import train_images
 from lipdp.cli.options import check_budget, configured, dataset_info, training_size
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
@@ -29,13 +30,16 @@ __all__ = ["EXAMPLE", "train"]
 
 EXAMPLE = """Example: lipdp train digits --epsilon 3
 
-Example: lipdp train mnist --epsilon 1 --epochs 30 --set options.hidden=128 --checkpoint run.ckpt --output run/ --json"""
+Example: lipdp train mnist --epsilon 1 --epochs 30 --set options.hidden=128 --checkpoint run.ckpt --output run/ --json
 
+Example: lipdp train --images photos/ --epsilon 3 --validation-fraction 0.1"""
+
+_IMAGES = "Your own images"
 _PLAN, _HISTORY, _WEIGHTS, _RESULT = "plan.json", "history.json", "model.pt", "result.json"
 
 
 def train(
-    recipe: options.RecipeName,
+    recipe: options.OptionalRecipeName = None,
     epsilon: options.Epsilon = None,
     noise_multiplier: options.NoiseMultiplier = None,
     delta: options.Delta = None,
@@ -83,10 +87,51 @@ def train(
             rich_help_panel="Output",
         ),
     ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER|FILE.npz",
+            help="Images of your own in the place of a recipe: a folder of pictures for each class, or arrays images and labels.",
+            rich_help_panel=_IMAGES,
+        ),
+    ] = None,
+    test: Annotated[
+        Path | None, typer.Option(metavar="FOLDER|FILE.npz", help="Images to judge it on.", rich_help_panel=_IMAGES)
+    ] = None,
+    features: Annotated[str, typer.Option(help="small, large or auto.", rich_help_panel=_IMAGES)] = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Train a recipe's network privately and report its test accuracy with its (ε, δ)."""
+    """Train a recipe's network (with --images, a classifier of your own images) privately; report its accuracy with its (ε, δ)."""
     check_budget(epsilon, noise_multiplier, epochs=epochs)
+    if (recipe is None) == (images is None):
+        raise ConfigurationError("give the name of a recipe, which `lipdp recipes` lists, or images of your own: --images FOLDER")
+    if images is not None:
+        refused: dict[str, object] = {
+            "--noise-multiplier": noise_multiplier,
+            "--epochs": epochs,
+            "--batch-size": batch_size,
+            "--set": settings or None,
+        }
+        refused |= {"--learning-rate": learning_rate, "--checkpoint": checkpoint, "--microbatch-size": microbatch_size}
+        foreign = [name for name, value in refused.items() if value is not None] + ["--audit"] * audit
+        if foreign:
+            raise ConfigurationError(f"{foreign[0]} is for recipes: with --images all settings follow from public numbers")
+        train_images(
+            images,
+            test=test,
+            features=features,
+            epsilon=epsilon,
+            delta=delta,
+            seed=seed if reproducible is None else reproducible,
+            reproducible=reproducible is not None,
+            device=_device(device),
+            budget=budget_file,
+            validation_fraction=validation_fraction,
+            output=output,
+            as_json=as_json,
+        )
+        return
+    assert recipe is not None
     chosen = configured(
         recipe,
         settings,

@@ -5,6 +5,7 @@ What is public of a table (ranges, categories) is declared with :class:`Numeric`
 """
 
 from lipdp.estimators.base import Choice, PrivateEstimator
+from lipdp.estimators.images import PrivateImageClassifier
 from lipdp.estimators.schema import Categorical, Numeric, Schema
 from lipdp.estimators.tables import PrivateClassifier, PrivateRegressor
 
@@ -16,6 +17,7 @@ __all__ = [
     "Numeric",
     "PrivateClassifier",
     "PrivateEstimator",
+    "PrivateImageClassifier",
     "PrivateRegressor",
     "Schema",
     "categorical",

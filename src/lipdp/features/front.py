@@ -28,6 +28,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Augmentation, fixed_views
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.features.layers import ToGrid
+from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
 from lipdp.nn.boundary import to_ball
@@ -106,7 +107,7 @@ def _frozen_features(layer: FrozenFeatures, call: Call) -> Transfer:
 
 
 def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
-    """(front, head) of a sequential model that starts with a fixed extractor: Scattering2d, PatchFeatures, FrozenFeatures.
+    """(front, head) of a sequential model that starts with a fixed extractor (Scattering2d, PatchFeatures, …).
 
     The front is all that can be computed once: up to the first layer that is trained, that gets statistics of the data
     (Standardize), that bounds what enters the head, or that only repeats values (ToGrid). Training the head on the front's
@@ -117,8 +118,8 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
     length = next((i for i, layer in enumerate(layers) if _is_trained(layer) or _contains(layer, stops)), len(layers))
     if not any(_contains(layer, _extractors()) for layer in layers[:length]):
         raise ConfigurationError(
-            "the model does not start with a fixed front: there is no Scattering2d, PatchFeatures or FrozenFeatures before its "
-            "first trained or bounding layer"
+            "the model does not start with a fixed front: there is no Scattering2d, PatchFeatures, LearnedFeatures or "
+            "FrozenFeatures before its first trained or bounding layer"
         )
     kind = type(model)
     return kind(*layers[:length]), kind(*layers[length:])
@@ -160,7 +161,7 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 
 def _extractors() -> tuple[type[torch.nn.Module], ...]:
-    return FrozenFeatures, Scattering2d, PatchFeatures
+    return FrozenFeatures, Scattering2d, PatchFeatures, LearnedFeatures
 
 
 def rows_through(model: torch.nn.Module, usual: int, device: torch.device, copies: int = 1) -> int:

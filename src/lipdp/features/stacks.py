@@ -23,13 +23,16 @@ from lipdp.errors import ConfigurationError
 from lipdp.features.drawn import leaf_images, texture_images
 from lipdp.features.kernels import RandomReLU
 from lipdp.features.layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
+from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import Dictionary, PatchFeatures
 from lipdp.features.scattering import Colour, Padding, Scattering2d
 from lipdp.features.straighten import Straightening, straighten_layers
 
 __all__ = [
+    "AnyBlock",
     "Centre",
     "FrontOptions",
+    "LearnedBlock",
     "PatchBlock",
     "ScatteringBlock",
     "block_of",
@@ -290,18 +293,36 @@ class ScatteringBlock:
         return channel_weights(self._transform(shape), self.orders)[:, None, None]
 
 
-AnyBlock = PatchBlock | ScatteringBlock
-_KINDS: dict[str, type[PatchBlock] | type[ScatteringBlock]] = {"patches": PatchBlock, "scattering": ScatteringBlock}
+@dataclass(frozen=True)
+class LearnedBlock:
+    """:class:`~lipdp.features.learned.LearnedFeatures` (whose arguments have the same names), which are even by themselves.
+
+    Attributes:
+        weight: of this block relative to the others.
+    """
+
+    network: str = "small"
+    shifts: tuple[tuple[int, int], ...] = ((0, 0),)
+    flip: bool = True
+    weight: float = 1.0
+
+
+AnyBlock = PatchBlock | ScatteringBlock | LearnedBlock
+_KINDS: dict[str, type[PatchBlock] | type[ScatteringBlock] | type[LearnedBlock]] = {
+    "patches": PatchBlock,
+    "scattering": ScatteringBlock,
+    "learned": LearnedBlock,
+}
 
 
 def block_of(given: AnyBlock | Mapping[str, Any]) -> AnyBlock:
-    """A block from a mapping with its ``kind`` ("patches", "scattering") and settings, or a block as it is."""
-    if isinstance(given, PatchBlock | ScatteringBlock):
+    """A block from a mapping with its ``kind`` ("patches", "scattering", "learned") and settings, or a block as it is."""
+    if isinstance(given, AnyBlock):
         return given
     settings = {name: _frozen(value) for name, value in given.items()}
     kind = settings.pop("kind", None)
     if kind not in _KINDS:
-        raise ConfigurationError(f"a block of features is of kind 'patches' or 'scattering', not {kind!r}")
+        raise ConfigurationError(f"a block of features is of kind 'patches', 'scattering' or 'learned', not {kind!r}")
     known = {f.name for f in dataclasses.fields(_KINDS[kind])}
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -361,6 +382,9 @@ def feature_front(
 
 def _layers(shape: tuple[int, ...], block: AnyBlock) -> tuple[list[torch.nn.Module], int]:
     """A block's layers, new at every call, and how many features it has; drawn images have features of norm about its weight."""
+    if isinstance(block, LearnedBlock):
+        learned = LearnedFeatures(shape, block.network, shifts=block.shifts, flip=block.flip)
+        return [learned, Window(torch.tensor(float(block.weight)))], learned.output_shape[0]
     constants = _block_constants(shape, dataclasses.replace(block, weight=1.0))
     extractor = block.extractor(shape)
     layers = [extractor]
@@ -384,7 +408,7 @@ class _Constants:
 
 
 @lru_cache(maxsize=16)
-def _block_constants(shape: tuple[int, ...], block: AnyBlock) -> _Constants:
+def _block_constants(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock) -> _Constants:
     """Of the response to drawn images: levels of compression, means and deviations by channel, and what decorrelates channels."""
     if block.compress not in ("none", "log", "root") or not 0 <= block.decorrelate <= 1:
         raise ConfigurationError(

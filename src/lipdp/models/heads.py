@@ -9,7 +9,7 @@ import torch
 
 from lipdp import nn
 from lipdp.errors import ConfigurationError
-from lipdp.features.stacks import Centre, FrontOptions, PatchBlock, ScatteringBlock, feature_front, scattering_front
+from lipdp.features.stacks import AnyBlock, Centre, FrontOptions, feature_front, scattering_front
 from lipdp.features.straighten import Straightening
 from lipdp.models.registry import register
 
@@ -118,7 +118,7 @@ def scattering_mlp(
 class BlockOptions(TypedDict, total=False):
     """The arguments of :func:`~lipdp.features.stacks.feature_front`."""
 
-    blocks: Sequence[PatchBlock | ScatteringBlock | Mapping[str, Any]]
+    blocks: Sequence[AnyBlock | Mapping[str, Any]]
     centre: Centre
     radius: float
     input_mode: Literal["ball", "sphere"]

@@ -1,0 +1,168 @@
+"""The lock-box: recipes on the test set, after they were committed. Every reading is logged, by this script, whatever it gives.
+
+    python benchmarks/accuracy/lockbox.py cifar10-drawn-eps1 cifar10-drawn-eps3 cifar10-drawn-eps8 --seeds 0 1 2 --device cuda
+
+Recipes are taken from the library's catalogue and nowhere else, and the commit that holds them is asked of git: a catalogue
+with changes that are not committed is refused. (Where there is no git, name the commit with --commit.) Recipes with the same
+features share them: computed once, by lipdp.features.extract_features, and each seed trains its head by lipdp.plan and
+lipdp.fit. With --whole every seed is one lipdp.recipes.train instead, which keeps one copy of the features: half of the memory,
+for a processor. Lines are appended to benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, seed, ε
+spent, accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+import lipdp
+from lipdp import data, recipes
+from lipdp.features import extract_features, split_front
+from lipdp.recipes import Recipe
+from lipdp.recipes.catalog import to_toml
+from lipdp.recipes.run import _optimizer, _scheduler, _seeded_model
+
+ROOT = Path(__file__).parents[2]
+LOG = ROOT / "benchmarks/results/lockbox.jsonl"
+CATALOG = "src/lipdp/recipes/catalog"
+
+
+def committed() -> str:
+    """The commit that holds the catalogue as it is now."""
+    changed = subprocess.run(["git", "status", "--porcelain", CATALOG], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if changed:
+        raise SystemExit(
+            f"the catalogue has changes that are not committed:\n{changed}Commit the settings before the test set is read."
+        )
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def features_of(recipe: Recipe, device: str) -> tuple[TensorDataset, TensorDataset]:
+    """What the fixed front makes of both parts of the dataset, where the heads are trained."""
+    train, test, info = data.load(recipe.dataset, download=False)
+    front, _ = split_front(_seeded_model(recipe, info, 0))
+    learn, judge = (extract_features(front, part, device=device, keep=device) for part in (train, test))
+    return learn, judge
+
+
+def planned(recipe: Recipe, records: int) -> tuple[torch.nn.Module, lipdp.PrivacyPlan]:
+    """The head behind the fixed front, which starts at zero, and the plan of its training."""
+    _, head = split_front(_seeded_model(recipe, data.info(recipe.dataset), 0))
+    plan = lipdp.plan(
+        head, recipe.make_loss(), dataset_size=records, batch_size=recipe.batch_for(records, records), delta=recipe.delta,
+        epsilon=recipe.epsilon, epochs=recipe.epochs, allocation=recipe.allocation, statistics_budget=recipe.statistics_budget,
+    )  # fmt: skip
+    return head, plan
+
+
+def reading(
+    recipe: Recipe,
+    head: torch.nn.Module,
+    plan: lipdp.PrivacyPlan,
+    train: TensorDataset,
+    test: TensorDataset,
+    seed: int,
+    device: str,
+) -> dict[str, object]:
+    """One head, trained with the recipe's budget and judged once."""
+    loss = recipe.make_loss()
+    optimizer = _optimizer(recipe, head, plan.sensitivity)
+    started = time.monotonic()
+    history = lipdp.fit(
+        head, loss, optimizer, plan, train, scheduler=_scheduler(recipe.schedule, optimizer, plan.steps),
+        ema_decay=recipe.ema_decay,
+        seed=seed, device=device, evaluations=1, settle=True,
+    )  # fmt: skip
+    seconds = time.monotonic() - started
+    accuracy = lipdp.evaluate(head, loss, test, device=device, batch_size=1024)["accuracy"]
+    return {
+        "accuracy": accuracy,
+        "spent": history.epsilon,
+        "delta": plan.delta,
+        "noise_multiplier": plan.noise_multiplier,
+        "steps": plan.steps,
+        "releases": [str(release) for release in plan.releases],
+        "private": history.private,
+        "head_seconds": round(seconds, 2),
+    }
+
+
+def whole_reading(recipe: Recipe, seed: int, device: str) -> dict[str, object]:
+    """As ``lipdp train`` does it, from the images to the figure."""
+    result = recipes.train(recipe, seed=seed, device=device, evaluations=1)
+    return {
+        "accuracy": result.accuracy,
+        "spent": result.epsilon,
+        "delta": result.delta,
+        "noise_multiplier": result.plan.noise_multiplier,
+        "steps": result.steps,
+        "releases": [str(release) for release in result.plan.releases],
+        "private": result.private,
+        "seconds": round(result.seconds, 1),
+        "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--whole", action="store_true", help="every seed from the images on")
+    parser.add_argument("--commit", help="that holds the catalogue, where there is no git")
+    parser.add_argument("--log", type=Path, default=LOG)
+    arguments = parser.parse_args()
+    commit = arguments.commit or committed()
+    chosen = [recipes.get(name) for name in arguments.recipes]
+    arguments.log.parent.mkdir(parents=True, exist_ok=True)
+    kept: tuple[str, tuple[TensorDataset, TensorDataset]] | None = None
+    for recipe in chosen:
+        key = json.dumps([recipe.dataset, recipe.options["blocks"], recipe.options.get("straighten", False)])
+        started = time.monotonic()
+        if not arguments.whole and (kept is None or kept[0] != key):
+            kept = None  # the memory first
+            kept = (key, features_of(recipe, arguments.device))
+        features_seconds = time.monotonic() - started
+        figures = []
+        head, plan = (None, None) if kept is None else planned(recipe, len(kept[1][0]))
+        for seed in arguments.seeds:
+            if kept is None or head is None or plan is None:
+                result = whole_reading(recipe, seed, arguments.device)
+            else:
+                result = reading(recipe, copy.deepcopy(head), plan, *kept[1], seed, arguments.device)
+                result |= {"features": kept[1][0].tensors[0][0].numel(), "features_seconds": round(features_seconds, 1)}
+            figures.append(100 * float(str(result["accuracy"])))
+            record = {
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": commit,
+                "recipe": recipe.name,
+                "settings": hashlib.sha256(to_toml(recipe).encode()).hexdigest()[:16],
+                "dataset": recipe.dataset,
+                "epsilon": recipe.epsilon,
+                "seed": seed,
+                **result,
+                "device": torch.cuda.get_device_name() if "cuda" in arguments.device else "cpu",
+                "torch": torch.__version__,
+                "command": " ".join(["python", *sys.argv]),
+            }
+            with arguments.log.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+            print(f"{recipe.name} seed {seed}: {figures[-1]:.2f}%", flush=True)
+        spread = f" ± {statistics.stdev(figures):.2f}" if len(figures) > 1 else ""
+        print(f"{recipe.name}: {statistics.fmean(figures):.2f}{spread} over {len(figures)} seeds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
