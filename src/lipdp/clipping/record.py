@@ -348,7 +348,7 @@ def _refusal(module: torch.nn.Module) -> str | None:
         return "it splits the batch or averages gradients over devices, before they are clipped. Pass the wrapped model (.module)."
     if isinstance(module, torch.jit.ScriptModule):
         return "a scripted module does not show the inputs of its layers. Use the module it was scripted from."
-    if torch.nn.utils.parametrize.is_parametrized(module) and any(True for _ in module.parametrizations.buffers()):
+    if torch.nn.utils.parametrize.is_parametrized(module) and any(name.startswith("parametrizations.") for name, _ in module.named_buffers()):
         return (
             "its weight is computed by torch.nn.utils.parametrize with state of its own (spectral_norm), which changes whenever it "
             "is evaluated. Remove the parametrisation (torch.nn.utils.parametrize.remove_parametrizations)."

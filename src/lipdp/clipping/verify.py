@@ -91,12 +91,14 @@ def verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Ten
     """
     with checking(model, device_of(x)):
         layouts = look_at(model, fitting(model, x))
+    first: HiddenGradientError | None = None
     while True:
         try:
             return in_double_if_refused(_verify, model, loss, x, y)
         except HiddenGradientError as error:
+            first = first or error
             if not take_larger(model, error.parameters, layouts):
-                raise
+                raise first from None
 
 
 def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
