@@ -1,8 +1,8 @@
-"""Tiny architectures, built from configurations with random weights: what people bring to private training. Nothing is downloaded."""
+"""Tiny architectures, built from configurations with random weights: what people bring. Nothing is downloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,11 @@ def cross_entropy(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def next_token(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The mean over the positions of each text."""
-    return torch.nn.functional.cross_entropy(outputs[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none").reshape(
-        len(y), -1
-    ).mean(1)
+    return (
+        torch.nn.functional.cross_entropy(outputs[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
+        .reshape(len(y), -1)
+        .mean(1)
+    )
 
 
 def square(outputs: Any, y: torch.Tensor) -> torch.Tensor:
@@ -131,7 +133,17 @@ _classifier("RoFormer", embedding_size=WIDTH)
 _classifier("Nystromformer", num_landmarks=8, segment_means_seq_len=LENGTH)
 _classifier("FNet", max_position_embeddings=LENGTH, tpu_short_seq_length=LENGTH)
 _classifier("SqueezeBert", embedding_size=WIDTH, q_groups=2, k_groups=2, v_groups=2, post_attention_groups=1, intermediate_groups=2)
-_classifier("XLNet", max_position_embeddings=None, hidden_size=None, num_hidden_layers=None, num_attention_heads=None, d_model=WIDTH, n_layer=2, n_head=2, d_inner=24)
+_classifier(
+    "XLNet",
+    max_position_embeddings=None,
+    hidden_size=None,
+    num_hidden_layers=None,
+    num_attention_heads=None,
+    d_model=WIDTH,
+    n_layer=2,
+    n_head=2,
+    d_inner=24,
+)
 _classifier("Funnel", num_hidden_layers=None, d_model=WIDTH, n_head=2, d_head=8, d_inner=24, block_sizes=[1, 1])
 _classifier("ModernBert", global_attn_every_n_layers=2, local_attention=8, cls_token_id=4, sep_token_id=3)
 _decoder("GPT2", head="LMHeadModel", n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32)
@@ -166,14 +178,19 @@ _vision("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_siz
 _vision("ConvNextV2", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=4)
 _vision("Dinov2", image_size=32, patch_size=16, mlp_ratio=2, **_VIT)
 _vision(
-    "MobileViT", size=64, image_size=64, hidden_sizes=[8, 12, 16], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16], num_attention_heads=2, mlp_ratio=2.0
+    "MobileViT",
+    size=64,
+    image_size=64,
+    hidden_sizes=[8, 12, 16],
+    neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
+    num_attention_heads=2,
+    mlp_ratio=2.0,
 )
 _vision("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 _vision("RegNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=8)
 _vision("MobileNetV2", image_size=32, depth_multiplier=0.25, finegrained_output=False)
 _vision("PoolFormer", hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1])
 _vision("Segformer", hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 2], decoder_hidden_size=16)
-_vision("Cvt", embed_dim=[8, 16, 16], depth=[1, 1, 1], num_heads=[1, 2, 2], cls_token=[False, False, True])
 
 
 def _t5(batch: int) -> Made:
@@ -203,7 +220,12 @@ def _whisper(batch: int) -> Made:
     )  # fmt: skip
     labels = tokens(batch)["input_ids"]
     sound = torch.randn(batch, 8, 16, generator=torch.Generator().manual_seed(5))
-    return Made(transformers.WhisperForConditionalGeneration(config), {"input_features": sound, "decoder_input_ids": labels}, labels, next_token)
+    return Made(
+        transformers.WhisperForConditionalGeneration(config),
+        {"input_features": sound, "decoder_input_ids": labels},
+        labels,
+        next_token,
+    )
 
 
 def _wav2vec2(name: str) -> Callable[[int], Made]:
@@ -215,7 +237,12 @@ def _wav2vec2(name: str) -> Callable[[int], Made]:
             feat_extract_norm="layer", do_stable_layer_norm=True,
         )  # fmt: skip
         model = getattr(transformers, f"{name}ForSequenceClassification")(config)
-        return Made(model, {"input_values": torch.randn(batch, 200, generator=torch.Generator().manual_seed(6))}, classes(batch), cross_entropy)
+        return Made(
+            model,
+            {"input_values": torch.randn(batch, 200, generator=torch.Generator().manual_seed(6))},
+            classes(batch),
+            cross_entropy,
+        )
 
     return make
 
@@ -241,7 +268,14 @@ class _Pair(torch.nn.Module):
 
 def _clip(batch: int) -> Made:
     text = {**_small(), "eos_token_id": 2, "bos_token_id": 1, "projection_dim": 8}
-    vision = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    vision = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+    }
     config = transformers.CLIPConfig(text_config=text, vision_config={**vision, "projection_dim": 8}, projection_dim=8)
     return Made(_Pair(transformers.CLIPModel(config)), {**tokens(batch), **pixels(batch)}, classes(batch), square)
 
@@ -288,7 +322,3 @@ def build(case: Case, batch: int = 4) -> Made:
     made.model.double().eval()
     made.x = {k: v.double() if v.is_floating_point() else v for k, v in made.x.items()}
     return made
-
-
-def names() -> Iterator[str]:
-    return (case.name for case in ZOO)

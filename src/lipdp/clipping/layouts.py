@@ -191,13 +191,18 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
     A model that can't be run on so many leaves nothing known: then dimension 0 holds the examples, or it is refused.
     """
     rows = rows_of(x)
+    modes = [(module, module.training) for module in model.modules()]
     with torch.no_grad(), without_caches(model):
         try:
+            model.eval()  # without what is random: layers that are left out, masks of other shapes
             few, more = (_calls(model, select(x, torch.arange(size) % rows)) for size in _SIZES)
             found = Layouts({name: _compared(few[name], more[name]) for name in few.keys() & more.keys()})
             found.repeated = _repeated(model, select(x, torch.arange(_SIZES[1]) % rows), found)
         except (*_FAILS, _DifferentError):
             found = Layouts()
+        finally:
+            for module, mode in modes:
+                module.training = mode
     _known.setdefault(model, {})[_kind(x)] = found
     return found
 

@@ -37,7 +37,7 @@ from lipdp.clipping.registry import (
 )
 from lipdp.errors import DataError, UnsupportedError
 
-__all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "trained_layers", "watched_forward"]
+__all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "refusal", "trained_layers", "watched_forward"]
 
 
 @dataclass
@@ -338,17 +338,19 @@ def check_supported(model: torch.nn.Module) -> None:
                 "and torch.view_as_complex in forward."
             )
     for name, module in model.named_modules():
-        why = _refusal(module)
+        why = refusal(module)
         if why is not None:
             raise UnsupportedError(f"layer '{name}' ({type(module).__name__}) can't be trained by clipping: {why}")
 
 
-def _refusal(module: torch.nn.Module) -> str | None:
+def refusal(module: torch.nn.Module) -> str | None:
+    """Why this module can't be trained by clipping, if it can't."""
     if type(module).__name__ in _PARALLEL and type(module).__module__.startswith("torch."):
         return "it splits the batch or averages gradients over devices, before they are clipped. Pass the wrapped model (.module)."
     if isinstance(module, torch.jit.ScriptModule):
         return "a scripted module does not show the inputs of its layers. Use the module it was scripted from."
-    if torch.nn.utils.parametrize.is_parametrized(module) and any(name.startswith("parametrizations.") for name, _ in module.named_buffers()):
+    state = any(name.startswith("parametrizations.") for name, _ in module.named_buffers())
+    if torch.nn.utils.parametrize.is_parametrized(module) and state:
         return (
             "its weight is computed by torch.nn.utils.parametrize with state of its own (spectral_norm), which changes whenever it "
             "is evaluated. Remove the parametrisation (torch.nn.utils.parametrize.remove_parametrizations)."
