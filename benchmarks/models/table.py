@@ -2,8 +2,9 @@
 
     python benchmarks/models/table.py [NAMES…] [--write]
 
-For each: the clipped sum by book-keeping against a loop over single examples; then one step of the engine, in training mode. Where
-that is refused, the one line that helps is tried. ``--write`` puts the table into docs/your_model.md and benchmarks/results/models.json.
+For each: the clipped sum by book-keeping against a loop over single examples; then one step of the engine, in training mode.
+Where that is refused, the one line that helps is tried. ``--write`` puts the table into docs/your_model.md and
+benchmarks/results/models.json.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def one_step(made: Made) -> None:
     """A private step of the engine, in training mode."""
     model = made.model.train()
-    data = [({name: part[i] for name, part in made.x.items()}, made.y[i]) for i in range(len(made.y))] * 4
+    data = [({name: part[i] for name, part in made.x.items()}, made.y[i]) for i in range(len(made.y))] * 2
     plan = lipdp.plan(
-        model, made.loss, dataset_size=len(data), batch_size=8, delta=1e-3, noise_multiplier=1.0, steps=1,
+        model, made.loss, dataset_size=len(data), batch_size=4, delta=1e-3, noise_multiplier=1.0, steps=1,
         method="bookkeeping", max_grad_norm=1.0, accountant="rdp",
     )  # fmt: skip
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    with lipdp.PrivacyEngine(model, made.loss, optimizer, plan) as engine:
+    with lipdp.PrivacyEngine(model, made.loss, optimizer, plan, microbatch_size=4) as engine:
         for batch in engine.batches(data):
             engine.step(*batch)
 

@@ -193,8 +193,8 @@ class _Replay:
         return (
             f"{type(self.module).__name__} has no norm rule, and evaluating it for one example at a time does not give what it "
             "gave for the batch: it mixes the examples, or has randomness inside (dropout: set it to 0), or its batch is not "
-            "the first dimension of its inputs. Move its parameters into a small module of their own (e.g. one that adds positions), or register "
-            f"a rule (lipdp.clipping.norm_rule).{f' The last attempt said: {trouble}' if trouble is not None else ''}"
+            "the first dimension of its inputs. Move its parameters into a small module of their own (one that adds positions), "
+            f"or register a rule (lipdp.clipping.norm_rule).{f' The last attempt said: {trouble}' if trouble is not None else ''}"
         )
 
     @property

@@ -45,8 +45,9 @@ class Renormed:
 def per_example_norms(model: torch.nn.Module, groups: int = _GROUPS) -> Renormed:
     """A copy of ``model`` in which no layer uses statistics of the batch.
 
-    BatchNorm becomes GroupNorm of the same channels, scale and shift, with as many groups of four channels or more as divide them,
-    ``groups`` at most; its running statistics are dropped, so a trained network has to be trained on. InstanceNorm keeps no running statistics.
+    BatchNorm becomes GroupNorm of the same channels, scale and shift, with as many groups of four channels or more as divide
+    them, ``groups`` at most; its running statistics are dropped, so a trained network has to be trained on. InstanceNorm keeps no
+    running statistics.
 
     Args:
         model: any model; it stays as it is.
@@ -59,11 +60,14 @@ def per_example_norms(model: torch.nn.Module, groups: int = _GROUPS) -> Renormed
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise ConfigurationError(f"groups must be a whole number of at least 1, not {groups!r}")
+    for name, layer in model.named_modules():
+        if any(map(torch.nn.parameter.is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
+            raise ConfigurationError(f"layer '{name}' ({type(layer).__name__}) is not initialised yet. Run one forward pass first.")
     changed = copy.deepcopy(model)
     rows: list[Row] = []
     replaced: dict[int, torch.nn.Module] = {}  # a layer that is used twice stays one layer
     for name, layer in list(changed.named_modules()):
-        new = _replacement(layer, name, groups)
+        new = _replacement(layer, groups)
         if new is not None:
             replaced[id(layer)] = new
             rows.append(Row(name or "the model", _short(layer), "replaced", _short(new)))
@@ -74,9 +78,7 @@ def per_example_norms(model: torch.nn.Module, groups: int = _GROUPS) -> Renormed
     return Renormed(replaced.get(id(changed), changed), NormReport(tuple(rows)))
 
 
-def _replacement(layer: torch.nn.Module, name: str, groups: int) -> torch.nn.Module | None:
-    if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
-        raise ConfigurationError(f"layer '{name}' ({type(layer).__name__}) is not initialised yet. Run one forward pass first.")
+def _replacement(layer: torch.nn.Module, groups: int) -> torch.nn.Module | None:
     if isinstance(layer, _BATCH):
         channels = layer.num_features
         most = max(1, min(groups, channels // _CHANNELS))
