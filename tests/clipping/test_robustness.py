@@ -15,7 +15,7 @@ from torch import nn
 import lipdp.clipping as clipping
 from lipdp.clipping.record import recording
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from tests.clipping.helpers import METHODS, assert_close, quadratic
+from tests.clipping.helpers import METHODS, assert_close, check_all, quadratic
 
 
 def convnet():
@@ -157,7 +157,7 @@ def _bag(**arguments):
         (lambda: nn.DataParallel(nn.Linear(3, 2)), torch.randn(4, 3), r"DataParallel.*\.module"),
         (lambda: nn.utils.weight_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_weight_norm"),
         (lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_spectral_norm"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_parametrizations"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), torch.randn(4, 3), "remove_parametrizations"),
         (lambda: torch.jit.script(nn.Linear(3, 2)), torch.randn(4, 3), "scripted"),
     ],
 )
@@ -174,7 +174,14 @@ def test_lazy_layers_after_a_first_pass():
     clipping.clipped_gradients(model, quadratic, torch.randn(3, 4), torch.zeros(3), 1.0)
 
 
-def test_examples_folded_into_another_dimension_are_refused():
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+def test_parametrised_weights_are_right():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
+    check_all(model, torch.randn(4, 3, dtype=torch.float64))
+
+
+def test_examples_folded_into_rows():
     class Folded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -183,8 +190,8 @@ def test_examples_folded_into_another_dimension_are_refused():
         def forward(self, x):
             return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    with pytest.raises(UnsupportedError, match=r"'layer' \(Linear\).*not the batch"):
-        clipping.clipped_gradients(Folded(), quadratic, torch.randn(3, 4, 3), torch.zeros(3), 1.0)
+    check_all(Folded().double(), torch.randn(3, 4, 3, dtype=torch.float64))
+    check_all(Folded().double(), torch.randn(4, 1, 3, dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="batch dimension"):
         clipping.clipped_gradients(nn.Sequential(nn.Conv1d(3, 3, 1)), quadratic, torch.randn(3, 4), torch.zeros(3), 1.0)
 

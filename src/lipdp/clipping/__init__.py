@@ -7,6 +7,7 @@ from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.record import check_supported
 from lipdp.clipping.registry import norm_rule, refuse
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clipping_groups
+from lipdp.clipping.support import LayerSupport, Support, support
 
 CapturedClipping = Clipping = Clipper  # what it was called before
 
@@ -20,6 +21,7 @@ __all__ = [
     "Dense",
     "Form",
     "Group",
+    "LayerSupport",
     "MaxNorm",
     "Method",
     "OuterSum",
@@ -27,6 +29,7 @@ __all__ = [
     "PositionSum",
     "Scatter",
     "Style",
+    "Support",
     "check_supported",
     "clip_batch",
     "clipped_gradients",
@@ -34,4 +37,5 @@ __all__ = [
     "norm_rule",
     "per_example_norms",
     "refuse",
+    "support",
 ]

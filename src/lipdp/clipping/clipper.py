@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from lipdp._numerics import no_autocast, wide
+from lipdp.clipping.adoption import trained_layers
 from lipdp.clipping.batch import (
     Batch,
     Clipped,
@@ -48,8 +50,9 @@ from lipdp.clipping.batch import (
     uncompiled,
 )
 from lipdp.clipping.contribution import Contribution, Form
+from lipdp.clipping.layouts import layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
-from lipdp.clipping.record import check_supported, recording, trained_layers
+from lipdp.clipping.record import Recording, check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import kind_of, state_versions, verify_once
 from lipdp.fingerprint import Watched
@@ -93,7 +96,7 @@ def per_example_norms(
         return torch.zeros(0, dtype=own, device=device)
     with eager(model):
         verify_once(model, loss, x, targets)
-        with torch.enable_grad(), recording(model, rows, copies) as recorded:
+        with torch.enable_grad(), recording(model, rows, copies, layouts=layouts_of(model, x)) as recorded:
             losses = loss_values(loss, call(model, x), targets, copies)
             contributions = recorded.contributions(losses.sum())
         squares = _squared_norms(contributions, device, form)
@@ -321,7 +324,7 @@ class Clipper:
         x, device = rebuilt(parts, self._structure), parts[0].device
         with eager(self.model):
             self._verify(Batch(x, y, keep))
-            with torch.enable_grad(), recording(self.model, len(parts[0]), self.copies, self._layers) as recorded:
+            with torch.enable_grad(), self._recording(x) as recorded:
                 losses = loss_values(self.loss, call(self.model, x), y, self.copies)
                 contributions = recorded.contributions(losses.sum())
             form: Form = "gram" if self.method == "ghost" else self.form
@@ -335,6 +338,9 @@ class Clipper:
                 dropped = ~finite.all(1)
                 contributions = {name: part.without(dropped) for name, part in contributions.items()}
             return _Computed(self._weighted_sums(contributions, factors), norms, factors, spoiled)
+
+    def _recording(self, x: Inputs) -> AbstractContextManager[Recording]:
+        return recording(self.model, rows_of(x), self.copies, self._layers, layouts_of(self.model, x))
 
     def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Uses up the contributions: what only one of them holds is free for the next sum."""

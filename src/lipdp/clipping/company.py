@@ -21,6 +21,7 @@ import torch
 from lipdp._numerics import HALF, no_autocast
 from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.contribution import Contribution
+from lipdp.clipping.layouts import layouts_of
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
@@ -134,7 +135,7 @@ class _Company:
         """Per-example gradients as layers show them."""
         same_randomness()
         try:
-            with recording(self.model, rows_of(x)) as recorded:
+            with recording(self.model, rows_of(x), layouts=layouts_of(self.model, x)) as recorded:
                 return recorded.contributions(loss_values(self.loss, call(self.model, x), self.y).sum())
         finally:
             put_back(self._buffers)

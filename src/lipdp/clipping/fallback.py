@@ -17,19 +17,24 @@ from typing import Any
 
 import torch
 from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Dense, flat
+from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, Where
 from lipdp.clipping.registry import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.graphs import is_recording
 
 __all__ = ["own_parameters", "per_example_fallback"]
 
+Split = tuple[Place | None, ...]
+"""Where the examples are in each argument of a call; ``None``: all of it is every example's."""
+
 _noticed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 # Ways that were found to give what a module gave, by module and shapes: nothing is tried while a CUDA graph is recorded.
-_found: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, tuple[str, tuple[bool, ...]]]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, tuple[str, Split]]] = weakref.WeakKeyDictionary()
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -42,17 +47,33 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def per_example_fallback(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, batch: int
+    module: torch.nn.Module,
+    own: Mapping[str, torch.nn.Parameter],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    batch: int,
+    known: Call | None = None,
 ) -> tuple[Any, list[tuple[torch.Tensor, Contributions]]]:
     """What to return in the output's place, and (output tensor, its contributions) for each tensor in it.
 
     Several outputs may be made of one another inside the module; copies of them have cotangents of their own. A view is copied
-    too: written into in place, it would leave the graph. What each output was is kept, to be compared.
+    too: written into in place, it would leave the graph. What each output was is kept, to be compared. An output that all examples
+    use, (1, …), is repeated for each of them.
+
+    Args:
+        module: the module.
+        own: whose gradients are wanted, by their names in the module.
+        args: of its call, with ``kwargs`` and ``output``.
+        kwargs: by name.
+        output: what it gave.
+        batch: number of examples.
+        known: where the examples are in all these, if that is known; else they are tried in the first dimensions.
     """
-    own = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     leaves, structure = tree_flatten(output)
     several = len(leaves) > 1
-    leaves = [_separate(leaf, several) for leaf in leaves]
+    places = _output_places(leaves, known)
+    leaves = [_separate(leaf, several, batch if place is None else None) for leaf, place in zip(leaves, places, strict=True)]
     tracked = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not tracked:
         if not all(leaf is None or isinstance(leaf, torch.Tensor | int | float | str | bool) for leaf in leaves):
@@ -62,13 +83,30 @@ def per_example_fallback(
             )
         return output, []
     _notice(module, own)
-    replay = _Replay(module, own, args, dict(kwargs), batch)
-    return tree_unflatten(leaves, structure), [(leaves[k], replay.pulling(k, leaves[k].detach().clone())) for k in tracked]
+    replay = _Replay(module, own, args, dict(kwargs), batch, known)
+    taps = [(leaves[k], replay.pulling(k, places[k] or FIRST, leaves[k].detach().clone())) for k in tracked]
+    return tree_unflatten(leaves, structure), taps
 
 
-def _separate(leaf: Any, several: bool) -> Any:
-    needed = isinstance(leaf, torch.Tensor) and leaf.requires_grad and (several or leaf._base is not None)
-    return leaf.clone() if needed else leaf
+def _output_places(leaves: list[Any], known: Call | None) -> list[Place | None]:
+    """Where the examples are in each leaf; ``None``: it is one row that all use."""
+    if known is None:
+        return [FIRST] * len(leaves)
+    wheres = iter(known.outputs)
+    numbers = (isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves)
+    return [_place(next(wheres)) if number else FIRST for number in numbers]
+
+
+def _place(where: Where) -> Place | None:
+    return where if isinstance(where, Place) else None
+
+
+def _separate(leaf: Any, several: bool, repeated: int | None) -> Any:
+    if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+        return leaf
+    if repeated is not None:
+        return leaf.expand(repeated, *leaf.shape[1:]).clone()
+    return leaf.clone() if several or leaf._base is not None else leaf
 
 
 def _notice(module: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
@@ -88,32 +126,50 @@ class _Replay:
     """One call of a module, to be evaluated again for each example alone."""
 
     def __init__(
-        self, module: torch.nn.Module, own: Mapping[str, torch.Tensor], args: Any, kwargs: dict[str, Any], batch: int
+        self,
+        module: torch.nn.Module,
+        own: Mapping[str, torch.Tensor],
+        args: Any,
+        kwargs: dict[str, Any],
+        batch: int,
+        known: Call | None,
     ) -> None:
-        self.module, self.batch = module, batch
-        self.own = {name: p.detach() for name, p in own.items()}
+        self.module, self.batch, self.known = module, batch, known
+        self.own, self.parameters = {name: p.detach() for name, p in own.items()}, list(own.values())
         values, self.structure = tree_flatten((args, kwargs))
         self.values = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
         device = next(iter(self.own.values())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
-    def pulling(self, which: int, output: torch.Tensor) -> Contributions:
-        """Contributions by the output's ``which``-th tensor."""
+    def pulling(self, which: int, place: Place, output: torch.Tensor) -> Contributions:
+        """Contributions by the output's ``which``-th tensor, whose examples are at ``place``."""
+        before = place.by_example(output, self.batch) if place.fits(output, self.batch) else output
 
         def contributions(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
             device, dtype, enabled = self.autocast
-            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                gradients = self._gradients(which, output, cotangent)
+            if before is output:
+                raise HiddenGradientError(self._why(None), self.parameters)
+            # Attention by matrix products: fused kernels have no derivative in a bias under torch.func.
+            attention = sdpa_kernel(SDPBackend.MATH)
+            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled), attention:
+                gradients = self._gradients(which, before, place.by_example(cotangent, self.batch))
             return {name: Dense(gradient.detach()) for name, gradient in gradients.items()}
 
         return contributions
 
-    def _splits(self) -> Iterator[tuple[bool, ...]]:
-        """Which values to split by example: first all that have a batch dimension, then fewer and fewer."""
-        candidates = [k for k, value in enumerate(self.values) if _has_rows(value, self.batch)]
+    def _splits(self) -> Iterator[Split]:
+        """Where the examples may be in each value: where they are known to be; else first all that have a batch dimension, then
+        fewer and fewer.
+        """
+        if self.known is not None:
+            places = iter(self.known.inputs)
+            yield tuple(_place(next(places)) if isinstance(value, torch.Tensor) else None for value in self.values)
+            return
+        candidates = [k for k, value in enumerate(self.values) if isinstance(value, torch.Tensor) and FIRST.fits(value, self.batch)]
         for size in range(len(candidates), 0, -1):
             for chosen in combinations(candidates[:6], min(size, 6)):
-                yield tuple(k in chosen or k in candidates[6:] for k in range(len(self.values)))
+                split = (k in chosen or k in candidates[6:] for k in range(len(self.values)))
+                yield tuple(FIRST if alone else None for alone in split)
 
     def _gradients(self, which: int, output: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
         key, known = (which, self._shapes()), _found.setdefault(self.module, {})
@@ -131,12 +187,15 @@ class _Replay:
                     known[key] = name, split
                     return gradients
                 break
-        raise UnsupportedError(
+        raise HiddenGradientError(self._why(trouble), self.parameters) from trouble
+
+    def _why(self, trouble: Exception | None) -> str:
+        return (
             f"{type(self.module).__name__} has no norm rule, and evaluating it for one example at a time does not give what it "
-            "gave for the batch: it mixes examples, or has randomness inside (dropout), or its batch is not the first dimension of "
-            "its inputs. Move its parameters into a small module of their own (e.g. one that adds positions), or register "
-            f"a rule (lipdp.clipping.norm_rule).{f' The last attempt said: {trouble}' if trouble is not None else ''}"
-        ) from trouble
+            "gave for the batch: it mixes the examples, or has randomness inside (dropout: set it to 0), or its batch is not "
+            "the first dimension of its inputs. Move its parameters into a small module of their own (one that adds positions), "
+            f"or register a rule (lipdp.clipping.norm_rule).{f' The last attempt said: {trouble}' if trouble is not None else ''}"
+        )
 
     @property
     def _ways(self) -> dict[str, Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
@@ -145,9 +204,7 @@ class _Replay:
     def _shapes(self) -> Hashable:
         return tuple(value.shape if isinstance(value, torch.Tensor) else type(value) for value in self.values)
 
-    def _unread(
-        self, which: int, way: tuple[str, tuple[bool, ...]], output: torch.Tensor, cotangent: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def _unread(self, which: int, way: tuple[str, Split], output: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """As it was done before, comparing without reading: an example that differs gets NaN, and so is left out."""
         name, split = way
         outputs, gradients = self._ways[name](which, split, cotangent)
@@ -157,10 +214,14 @@ class _Replay:
             for key, gradient in gradients.items()
         }
 
-    def _one(self, which: int, split: tuple[bool, ...]) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    def _by_example(self, split: Split) -> list[Any]:
+        """The values, of those that are split a part for each example."""
+        pairs = zip(self.values, split, strict=True)
+        return [value if place is None else place.by_example(value, self.batch) for value, place in pairs]
+
+    def _one(self, which: int) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         def one(delta: torch.Tensor, values: list[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            rows = [value.unsqueeze(0) if alone else value for value, alone in zip(values, split, strict=True)]
-            args, kwargs = tree_unflatten(rows, self.structure)
+            args, kwargs = tree_unflatten(values, self.structure)
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
             def run(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -170,36 +231,27 @@ class _Replay:
                 return found
 
             output, pull = vjp(run, self.own)[:2]
-            if output.shape[:1] != (1,):
-                raise ValueError(f"one example gives an output of shape {tuple(output.shape)}")
-            return output.squeeze(0), pull(delta.unsqueeze(0))[0]
+            if output.shape != delta.shape:
+                raise ValueError(f"one example gives an output of shape {tuple(output.shape)}, not {tuple(delta.shape)}")
+            return output, pull(delta)[0]
 
         return one
 
-    def _vectorised(
-        self, which: int, split: tuple[bool, ...], cotangent: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        dims = [0 if alone else None for alone in split]
-        result: tuple[torch.Tensor, dict[str, torch.Tensor]] = vmap(self._one(which, split), in_dims=(0, dims), randomness="error")(
-            cotangent, self.values
-        )
+    def _vectorised(self, which: int, split: Split, cotangent: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        dims = [None if place is None else 0 for place in split]
+        one = vmap(self._one(which), in_dims=(0, dims), randomness="error")
+        result: tuple[torch.Tensor, dict[str, torch.Tensor]] = one(cotangent, self._by_example(split))
         return result
 
-    def _one_by_one(
-        self, which: int, split: tuple[bool, ...], cotangent: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _one_by_one(self, which: int, split: Split, cotangent: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """For modules that vmap can't handle (control flow that reads values)."""
-        one = self._one(which, split)
+        one, values = self._one(which), self._by_example(split)
         found = [
-            one(cotangent[i], [value[i] if alone else value for value, alone in zip(self.values, split, strict=True)])
+            one(cotangent[i], [value if place is None else value[i] for value, place in zip(values, split, strict=True)])
             for i in range(self.batch)
         ]
         stacked: tuple[torch.Tensor, dict[str, torch.Tensor]] = tree_map(lambda *parts: torch.stack(parts), found[0], *found[1:])
         return stacked
-
-
-def _has_rows(value: Any, batch: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == batch
 
 
 def _off(again: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

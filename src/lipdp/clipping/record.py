@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -21,17 +21,23 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lipdp._numerics import no_autocast
-from lipdp.behaviour import ByClass
+from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_layers
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.fallback import own_parameters, per_example_fallback
+from lipdp.clipping.fallback import per_example_fallback
+from lipdp.clipping.layouts import SECOND, Layouts, without_caches
 from lipdp.clipping.outer import combine
-from lipdp.clipping.registry import Contributions, find_norm_rule, find_refusal, is_at_once
+from lipdp.clipping.registry import (
+    Contributions,
+    NormRule,
+    find_norm_rule,
+    find_refusal,
+    find_watched_forward,
+    is_at_once,
+    watched_forward,
+)
 from lipdp.errors import DataError, UnsupportedError
 
-__all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "trained_layers", "watched_forward"]
-
-
-_LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+__all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "refusal", "trained_layers", "watched_forward"]
 
 
 @dataclass
@@ -93,21 +99,33 @@ class Recording:
         inputs: Sequence[Any],
         *,
         batched: bool = True,
+        runs: int = 1,
         at_once: bool = False,
     ) -> None:
-        """Note a use of ``module`` whose output is ``output``; ``batched`` says that all its inputs are batch first."""
+        """Note a use of ``module`` whose output is ``output``; ``batched`` says that all its inputs are batch first.
+
+        With ``runs``, that many rows, one after another, belong to one example.
+        """
         if not (self.open and isinstance(output, torch.Tensor) and output.requires_grad):
             return
         tensors = [part for part in inputs if isinstance(part, torch.Tensor)]
         for part in (*tensors, output) if batched else (output,):
-            if part.ndim == 0 or part.shape[0] != self.batch:
+            if part.ndim == 0 or part.shape[0] != self.batch * runs:
                 raise UnsupportedError(
                     f"layer '{owner}' ({type(module).__name__}) sees a tensor of shape {tuple(part.shape)}, whose first dimension "
                     f"is not the batch of {self.batch}: whose gradient is whose can't be told. Keep dimension 0 for the examples "
                     "(batch_first=True)."
                 )
-        edge = get_gradient_edge(private_base(output, tensors))
-        self.taps.append(_Tap(owner, edge, output.shape, make, [(part, part._version) for part in tensors], at_once))
+        self.tap(owner, output, make if runs == 1 else _merging(make, runs), tensors, at_once=at_once)
+
+    def tap(
+        self, owner: str, output: torch.Tensor, make: Contributions, inputs: Sequence[torch.Tensor], *, at_once: bool = False
+    ) -> None:
+        """The same for an output of any layout: ``make`` knows whose cotangent is whose."""
+        if not (self.open and output.requires_grad):
+            return
+        edge = get_gradient_edge(private_base(output, inputs))
+        self.taps.append(_Tap(owner, edge, output.shape, make, [(part, part._version) for part in inputs], at_once))
 
     def contributions(self, total: torch.Tensor, retain_graph: bool = False) -> dict[str, Contribution]:
         """Per-example gradients by parameter name, factored: one backward pass that computes no parameter's gradient."""
@@ -194,62 +212,49 @@ def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.
     return base if plain and not shared else output
 
 
-WatchedForward = Callable[["Recording", str], Callable[..., Any]]
-_watched_forwards: ByClass[WatchedForward] = ByClass()
-
-
-def watched_forward(*classes: type[torch.nn.Module]) -> Callable[[WatchedForward], WatchedForward]:
-    """Register a factory of forwards that can be watched for these classes (and for subclasses that compute the same)."""
-
-    def register(factory: WatchedForward) -> WatchedForward:
-        for cls in classes:
-            _watched_forwards[cls] = factory
-        return factory
-
-    return register
-
-
-@dataclass(frozen=True)
-class TrainedLayers:
-    """The layers of a model with trainable parameters of their own, and how these are called."""
-
-    layers: tuple[tuple[str, torch.nn.Module], ...]
-    names: dict[int, str]
-
-
-def trained_layers(model: torch.nn.Module) -> TrainedLayers:
-    """What is to be watched; it stands until something about the model changes."""
-    return TrainedLayers(
-        tuple(
-            (name, module)
-            for name, module in model.named_modules()
-            if not isinstance(module, _LISTS) and any(p.requires_grad for p in own_parameters(module).values())
-        ),
-        {id(p): name for name, p in model.named_parameters() if p.requires_grad},
-    )
+def _merging(make: Contributions, runs: int) -> Contributions:
+    """Every ``runs`` rows as one example."""
+    return lambda cotangent: {name: part.merged(runs) for name, part in make(cotangent).items()}
 
 
 @contextmanager
-def recording(model: torch.nn.Module, batch: int, copies: int = 1, trained: TrainedLayers | None = None) -> Iterator[Recording]:
+def recording(
+    model: torch.nn.Module,
+    batch: int,
+    copies: int = 1,
+    trained: TrainedLayers | None = None,
+    layouts: Layouts | None = None,
+) -> Iterator[Recording]:
     """Within the block, a forward pass of ``model`` on ``batch`` rows is recorded. The model itself is the same afterwards.
 
     The block must cover the backward passes too: layers that are evaluated again there (gradient checkpointing) must be what
     they were in the forward pass.
     """
     trained = trained_layers(model) if trained is None else trained
-    recorded = Recording(batch, trained.names, copies, dict(trained.layers))
+    replayed = replayed_modules(model, trained, layouts)
+    owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
+    recorded = Recording(batch, trained.names, copies, owners)
     handles: list[Any] = []
     patched: list[torch.nn.Module] = []
+
+    def watch(module: torch.nn.Module, hook: Any) -> None:
+        # First of all hooks: what the user's own hooks make of the output is not the layer's output.
+        handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+
     try:
         for name, module in trained.layers:
-            factory = _watched_forwards.find(module) if any(p.requires_grad for p in module.parameters(recurse=False)) else None
+            if name in replayed.layers:
+                continue
+            factory = find_watched_forward(module)
             if factory is not None:
                 module.forward = types.MethodType(factory(recorded, name), module)
                 patched.append(module)
             else:
-                # First of all hooks: what the user's own hooks make of the output is not the layer's output.
-                handles.append(module.register_forward_hook(_hook(recorded, name), with_kwargs=True, prepend=True))
-        yield recorded
+                watch(module, _hook(recorded, name, layouts))
+        for name, own in replayed.own.items():
+            watch(owners[name], _replaying(recorded, name, own, layouts))
+        with without_caches(model):
+            yield recorded
     finally:
         recorded.open = False
         for handle in handles:
@@ -258,17 +263,30 @@ def recording(model: torch.nn.Module, batch: int, copies: int = 1, trained: Trai
             del module.forward  # the instance's; the class's shows again
 
 
-def _hook(recorded: Recording, owner: str) -> Any:
+def _replaying(recorded: Recording, owner: str, own: Mapping[str, torch.nn.Parameter], layouts: Layouts | None) -> Any:
+    """A hook on a module that is evaluated again for each example, for these parameters."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not (recorded.open and torch.is_grad_enabled()):
+            return None
+        known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
+        replaced, taps = per_example_fallback(module, own, args, kwargs, output, recorded.batch, known)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for part, make in taps:
+            recorded.tap(owner, part, make, leaves)
+        return replaced
+
+    return hook
+
+
+def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
             return None
         rule = find_norm_rule(module)
         if rule is None or not isinstance(output, torch.Tensor):
-            replaced, taps = per_example_fallback(module, args, kwargs, output, recorded.batch)
-            leaves = tree_leaves((args, kwargs))
-            for part, make in taps:
-                recorded.add(module, owner, part, make, leaves, batched=False)
-            return replaced
+            raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")
+        known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
         if kwargs:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -276,10 +294,33 @@ def _hook(recorded: Recording, owner: str) -> Any:
         if output._base is not None and private_base(output, [part for part in args if isinstance(part, torch.Tensor)]) is output:
             output = output.clone()  # a view that could lose its place in the graph: see private_base
         batched = not isinstance(module, torch.nn.EmbeddingBag)  # its (tokens, offsets) form is not
-        recorded.add(module, owner, output, rule(module, args, output), args, batched=batched, at_once=is_at_once(rule))
+        if known is not None and known.shared:
+            args, output = _repeated(args, output, recorded.batch)
+        elif known is not None and known.place == SECOND:
+            _tap_length_first(recorded, owner, module, rule, args, output)
+            return output
+        runs = known.place.runs if batched and known is not None and known.place is not None and known.place.dim == 0 else 1
+        make = rule(module, args, output)
+        recorded.add(module, owner, output, make, args, batched=batched, runs=runs, at_once=is_at_once(rule))
         return output
 
     return hook
+
+
+def _repeated(args: tuple[Any, ...], output: torch.Tensor, batch: int) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """The one row that all examples use, once for each of them: each has a cotangent of its own."""
+    given = tuple(part.expand(batch, *part.shape[1:]) if isinstance(part, torch.Tensor) else part for part in args)
+    return given, output.expand(batch, *output.shape[1:]).clone()  # it may be written into
+
+
+def _tap_length_first(
+    recorded: Recording, owner: str, module: torch.nn.Module, rule: NormRule, args: tuple[Any, ...], output: torch.Tensor
+) -> None:
+    """A layer that sees (length, batch, …): its rule speaks of (batch, length, …)."""
+    turned = tuple(part.transpose(0, 1) if isinstance(part, torch.Tensor) else part for part in args)
+    make = rule(module, turned, output.transpose(0, 1))
+    inputs = [part for part in args if isinstance(part, torch.Tensor)]
+    recorded.tap(owner, output, lambda cotangent: make(cotangent.transpose(0, 1)), inputs)
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -297,20 +338,22 @@ def check_supported(model: torch.nn.Module) -> None:
                 "and torch.view_as_complex in forward."
             )
     for name, module in model.named_modules():
-        why = _refusal(module)
+        why = refusal(module)
         if why is not None:
             raise UnsupportedError(f"layer '{name}' ({type(module).__name__}) can't be trained by clipping: {why}")
 
 
-def _refusal(module: torch.nn.Module) -> str | None:
+def refusal(module: torch.nn.Module) -> str | None:
+    """Why this module can't be trained by clipping, if it can't."""
     if type(module).__name__ in _PARALLEL and type(module).__module__.startswith("torch."):
         return "it splits the batch or averages gradients over devices, before they are clipped. Pass the wrapped model (.module)."
     if isinstance(module, torch.jit.ScriptModule):
         return "a scripted module does not show the inputs of its layers. Use the module it was scripted from."
-    if torch.nn.utils.parametrize.is_parametrized(module):
+    state = any(name.startswith("parametrizations.") for name, _ in module.named_buffers())
+    if torch.nn.utils.parametrize.is_parametrized(module) and state:
         return (
-            "it uses torch.nn.utils.parametrize; per-example gradients through it are not supported. Remove the parametrisation "
-            "(torch.nn.utils.parametrize.remove_parametrizations)."
+            "its weight is computed by torch.nn.utils.parametrize with state of its own (spectral_norm), which changes whenever it "
+            "is evaluated. Remove the parametrisation (torch.nn.utils.parametrize.remove_parametrizations)."
         )
     if any(type(hook).__name__ in _REPARAMETRISED for hook in module._forward_pre_hooks.values()):
         return (

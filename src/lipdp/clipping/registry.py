@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from lipdp.behaviour import ByClass
 from lipdp.clipping.contribution import Contribution
@@ -28,9 +29,11 @@ __all__ = [
     "Refusal",
     "find_norm_rule",
     "find_refusal",
+    "find_watched_forward",
     "is_at_once",
     "norm_rule",
     "refuse",
+    "watched_forward",
 ]
 
 Contributions = Callable[[torch.Tensor], Mapping[str, Contribution]]
@@ -41,6 +44,29 @@ R = TypeVar("R", bound=NormRule)
 _rules: ByClass[NormRule] = ByClass()
 _refusals: dict[type[torch.nn.Module], Refusal] = {}
 _at_once: set[NormRule] = set()
+
+
+WatchedForward = Callable[[Any, str], Callable[..., Any]]
+_watched_forwards: ByClass[WatchedForward] = ByClass()
+
+
+def watched_forward(*classes: type[torch.nn.Module]) -> Callable[[WatchedForward], WatchedForward]:
+    """Register a factory of forwards that can be watched for these classes (and for subclasses that compute the same).
+
+    It is called with the :class:`lipdp.clipping.record.Recording` and the layer's name.
+    """
+
+    def register(factory: WatchedForward) -> WatchedForward:
+        for cls in classes:
+            _watched_forwards[cls] = factory
+        return factory
+
+    return register
+
+
+def find_watched_forward(module: torch.nn.Module) -> WatchedForward | None:
+    """The factory for a module with trainable parameters of its own, if its class has one."""
+    return _watched_forwards.find(module) if any(p.requires_grad for p in module.parameters(recurse=False)) else None
 
 
 def norm_rule(*classes: type[torch.nn.Module], at_once: bool = False) -> Callable[[R], R]:
@@ -73,7 +99,7 @@ def refuse(*classes: type[torch.nn.Module]) -> Callable[[Refusal], Refusal]:
 
 def find_norm_rule(module: torch.nn.Module) -> NormRule | None:
     """The rule of the module's class, or of the nearest base class that computes the same, see :mod:`lipdp.behaviour`."""
-    return _rules.find(module)
+    return None if is_parametrized(module) else _rules.find(module)
 
 
 def is_at_once(rule: NormRule) -> bool:

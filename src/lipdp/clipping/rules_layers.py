@@ -224,6 +224,6 @@ def _batch_norm_refusal(layer: torch.nn.BatchNorm2d) -> str | None:
     if layer.training or layer.running_mean is None:
         return (
             "it normalises by the statistics of the batch, so an example's gradient depends on the others. Use GroupNorm or "
-            "LayerNorm in its place, or freeze it: .eval() with public statistics."
+            "LayerNorm in its place (lipdp.convert.per_example_norms(model)), or freeze it: .eval() with public statistics."
         )
     return None

@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.outer import Rows
-from lipdp.clipping.record import watched_forward
-from lipdp.clipping.registry import refuse
+from lipdp.clipping.registry import refuse, watched_forward
 from lipdp.clipping.rules_layers import affine
 from lipdp.errors import UnsupportedError
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lipdp._numerics import HALF
+from lipdp.clipping.adoption import take_larger
 from lipdp.clipping.company import (
     checking,
     fitting,
@@ -34,6 +35,7 @@ from lipdp.clipping.company import (
     verify_company,
 )
 from lipdp.clipping.contribution import Contribution
+from lipdp.clipping.layouts import HiddenGradientError, layouts_of, look_at
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
@@ -87,7 +89,16 @@ def verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Ten
 
     The model is the same afterwards: parameters, buffers, modes, random numbers.
     """
-    return in_double_if_refused(_verify, model, loss, x, y)
+    with checking(model, device_of(x)):
+        layouts = look_at(model, fitting(model, x))
+    first: HiddenGradientError | None = None
+    while True:
+        try:
+            return in_double_if_refused(_verify, model, loss, x, y)
+        except HiddenGradientError as error:
+            first = first or error
+            if not take_larger(model, error.parameters, layouts):
+                raise first from None
 
 
 def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
@@ -139,12 +150,18 @@ class _Check:
 
     def _shown(self, x: Inputs) -> _Shown:
         """Gradients as layers show them."""
-        with recording(self.model, rows_of(x)) as recorded:
+        with recording(self.model, rows_of(x), layouts=layouts_of(self.model, x)) as recorded:
             return _Shown(recorded.contributions(loss_values(self.loss, call(self.model, x), self.y).sum()))
 
     def _gradient(self, value: torch.Tensor, retain_graph: bool = False) -> dict[str, torch.Tensor]:
         found = torch.autograd.grad(value, list(self.parameters.values()), retain_graph=retain_graph, allow_unused=True)
         return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+
+    def _compare(self, shown: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], message: str) -> bool:
+        compared, different = _compare(shown, own)
+        if different:
+            raise HiddenGradientError(message.format(name=different[0]), [self.parameters[name] for name in different])
+        return compared
 
     def alone(self) -> bool:
         """Each example's gradient is that of the example alone. Whether anything finite and nonzero was compared."""
@@ -152,7 +169,7 @@ class _Check:
         compared = False
         for i in range(rows_of(self.x)):
             value = loss_values(self.loss, call(self.model, select(self.x, slice(i, i + 1))), self.y[i : i + 1]).sum()
-            compared = _compare(shown.of(i), self._gradient(value), _ALONE) or compared
+            compared = self._compare(shown.of(i), self._gradient(value), _ALONE) or compared
         return compared
 
     def in_training(self) -> None:
@@ -162,15 +179,17 @@ class _Check:
         seen, states = [], []
         for x in (self.x, changed):
             same_randomness()
-            with recording(self.model, rows_of(x)) as recorded:
+            with recording(self.model, rows_of(x), layouts=layouts_of(self.model, x)) as recorded:
                 losses = loss_values(self.loss, call(self.model, x), self.y)
                 shown = _Shown(recorded.contributions(losses.sum(), retain_graph=True))
                 for i in range(rows_of(x)):
-                    _compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN)
+                    self._compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN)
             seen.append(shown)
             states.append([buffer.clone() for buffer, _ in buffers])
             put_back(buffers)
-        _compare(seen[0].of(0), seen[1].of(0), _MIXED)
+        _, different = _compare(seen[0].of(0), seen[1].of(0))
+        if different:
+            raise UnsupportedError(_MIXED.format(name=different[0]))
         for (name, _), one, other in zip(self.model.named_buffers(), *states, strict=True):
             if not torch.equal(one, other) and bool(torch.isfinite(one).all()) and bool(torch.isfinite(other).all()):
                 raise UnsupportedError(
@@ -232,24 +251,23 @@ _MIXED = (
 )
 
 
-def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], message: str) -> bool:
-    """Whether b is a, parameter by parameter, relative to its gradient and to a hundredth of the whole.
+def _compare(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> tuple[bool, list[str]]:
+    """Where b is not a, parameter by parameter, relative to its gradient and to a hundredth of the whole.
 
-    False if nothing can be compared: an example without a finite gradient is dropped anyway.
+    And whether anything could be compared: an example without a finite gradient is dropped anyway.
     """
     names = list(dict.fromkeys([*a, *b]))
     if not names:
-        return False
+        return False, []
     measured = [_sizes(a.get(name), b.get(name)) for name in names]
     found: list[list[float]] = torch.stack([sizes for sizes, _ in measured]).tolist()  # the one reading
     if not all(math.isfinite(size) for row in found for size in row[:2]):
-        return False
+        return False, []
     whole = max(math.hypot(*(row[k] for row in found)) for k in (0, 1))
     tolerance = 0.1 if any(half for _, half in measured) else 1e-3
-    for name, (one, other, difference) in zip(names, found, strict=True):
-        if difference > tolerance * (max(one, other) + 0.01 * whole):
-            raise UnsupportedError(message.format(name=name))
-    return whole > 0
+    sizes = zip(names, found, strict=True)
+    different = [name for name, (one, other, off) in sizes if off > tolerance * (max(one, other) + 0.01 * whole)]
+    return whole > 0, different
 
 
 def _sizes(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[torch.Tensor, bool]:

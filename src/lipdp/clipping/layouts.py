@@ -1,0 +1,325 @@
+"""Where the examples are in what a module sees: found by running a model on two and on three examples, and comparing shapes.
+
+A dimension that grows with the examples holds them: k rows each, one after another (windows, tokens: ``runs``). One that stays the
+same does not, whatever its size happens to be in some batch. So a layer is
+
+* ordinary: dimension 0 of its tensors holds the examples, or runs of rows for each of them; or dimension 1 does (length first);
+* shared: it sees no example at all and gives a tensor of one row, (1, …), that every example uses: a table of positions. Its
+  output is repeated for each example, and so has a cotangent for each;
+* or neither: then its parameters' gradients are those of the smallest module around it for which this is so. That one is
+  evaluated again for each example (:mod:`lipdp.clipping.fallback`).
+
+Whatever is found here is only used where the self-check (:mod:`lipdp.clipping.verify`) finds each example's gradient to be that
+of the example alone. Where it does not, the next larger module is tried.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lipdp.errors import UnsupportedError
+from lipdp.inputs import Inputs, call, named_leaves, rows_of, select
+
+__all__ = [
+    "FIRST",
+    "SECOND",
+    "Call",
+    "HiddenGradientError",
+    "Layouts",
+    "Place",
+    "Where",
+    "layouts_of",
+    "look_at",
+    "without_caches",
+]
+
+_SIZES = (2, 3)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Examples lie in dimension ``dim``, ``runs`` rows for each of them."""
+
+    dim: int
+    runs: int
+
+    def fits(self, tensor: torch.Tensor, batch: int) -> bool:
+        """Whether a tensor can be laid out so, with this many examples."""
+        return 0 <= self.dim < tensor.ndim and tensor.shape[self.dim] == self.runs * batch
+
+    def by_example(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """(batch, …) with what the module would get for one example alone behind it."""
+        shape = (*tensor.shape[: self.dim], batch, self.runs, *tensor.shape[self.dim + 1 :])
+        return tensor.reshape(shape).movedim(self.dim, 0)
+
+
+class HiddenGradientError(UnsupportedError):
+    """Some parameters' gradients are not what their layers show, or can't be told there; a larger module may show them.
+
+    Attributes:
+        parameters: these parameters.
+    """
+
+    def __init__(self, message: str, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(message)
+        self.parameters = tuple(parameters)
+
+
+FIRST, SECOND = Place(0, 1), Place(1, 1)
+_ODD = Place(-1, 0)  # it changes with the examples, and not as they do: tokens that some layer has chosen
+
+
+Where = Place | torch.Size
+"""Where the examples are in a tensor; a size: they are nowhere in it, and it always has this one."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: where the examples are in each tensor of its arguments and of its output."""
+
+    inputs: tuple[Where, ...]
+    outputs: tuple[Where, ...]
+
+    def fits(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: int) -> bool:
+        """Whether these tensors can be those of such a call."""
+        if len(inputs) != len(self.inputs) or len(outputs) != len(self.outputs):
+            return False
+        pairs = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
+        return all(where.fits(part, batch) if isinstance(where, Place) else part.shape == where for where, part in pairs)
+
+    @property
+    def sees_examples(self) -> bool:
+        """Whether an argument holds some."""
+        return any(isinstance(where, Place) for where in self.inputs)
+
+    @property
+    def rows_for_all(self) -> bool:
+        """Whether some output is one row, (1, …), that all examples use."""
+        return any(not isinstance(where, Place) and where[:1] == (1,) for where in self.outputs)
+
+    @property
+    def shared(self) -> bool:
+        """Whether it sees no example, and gives nothing but rows that all use."""
+        return not self.sees_examples and bool(self.outputs) and all(where[:1] == (1,) for where in _sizes(self.outputs))
+
+    @property
+    def replays(self) -> bool:
+        """Whether it can be evaluated for one example at a time: every output has a part for each, or is a row that all use."""
+        if _ODD in (*self.inputs, *self.outputs) or not self.outputs:
+            return False
+        return self.shared or (self.sees_examples and all(w[:1] == (1,) for w in self.outputs if not isinstance(w, Place)))
+
+    @property
+    def place(self) -> Place | None:
+        """Where the examples are, if they are at the same place in all its tensors."""
+        places = {*self.inputs, *self.outputs}
+        first = next(iter(places), None)
+        return first if len(places) == 1 and isinstance(first, Place) else None
+
+
+def _sizes(wheres: tuple[Where, ...]) -> Iterator[tuple[int, ...]]:
+    """Sizes of those without examples; (0,) for the others, which is none that all could use."""
+    return ((0,) if isinstance(where, Place) else tuple(where) for where in wheres)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors among arguments or outputs, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def numbers_in(value: Any) -> list[torch.Tensor]:
+    """Those that may carry a gradient."""
+    return [leaf for leaf in tensors_in(value) if leaf.is_floating_point()]
+
+
+@dataclass
+class Layouts:
+    """What is known of a model's modules.
+
+    Attributes:
+        calls: the different calls of each, by name.
+        repeated: names of modules whose rows for all examples may be repeated for each of them, with the same result.
+        risen: by layer: how many modules around it would do, and did not.
+    """
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    risen: dict[str, int] = field(default_factory=dict)
+
+    def find(self, name: str, inputs: Any, output: Any, batch: int) -> Call | None:
+        """The call that these arguments and this output are one of."""
+        given, made = tensors_in(inputs), numbers_in(output)
+        return next((known for known in self.calls.get(name, ()) if known.fits(given, made, batch)), None)
+
+    def is_ordinary(self, name: str) -> bool:
+        """Whether a norm rule can be used: in every call the examples are first, or second, or it is shared."""
+        calls, repeated = self.calls.get(name, ()), name in self.repeated
+        return all((known.shared and repeated) or (known.place is not None and _usual(known.place)) for known in calls)
+
+    def can_replay(self, name: str) -> bool:
+        """Whether the module can be evaluated for one example at a time, in every call."""
+        calls, repeated = self.calls.get(name, ()), name in self.repeated
+        return bool(calls) and all(known.replays and (repeated or not known.rows_for_all) for known in calls)
+
+
+def _usual(place: Place) -> bool:
+    return place.dim == 0 or place == SECOND
+
+
+_known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Layouts]] = weakref.WeakKeyDictionary()
+
+
+def _kind(x: Inputs) -> Hashable:
+    return tuple((name, tuple(leaf.shape[1:])) for name, leaf in named_leaves(x))
+
+
+def layouts_of(model: torch.nn.Module, x: Inputs) -> Layouts | None:
+    """What :func:`look_at` found for data of this kind, if it has looked."""
+    return _known.get(model, {}).get(_kind(x))
+
+
+def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
+    """Run the model on two and on three of these examples (repeated, where there are fewer), and see where they are.
+
+    A model that can't be run on so many leaves nothing known: then dimension 0 holds the examples, or it is refused.
+    """
+    rows = rows_of(x)
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.no_grad(), without_caches(model):
+        try:
+            model.eval()  # without what is random: layers that are left out, masks of other shapes
+            few, more = (_calls(model, select(x, torch.arange(size) % rows)) for size in _SIZES)
+            found = Layouts({name: _compared(few[name], more[name]) for name in few.keys() & more.keys()})
+            found.repeated = _repeated(model, select(x, torch.arange(_SIZES[1]) % rows), found)
+        except (*_FAILS, _DifferentError):
+            found = Layouts()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    _known.setdefault(model, {})[_kind(x)] = found
+    return found
+
+
+_FAILS = RuntimeError, ValueError, IndexError, TypeError, NotImplementedError
+
+
+def _repeated(model: torch.nn.Module, x: Inputs, found: Layouts) -> set[str]:
+    """Modules whose rows for all examples, (1, …), can be repeated for each without changing what the model computes: tried."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if any(known.rows_for_all for known in found.calls.get(name, ())) and any(p.requires_grad for p in module.parameters())
+    ]
+    if not names:
+        return set()
+    expected = _outputs(model, x)
+    return {name for name in names if _same_with(model, x, name, found.calls[name], expected)}
+
+
+def _outputs(model: torch.nn.Module, x: Inputs) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return numbers_in(call(model, x))
+
+
+def _same_with(model: torch.nn.Module, x: Inputs, name: str, calls: list[Call], expected: list[torch.Tensor]) -> bool:
+    batch = rows_of(x)
+
+    def repeat(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        known = next((one for one in calls if one.fits(tensors_in((args, kwargs)), numbers_in(output), batch)), None)
+        if known is None:
+            return None
+        wheres = iter(known.outputs)
+        leaves, structure = tree_flatten(output)
+        return tree_unflatten([repeated_row(leaf, wheres, batch) for leaf in leaves], structure)
+
+    handle = model.get_submodule(name).register_forward_hook(repeat, with_kwargs=True, prepend=True)
+    try:
+        outputs = _outputs(model, x)
+    except _FAILS:
+        return False
+    finally:
+        handle.remove()
+    same = [a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(outputs, expected, strict=False)]
+    return len(outputs) == len(expected) and all(same)
+
+
+def repeated_row(leaf: Any, wheres: Iterator[Where], batch: int) -> Any:
+    """A leaf of an output; if it is one row for all examples, that row for each of them."""
+    if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+        return leaf
+    return leaf if isinstance(next(wheres), Place) else leaf.expand(batch, *leaf.shape[1:]).clone()
+
+
+@contextmanager
+def without_caches(model: torch.nn.Module) -> Iterator[None]:
+    """Decoders that keep keys and values for the next token (``config.use_cache``) don't: a layer could not be evaluated twice."""
+    configs: dict[int, Any] = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    keeping = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    try:
+        for config in keeping:
+            config.use_cache = False
+        yield
+    finally:
+        for config in keeping:
+            config.use_cache = True
+
+
+class _DifferentError(Exception):
+    """Two runs do not call the same modules."""
+
+
+_Seen = tuple[list[torch.Size], list[torch.Size]]
+
+
+def _calls(model: torch.nn.Module, x: Inputs) -> dict[str, list[_Seen]]:
+    """Shapes of arguments and outputs of every call of every module."""
+    seen: dict[str, list[_Seen]] = {}
+
+    def hook_of(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            shapes = [part.shape for part in tensors_in((args, kwargs))], [part.shape for part in numbers_in(output)]
+            seen.setdefault(name, []).append(shapes)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(hook_of(name), with_kwargs=True, prepend=True)
+        for name, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        call(model, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _compared(few: list[_Seen], more: list[_Seen]) -> list[Call]:
+    if len(few) != len(more):
+        raise _DifferentError
+    calls: list[Call] = []
+    for (inputs, outputs), (more_inputs, more_outputs) in zip(few, more, strict=True):
+        if len(inputs) != len(more_inputs) or len(outputs) != len(more_outputs):
+            raise _DifferentError
+        made = Call(tuple(map(_where, inputs, more_inputs)), tuple(map(_where, outputs, more_outputs)))
+        if made not in calls:
+            calls.append(made)
+    return calls
+
+
+def _where(few: torch.Size, more: torch.Size) -> Where:
+    """The first dimension that grows as the examples do."""
+    if len(few) != len(more):
+        return _ODD
+    for dim, (a, b) in enumerate(zip(few, more, strict=True)):
+        if a != b:
+            return Place(dim, a // _SIZES[0]) if a * _SIZES[1] == b * _SIZES[0] and a % _SIZES[0] == 0 else _ODD
+    return few
