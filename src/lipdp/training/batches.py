@@ -15,6 +15,7 @@ from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large, is_recording
 from lipdp.program.dtypes import Types
 from lipdp.training.seats import Shuffled, usual_seats
+from lipdp.training.totals import Turn
 
 __all__ = [
     "Batch",
@@ -182,8 +183,8 @@ def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types |
         start += len(inputs)
 
 
-def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False) -> int:
-    """Rows of a microbatch such that a Poisson batch, at four deviations above its mean, fills a few of them evenly.
+def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False, ranks: int = 1) -> int:
+    """Rows of a microbatch such that a Poisson batch, at four deviations above its mean, fills a few of them evenly on each rank.
 
     ``entries`` is the size of the largest activation of one example, where it is known; ``whole``: all records are in every batch,
     so its size does not vary.
@@ -193,7 +194,7 @@ def even_rows(batch_size: int, device: torch.device, entries: int | None = None,
     if device.type == "cpu":
         least, usual, largest = _ROWS_ON_CPU
         limit = usual if entries is None else min(max(least, _ENTRIES_ON_CPU // max(1, entries)), largest)
-    return math.ceil(most / math.ceil(most / limit))
+    return math.ceil(most / (ranks * math.ceil(most / (ranks * limit))))
 
 
 def rows_at_once(entries: int, device: torch.device) -> int:
@@ -210,6 +211,7 @@ def microbatches(
     seats: torch.Tensor | None = None,
     *,
     check: bool = True,
+    turn: Turn | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
@@ -217,15 +219,15 @@ def microbatches(
     and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
     record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
     place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which
-    nobody sits is left out.
+    nobody sits is left out, and so is one whose ``turn`` is another process's.
     """
     of_inputs, of_targets = dtypes or (inputs.dtype, targets.dtype)
     views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype
     numbers = torch.arange(len(inputs)) if seats is None else seats
-    for start in range(0, len(numbers), size):
+    for number, start in enumerate(range(0, len(numbers), size)):
         part = numbers[start : start + size].numpy()
         taken = part >= 0
-        if not taken.any():
+        if not taken.any() or not (turn is None or turn.starts(number)):
             continue
         # The numbers of the records, and whether somebody sits there: one small transfer.
         places = np.zeros((2, size), dtype=np.int64)

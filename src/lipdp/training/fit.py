@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite, gather_lazily
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
+from lipdp.training.distributed import Ranks, present_ranks
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.guards import Interrupts
@@ -59,6 +60,9 @@ def fit(
     cache: str | Path | None = None,
 ) -> History:
     """Train ``model`` privately, exactly as ``plan`` says.
+
+    Where torch.distributed has a process group (``torchrun``), its ranks train together: each calls this with the same arguments
+    and data, the first one writes the checkpoint, pays the budget and calls the callbacks, and all return the same history.
 
     Args:
         model: the model; trained in place.
@@ -103,10 +107,8 @@ def fit(
     positive("checkpoint_every", checkpoint_every)
     if cache is not None and not settle:
         raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
-    file = None if checkpoint is None else Path(checkpoint)
-    with nullcontext() if file is None else locked_checkpoint(file):
-        if file is not None and file.exists() and not resume:
-            raise CheckpointError(f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file.")
+    ranks = present_ranks()
+    with _checkpoint_of_first(ranks, None if checkpoint is None else Path(checkpoint), resume) as file:
         engine = PrivacyEngine(
             model,
             loss,
@@ -124,14 +126,32 @@ def fit(
             budget=budget,
         )
         try:
-            saved = _Saved(file, engine, scheduler, checkpoint_every)
-            history = _run(engine, saved, train, validation, list(callbacks), max(1, evaluations), _Storing(settle, cache))
+            saved = _Saved(file, engine, scheduler, checkpoint_every, ranks)
+            hooks = list(callbacks) if ranks.is_first else []
+            history = _run(engine, saved, train, validation, hooks, max(1, evaluations), _Storing(settle, cache))
         except BaseException:
             with suppress(LipdpError):  # then all of it stays reserved
                 engine.close(keep=file is not None and file.exists())  # what is on disk can go on, and needs it for that
             raise
         engine.close()
         return history
+
+
+@contextmanager
+def _checkpoint_of_first(ranks: Ranks, file: Path | None, resume: bool) -> Iterator[Path | None]:
+    """The file, locked by the first rank, which alone reads and writes it; ``None`` on the others."""
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            if file is not None:
+                stack.enter_context(locked_checkpoint(file))
+                if file.exists() and not resume:
+                    raise CheckpointError(
+                        f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file."
+                    )
+
+        ranks.by_first(lock)
+        yield file if ranks.is_first else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +165,13 @@ class _Storing:
 class _Saved:
     """The checkpoint of a run, if it has one."""
 
-    def __init__(self, file: Path | None, engine: PrivacyEngine, scheduler: Any, every: float) -> None:
-        self.file, self.scheduler, self.is_new = file, scheduler, False
+    def __init__(self, file: Path | None, engine: PrivacyEngine, scheduler: Any, every: float, ranks: Ranks) -> None:
+        self.file, self.scheduler, self.ranks, self.is_new = file, scheduler, ranks, False
         self.history = History(delta=engine.plan.delta)
         self._engine, self._every = engine, every
         self._last, self._cost = time.monotonic(), 0.0
-        if file is not None and file.exists():
-            self.history = _restore(file, engine, scheduler)
+        if ranks.most([file is not None and file.exists()])[0]:
+            self.history = _restore(file, engine, scheduler, ranks)
         self._before, self._started = self.history.seconds, time.monotonic()
         self.history.follow(engine.ledger)
 
@@ -232,9 +252,11 @@ def _run(
                     saved.scheduler.step()
                 for hook in hooks:
                     hook.on_step(run)
-                if interrupts.received is not None:
+                received, stop = saved.ranks.most([interrupts.received or 0, run.stop])
+                run.stop = bool(stop)
+                if received:
                     saved.save()
-                    raise Interrupted(_how_to_go_on(engine, saved.file), interrupts.received)
+                    raise Interrupted(_how_to_go_on(engine, saved.file), received)
                 # The last row stands alone at the end; one shortly before it would only cost time.
                 due = engine.steps % every == 0 and plan.steps - engine.steps >= every // 2
                 if due or run.stop or engine.steps == plan.steps:
@@ -294,8 +316,8 @@ def _derive_costs(history: History, engine: PrivacyEngine) -> None:
         history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
 
 
-def _restore(file: Path, engine: PrivacyEngine, scheduler: Any) -> History:
-    state = load_checkpoint(file, engine.device)
+def _restore(file: Path | None, engine: PrivacyEngine, scheduler: Any, ranks: Ranks) -> History:
+    state = ranks.state_of_first(lambda: load_checkpoint(file or "", engine.device))
     if set(state) != {"engine", "history", "scheduler"}:
         raise CheckpointError(f"'{file}' is a checkpoint, but not one of lipdp.fit")
     if (state["scheduler"] is None) != (scheduler is None):
