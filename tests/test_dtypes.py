@@ -334,12 +334,12 @@ NUMBERS = np.arange(4.0)
     [
         (("text", 1), "input must be a tensor, an array or a number; this dataset gives a str"),
         ((NUMBERS, "cat"), "target must be .* gives a str: number the classes from 0"),
-        (([1.0, 2.0], 1), "gives a list"),
+        (([1.0, "two"], 1), "can't be put into one tensor"),
         ((np.array([None, 1], dtype=object), 1), "can't be put into one tensor"),
         ((None, 1), "can't be put into one tensor"),
         ((NUMBERS, 1, 2), "gives 3 parts"),
         ((NUMBERS,), "gives 1 parts"),
-        ({"x": NUMBERS, "y": 1}, "gives a dict"),
+        ({"x": NUMBERS, "y": 1}, "a dict of inputs with one column .label. or .labels.; this has x, y"),
     ],
 )
 def test_records_that_are_no_numbers_are_refused_by_name(record, text):

@@ -25,7 +25,7 @@ from lipdp.privacy.budget import AnyBudget
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import several_runs
-from lipdp.training.batches import check_dataset, gather
+from lipdp.training.batches import check_dataset, gather_tensors
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.suggest import suggest_optimizer
 
@@ -295,7 +295,7 @@ def _prepare(
     room_of_inputs = count if shape is None or canaries is not None else min(count, 4 * torch.Size(shape).numel())
     known = None
     if data is not None:
-        known = gather(data, torch.arange(check_dataset(data)))
+        known = gather_tensors(data, torch.arange(check_dataset(data)))
         shape = tuple(known[0].shape[1:]) if shape is None else shape
         targets = known[1] if targets is None else targets
     hold = access == "white" and optimizer is None

@@ -29,7 +29,7 @@ from lipdp.audit.results import table_text
 from lipdp.audit.statistics import check_confidence, clopper_pearson
 from lipdp.errors import DataError
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import check_dataset, gather
+from lipdp.training.batches import check_dataset, gather_tensors
 
 __all__ = ["AttackRow", "MembershipReport", "membership"]
 
@@ -187,7 +187,7 @@ def membership(
 
 
 def _joined(members: Any, others: Any) -> tuple[Tensor, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    parts = [gather(data, torch.arange(len(data))) for data in (members, others)]
+    parts = [gather_tensors(data, torch.arange(len(data))) for data in (members, others)]
     inside = np.repeat([True, False], [len(parts[0][1]), len(parts[1][1])])
     targets = torch.cat([y.reshape(len(y)).cpu() for _, y in parts])
     if targets.is_floating_point() and not bool((targets == targets.round()).all()):

@@ -47,12 +47,12 @@ def certify(
     from torch.utils.data import Dataset, Subset
 
     import lipdp
-    from lipdp.training.batches import gather
+    from lipdp.training.batches import gather_tensors
 
     model = lipdp.load(file)
     _, test, info = lipdp.data.load(name, root=data)
     part: Dataset[Any] = Subset(test, range(min(len(test), examples or len(test))))
-    x, y = gather(part, _numbers(len(part)))  # type: ignore[arg-type]
+    x, y = gather_tensors(part, _numbers(len(part)))  # type: ignore[arg-type]
     certified = lipdp.certify(model, x, y)
     shares = lipdp.certified_accuracy(certified, [radius / 255 for radius in asked])
     report = {

@@ -15,6 +15,7 @@ import torch
 from lipdp.clipping.contribution import Form
 from lipdp.clipping.styles import Clip, Group, Style
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice
+from lipdp.inputs import Inputs, device_of, plain, rows_of, select
 
 __all__ = [
     "FLAT",
@@ -60,7 +61,7 @@ class Clipped:
 class Batch:
     """Inputs and targets row by row, and which examples count."""
 
-    x: torch.Tensor
+    x: Inputs
     y: torch.Tensor
     keep: torch.Tensor
 
@@ -111,23 +112,25 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return parameters
 
 
-def prepare(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, copies: int) -> Batch:
+def prepare(x: Inputs, y: torch.Tensor, mask: torch.Tensor | None, copies: int) -> Batch:
     """The batch with a target for each row; refuses shapes that can't be meant."""
     if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
         raise ConfigurationError(f"copies must be a whole number of at least 1, not {copies!r}")
-    if len(x) % copies:
-        raise DataError(f"{len(x)} rows are no whole number of examples with copies={copies} rows each")
-    examples = len(x) // copies
-    if len(y) not in (examples, len(x)):
-        raise DataError(f"{len(x)} inputs but {len(y)} targets" + (f" (copies={copies})" if copies > 1 else ""))
+    x = plain(x)
+    rows, device = rows_of(x), device_of(x)
+    if rows % copies:
+        raise DataError(f"{rows} rows are no whole number of examples with copies={copies} rows each")
+    examples = rows // copies
+    if len(y) not in (examples, rows):
+        raise DataError(f"{rows} inputs but {len(y)} targets" + (f" (copies={copies})" if copies > 1 else ""))
     if copies > 1 and len(y) == examples:
         y = y.repeat_interleave(copies, dim=0)
     if mask is None:
-        keep = torch.ones(examples, dtype=torch.bool, device=x.device)
+        keep = torch.ones(examples, dtype=torch.bool, device=device)
     elif mask.shape != (examples,) or mask.dtype != torch.bool:
         raise DataError(f"mask must be ({examples},) of booleans, not {tuple(mask.shape)} of {mask.dtype}")
     else:
-        keep = mask.to(x.device)
+        keep = mask.to(device)
     return Batch(x, y, keep)
 
 
@@ -172,7 +175,7 @@ def even_part(examples: int, most: int) -> int:
 def part_of(batch: Batch, start: int, size: int, copies: int) -> Batch:
     """Examples ``start`` to ``start + size``, with all their copies."""
     rows = slice(start * copies, (start + size) * copies)
-    return Batch(batch.x[rows], batch.y[rows], batch.keep[start : start + size])
+    return Batch(select(batch.x, rows), batch.y[rows], batch.keep[start : start + size])
 
 
 def notice_parts(examples: int, most: int) -> None:

@@ -51,9 +51,10 @@ from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
 from lipdp.clipping.record import check_supported, recording, trained_layers
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import state_versions, verify_once
+from lipdp.clipping.verify import kind_of, state_versions, verify_once
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
+from lipdp.inputs import Inputs, call, device_of, flattened, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
 __all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
@@ -61,7 +62,7 @@ __all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gra
 
 @uncompiled
 def per_example_norms(
-    model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, *, form: Form = "auto", copies: int = 1
+    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, *, form: Form = "auto", copies: int = 1
 ) -> torch.Tensor:
     """‖g_i‖₂ of each example's whole gradient (batch,), without materialising gradients where that is dearer.
 
@@ -84,24 +85,25 @@ def per_example_norms(
     parameters = trainable(model)
     check_supported(model)
     types = Types(model, loss)
-    x, y = types.inputs(x), types.targets(y)
     batch = prepare(x, y, None, copies)
+    x, targets = types.inputs(batch.x), types.targets(batch.y)
+    rows, device = rows_of(x), device_of(x)
     own = _own_dtype(next(iter(parameters.values())))
-    if len(x) == 0:
-        return x.new_zeros(0, dtype=own)
+    if rows == 0:
+        return torch.zeros(0, dtype=own, device=device)
     with eager(model):
-        verify_once(model, loss, x, batch.y)
-        with torch.enable_grad(), recording(model, len(x), copies) as recorded:
-            losses = loss_values(loss, model(x), batch.y, copies)
+        verify_once(model, loss, x, targets)
+        with torch.enable_grad(), recording(model, rows, copies) as recorded:
+            losses = loss_values(loss, call(model, x), targets, copies)
             contributions = recorded.contributions(losses.sum())
-        squares = _squared_norms(contributions, x.device, form)
-        return _group_norms(squares, clipping_groups(parameters, 1.0), len(losses), x.device)[:, 0].to(own)
+        squares = _squared_norms(contributions, device, form)
+        return _group_norms(squares, clipping_groups(parameters, 1.0), len(losses), device)[:, 0].to(own)
 
 
 def clipped_gradients(
     model: torch.nn.Module,
     loss: PerExampleLoss,
-    x: torch.Tensor,
+    x: Inputs,
     y: torch.Tensor,
     max_norm: MaxNorm,
     method: Method = "bookkeeping",
@@ -119,7 +121,8 @@ def clipped_gradients(
     Args:
         model: any model whose examples don't mix; in the mode it is in.
         loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
-        x: inputs, batch first; numbers of another type than the model's are converted, token ids stay whole numbers.
+        x: inputs, batch first: a tensor; a tuple of tensors, the model's arguments; or a dict, its arguments by name. Numbers of
+            another type than the model's are converted, token ids stay whole numbers. Of a ModelOutput the loss gets the logits.
         y: targets.
         max_norm: C; or C_g by group (see ``style``). A 0-dimensional tensor stays on its device.
         method: how; every method gives the same result. "bookkeeping" is the fastest.
@@ -146,7 +149,7 @@ def clipped_gradients(
 def clip_batch(
     model: torch.nn.Module,
     loss: PerExampleLoss,
-    x: torch.Tensor,
+    x: Inputs,
     y: torch.Tensor,
     max_norm: MaxNorm,
     method: Method = "bookkeeping",
@@ -217,6 +220,7 @@ class Clipper:
         self._watched = Watched(self.model, self.loss)
         self._number: int | None = None
         self._made_for: tuple[Group, ...] = ()
+        self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
@@ -226,18 +230,19 @@ class Clipper:
         return self._replayed.refused
 
     @uncompiled
-    def __call__(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Clipped:
+    def __call__(self, x: Inputs, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Clipped:
         """The batch, clipped."""
         return self.start(x, y, max_norm, mask=mask).finish()
 
     @uncompiled
-    def start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Pending:
+    def start(self, x: Inputs, y: torch.Tensor, max_norm: MaxNorm, *, mask: torch.Tensor | None = None) -> Pending:
         """Begin with a batch. On a GPU, there is time for other work (drawing noise) before the result is waited for.
 
         A batch that does not fit into the GPU's memory is done in parts, and from then on without trying it as a whole first: the
         result is a sum over examples.
         """
-        examples = len(x) // max(1, self.copies)
+        x = plain(x)
+        examples = rows_of(x) // max(1, self.copies)
         if self._most is None or examples <= self._most:
             try:
                 return self._start(x, y, max_norm, mask)
@@ -253,13 +258,14 @@ class Clipper:
         pending = self.start(last.x, last.y, max_norm, mask=last.keep)
         return replace(pending, before=[*before, *pending.before])
 
-    def _start(self, x: torch.Tensor, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
+    def _start(self, x: Inputs, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
         self._look()
         groups = clipping_groups(self._parameters, max_norm, self.style, self.groups)
         batch = prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies)
-        bounds = group_bounds(groups, wide(next(iter(self._parameters.values()))), x.device)
+        device = device_of(x)
+        bounds = group_bounds(groups, wide(next(iter(self._parameters.values()))), device)
         flag = Flag()
-        if len(x) == 0:
+        if rows_of(x) == 0:
             nothing = bounds.new_zeros(0, len(groups))
             sums = {name: zeros(p) for name, p in self._parameters.items()}
             computed = _Computed(sums, nothing, nothing, nothing.any())
@@ -267,8 +273,9 @@ class Clipper:
             computed = self._looped(batch, groups, bounds)
         else:
             self._made_for = groups
-            computed = self._replayed(batch.x, batch.y, batch.keep, bounds, between=flag)
-            if x.device.type == "cuda":
+            parts, self._structure = flattened(batch.x)
+            computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
+            if device.type == "cuda":
                 computed = computed.copied()
         return Pending(self, groups, batch, bounds, computed, flag)
 
@@ -286,7 +293,7 @@ class Clipper:
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
-        key = batch.x.shape, batch.x.dtype, batch.y.shape, batch.y.dtype, state_versions(self.model)
+        key = kind_of(batch.x), kind_of(batch.y), rows_of(batch.x), state_versions(self.model)
         if key not in self._checked:
             verify_once(self.model, self.loss, batch.x, batch.y)
             self._checked.add((*key[:-1], state_versions(self.model)))
@@ -294,7 +301,7 @@ class Clipper:
     def _state(self) -> Hashable:
         # Groups by their members only: their C_g are an input.
         number = self._watched() if is_recording() else self._number
-        return number, tuple(group.parameters for group in self._made_for)
+        return number, self._structure, tuple(group.parameters for group in self._made_for)
 
     def _looped(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
         loops = Loops(self.model, self.loss, self._parameters, groups, bounds, self.clip, self.stability, self.copies)
@@ -304,22 +311,22 @@ class Clipper:
             sums, norms, factors = getattr(loops, self.method)(batch.x, batch.y, batch.keep)
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
-    def _stages(
-        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, bounds: torch.Tensor, *, clean: bool = False
-    ) -> Staged[_Computed]:
-        """One pass; nothing is read from the device once the model is verified.
+    def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
+        """One pass over the leaves of the inputs, targets, mask and bounds; nothing is read from the device once it is verified.
 
         In two stages: whether a gradient is not finite is yielded before the sums are computed, so that it can be read meanwhile.
         ``clean``: examples without a finite gradient are left out.
         """
+        *parts, y, keep, bounds = tensors
+        x, device = rebuilt(parts, self._structure), parts[0].device
         with eager(self.model):
             self._verify(Batch(x, y, keep))
-            with torch.enable_grad(), recording(self.model, len(x), self.copies, self._layers) as recorded:
-                losses = loss_values(self.loss, self.model(x), y, self.copies)
+            with torch.enable_grad(), recording(self.model, len(parts[0]), self.copies, self._layers) as recorded:
+                losses = loss_values(self.loss, call(self.model, x), y, self.copies)
                 contributions = recorded.contributions(losses.sum())
             form: Form = "gram" if self.method == "ghost" else self.form
-            squares = _squared_norms(contributions, x.device, form, as_released=True)
-            norms = _group_norms(squares, self._made_for, len(losses), x.device)
+            squares = _squared_norms(contributions, device, form, as_released=True)
+            norms = _group_norms(squares, self._made_for, len(losses), device)
             factors = clip_factors(norms, bounds.to(norms.dtype), keep, self.clip, self.stability)
             finite = torch.isfinite(norms)
             spoiled = ~finite.all()
@@ -358,7 +365,8 @@ class Clipper:
         return _Computed(sums, torch.cat([one.norms, other.norms]), torch.cat([one.factors, other.factors]), one.spoiled)
 
     def _repair(self, batch: Batch, bounds: torch.Tensor) -> _Computed:
-        return through(self._stages(batch.x, batch.y, batch.keep, bounds, clean=True), lambda spoiled: None)
+        parts, self._structure = flattened(batch.x)
+        return through(self._stages(*parts, batch.y, batch.keep, bounds, clean=True), lambda spoiled: None)
 
 
 @dataclass(frozen=True)

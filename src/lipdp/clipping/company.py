@@ -24,6 +24,7 @@ from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
+from lipdp.inputs import Inputs, call, device_of, leaves, mapped, per_row, rows_of, select
 
 __all__ = ["checking", "fitting", "in_double_if_refused", "made_up", "others_like", "put_back", "same_randomness", "verify_company"]
 
@@ -41,19 +42,19 @@ _BACK_IN_COMPANY = (
 )
 
 
-def verify_company(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:
+def verify_company(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
     """Raise if an example of this batch depends on others in it. False if nothing could be compared (nothing is finite)."""
     return in_double_if_refused(_verify_company, model, loss, x, y)
 
 
-def _verify_company(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:
+def _verify_company(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
     x = fitting(model, x)
-    rows = len(x)
+    rows, device = rows_of(x), device_of(x)
     if rows < 2:
         return True
-    numbers = torch.arange(rows, device=x.device)
+    numbers = torch.arange(rows, device=device)
     sets = [(numbers >> digit) & 1 == value for digit in range((rows - 1).bit_length()) for value in (0, 1)]
-    with checking(model, x.device):
+    with checking(model, device):
         company = _Company(model, loss, x, y)
         before = company.losses(x)
         finite = torch.isfinite(before)
@@ -90,50 +91,51 @@ def _shows_differently(one: Contribution, other: Contribution, kept: torch.Tenso
 class _Company:
     """A batch, seen with the same random numbers again and again."""
 
-    def __init__(self, model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
         self.model, self.loss, self.x, self.y = model, loss, x, y
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._others = others_like(x)
 
-    def with_others(self, replaced: torch.Tensor) -> torch.Tensor:
+    def with_others(self, replaced: torch.Tensor) -> Inputs:
         """The batch with other examples in some places, of a kind that the model can have there."""
         for choose in self._kinds:
-            found = torch.where(replaced.reshape(-1, *[1] * (self.x.ndim - 1)), choose(replaced), self.x)
+            found: Inputs = mapped(lambda other, own: torch.where(per_row(replaced, own), other, own), choose(replaced), self.x)
             try:
                 self.losses(found)
             except (RuntimeError, ValueError, IndexError):
                 continue
             return found
         raise UnsupportedError(
-            f"the model can't be evaluated on a batch of {len(self.x)} in which some examples are replaced by others, so whether "
-            "it mixes them can't be told. Use method='naive', which takes every example by itself."
+            f"the model can't be evaluated on a batch of {rows_of(self.x)} in which some examples are replaced by others, so "
+            "whether it mixes them can't be told. Use method='naive', which takes every example by itself."
         )
 
     @property
-    def _kinds(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
+    def _kinds(self) -> tuple[Callable[[torch.Tensor], Inputs], ...]:
         """Those of other places; made-up ones; those of the nearest place before, which keeps an order that a model may need."""
         return lambda replaced: self._others, lambda replaced: made_up(self.x), self._before
 
-    def _before(self, replaced: torch.Tensor) -> torch.Tensor:
-        numbers = torch.arange(len(self.x), device=self.x.device)
+    def _before(self, replaced: torch.Tensor) -> Inputs:
+        numbers = torch.arange(rows_of(self.x), device=device_of(self.x))
         kept = torch.where(replaced, 0, numbers).cummax(0).values
         first = int(torch.nonzero(~replaced)[0])
-        return self.x[torch.where(numbers < first, first, kept)]
+        chosen: Inputs = select(self.x, torch.where(numbers < first, first, kept))
+        return chosen
 
-    def losses(self, x: torch.Tensor) -> torch.Tensor:
+    def losses(self, x: Inputs) -> torch.Tensor:
         """(batch,)."""
         same_randomness()
         try:
-            return loss_values(self.loss, self.model(x), self.y).detach()
+            return loss_values(self.loss, call(self.model, x), self.y).detach()
         finally:
             put_back(self._buffers)
 
-    def shown(self, x: torch.Tensor) -> Mapping[str, Contribution]:
+    def shown(self, x: Inputs) -> Mapping[str, Contribution]:
         """Per-example gradients as layers show them."""
         same_randomness()
         try:
-            with recording(self.model, len(x)) as recorded:
-                return recorded.contributions(loss_values(self.loss, self.model(x), self.y).sum())
+            with recording(self.model, rows_of(x)) as recorded:
+                return recorded.contributions(loss_values(self.loss, call(self.model, x), self.y).sum())
         finally:
             put_back(self._buffers)
 
@@ -159,7 +161,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def in_double_if_refused(
-    check: Callable[..., bool], model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor
+    check: Callable[..., bool], model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor
 ) -> bool:
     """``check(model, loss, x, y)``; where it refuses a model in float32, the same in float64."""
     try:
@@ -170,7 +172,7 @@ def in_double_if_refused(
         # Deep networks turn rounding into visible differences (a ReLU at its kink). In float64, only what is real remains.
         try:
             with _in_double(model, loss):
-                wide_x, wide_y = (part.double() if part.is_floating_point() else part for part in (x, y))
+                wide_x, wide_y = mapped(lambda part: part.double() if part.is_floating_point() else part, (x, y))
                 return check(model, loss, wide_x, wide_y)
         except UnsupportedError:
             raise
@@ -191,23 +193,38 @@ def checking(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
-def fitting(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def fitting(model: torch.nn.Module, inputs: Inputs) -> Inputs:
     """Inputs in half precision are meant for an autocast, which is off here."""
-    half = inputs.dtype in HALF and not any(parameter.dtype in HALF for parameter in model.parameters())
-    return inputs.float() if half else inputs
+    if any(parameter.dtype in HALF for parameter in model.parameters()):
+        return inputs
+    fitted: Inputs = mapped(lambda leaf: leaf.float() if leaf.dtype in HALF else leaf, inputs)
+    return fitted
 
 
-def others_like(inputs: torch.Tensor) -> torch.Tensor:
-    """Other inputs of the same kind: what a gradient must not depend on."""
-    rolled = inputs.roll(1, 0)
-    return made_up(inputs) if bool((rolled == inputs).reshape(len(inputs), -1).all(1)[1:].any()) else rolled
+def others_like(inputs: Inputs) -> Inputs:
+    """Other inputs of the same kind: what a gradient must not depend on. Those of the batch itself, unless they repeat."""
+    rolled: Inputs = mapped(lambda leaf: leaf.roll(1, 0), inputs)
+    pairs = zip(leaves(rolled), leaves(inputs), strict=True)
+    same = torch.stack([(one == other).reshape(len(one), -1).all(1).cpu() for one, other in pairs]).all(0)
+    return made_up(inputs) if bool(same[1:].any()) else rolled
 
 
-def made_up(inputs: torch.Tensor) -> torch.Tensor:
-    """Different inputs, column by column in the same range (numbers may stand for categories)."""
-    if inputs.is_floating_point():
-        return 0.5 * inputs + 0.1
-    return ~inputs if inputs.dtype == torch.bool else inputs // 2
+def made_up(inputs: Inputs) -> Inputs:
+    """Different inputs that the model can take: column by column in the same range (numbers may stand for categories).
+
+    Beside other inputs, whole numbers of at most 1 are masks and kinds of tokens: they stay.
+    """
+    alone = isinstance(inputs, torch.Tensor)
+
+    def other(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_floating_point() or leaf.is_complex():
+            return 0.5 * leaf + 0.1
+        if not alone and (leaf.dtype == torch.bool or leaf.numel() == 0 or int(leaf.max()) <= 1):
+            return leaf
+        return ~leaf if leaf.dtype == torch.bool else leaf // 2
+
+    changed: Inputs = mapped(other, inputs)
+    return changed
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,10 +12,11 @@ from lipdp._numerics import wide
 from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.errors import DataError
+from lipdp.inputs import Inputs, call, loss_of, mapped, per_row, select
 
 __all__ = ["Loops", "PerExampleLoss", "loss_values", "zeros"]
 
-PerExampleLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PerExampleLoss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def zeros(parameter: torch.Tensor) -> torch.Tensor:
@@ -22,9 +24,9 @@ def zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=wide(parameter), requires_grad=False)
 
 
-def loss_values(loss: PerExampleLoss, outputs: torch.Tensor, targets: torch.Tensor, copies: int = 1) -> torch.Tensor:
+def loss_values(loss: PerExampleLoss, outputs: Any, targets: torch.Tensor, copies: int = 1) -> torch.Tensor:
     """One value per example, the mean over its ``copies`` rows; or an error that says what is wrong."""
-    values = loss(outputs, targets)
+    values: torch.Tensor = loss_of(loss, outputs, targets)
     if values.shape != (len(targets),):
         raise DataError(
             f"the loss returned shape {tuple(values.shape)} for {len(targets)} examples; it must give one value per example "
@@ -48,20 +50,18 @@ class Loops:
     stability: float
     copies: int = 1
 
-    def naive(
-        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups)."""
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             rows = slice(i * self.copies, (i + 1) * self.copies)
-            value = loss_values(self.loss, self.model(x[rows]), y[rows], self.copies).sum()
+            value = loss_values(self.loss, call(self.model, select(x, rows)), y[rows], self.copies).sum()
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
         return self._over(gradients, keep)
 
     def multiloss(
-        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
+        self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """One forward pass, a backward pass for each example's loss.
 
@@ -73,16 +73,16 @@ class Loops:
             return found
         bad = ~torch.isfinite(self.naive(x, y, torch.ones_like(keep))[1]).all(1)
         rows = bad.repeat_interleave(self.copies)
-        clean = [part.masked_fill(rows.to(part.device).reshape(-1, *[1] * (part.ndim - 1)), 0) for part in (x, y)]
+        clean = mapped(lambda part: part.masked_fill(per_row(rows, part), 0), (x, y))
         sums, norms, factors = self._of_one_pass(clean[0], clean[1], keep & ~bad)
         norms[bad] = float("nan")
         return sums, norms, factors
 
     def _of_one_pass(
-        self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor
+        self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            values = loss_values(self.loss, self.model(x), y, self.copies)
+            values = loss_values(self.loss, call(self.model, x), y, self.copies)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)

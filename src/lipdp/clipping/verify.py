@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint
+from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["forget", "state_versions", "verify", "verify_once"]
+__all__ = ["forget", "kind_of", "state_versions", "verify", "verify_once"]
 
 _EXAMPLES = 3
 _KNOWN = 64  # verdicts that are kept of a model
@@ -54,12 +55,17 @@ def state_versions(model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> Any:
+def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> Any:
     """Whatever a verdict rests on but the values of weights: settings, hooks, functions, closures, state, kinds of data."""
-    return (*((tuple(part.shape[1:]), part.dtype) for part in (x, y)), fingerprint(model, loss), state_versions(model))
+    return kind_of(x), kind_of(y), fingerprint(model, loss), state_versions(model)
 
 
-def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> None:
+def kind_of(x: Inputs) -> Hashable:
+    """What kind of data: names, shapes of an example and types."""
+    return tuple((name, tuple(leaf.shape[1:]), leaf.dtype) for name, leaf in named_leaves(x))
+
+
+def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
     """:func:`verify` and :func:`verify_company`, unless this was done for the same model, loss and kind of data."""
     known = _verified.setdefault(model, set())
     if len(known) > _KNOWN:
@@ -67,8 +73,8 @@ def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y
     # Noted as it is afterwards: to look at a model, its state is written to and put back.
     if _signature(model, loss, x, y) not in known and verify(model, loss, x, y):
         known.add(_signature(model, loss, x, y))
-    if (_signature(model, loss, x, y), len(x)) not in known and verify_company(model, loss, x, y):
-        known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), len(x))))
+    if (_signature(model, loss, x, y), rows_of(x)) not in known and verify_company(model, loss, x, y):
+        known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), rows_of(x))))
 
 
 def forget(model: torch.nn.Module) -> None:
@@ -76,7 +82,7 @@ def forget(model: torch.nn.Module) -> None:
     _verified.pop(model, None)
 
 
-def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:
+def verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
     """Raise if per-example gradients are not what they should be. False if nothing could be compared (nothing is finite).
 
     The model is the same afterwards: parameters, buffers, modes, random numbers.
@@ -84,12 +90,12 @@ def verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: tor
     return in_double_if_refused(_verify, model, loss, x, y)
 
 
-def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor) -> bool:
+def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
     inputs, targets = _few(x, y)
     inputs = fitting(model, inputs)
     check = _Check(model, loss, inputs, targets, others_like(inputs))
     compared = False
-    with checking(model, x.device):
+    with checking(model, device_of(x)):
         for perturbed in (False, True):
             if perturbed:
                 _perturb(model)
@@ -103,12 +109,12 @@ def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: to
     return compared
 
 
-def _few(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _few(x: Inputs, y: torch.Tensor) -> tuple[Inputs, torch.Tensor]:
     """Up to three examples; if there is one only, or they are all the same, one is made up, so that mixing shows."""
-    rows = torch.arange(min(_EXAMPLES, len(x)), device=x.device)
-    inputs, targets = x[rows], y[rows.to(y.device)]
-    if bool((inputs == inputs[:1]).all()):
-        return torch.cat([inputs, made_up(inputs[:1])]), torch.cat([targets, targets[:1]])
+    rows = torch.arange(min(_EXAMPLES, rows_of(x)))
+    inputs, targets = select(x, rows), select(y, rows)
+    if all(bool((leaf == leaf[:1]).all()) for leaf in leaves(inputs)):
+        return joined([inputs, made_up(select(inputs, slice(0, 1)))]), torch.cat([targets, targets[:1]])
     return inputs, targets
 
 
@@ -127,16 +133,14 @@ def _perturb(model: torch.nn.Module) -> None:
 class _Check:
     """The comparisons, on a few examples."""
 
-    def __init__(
-        self, model: torch.nn.Module, loss: PerExampleLoss, x: torch.Tensor, y: torch.Tensor, others: torch.Tensor
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, others: Inputs) -> None:
         self.model, self.loss, self.x, self.y, self.others = model, loss, x, y, others
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def _shown(self, x: torch.Tensor) -> _Shown:
+    def _shown(self, x: Inputs) -> _Shown:
         """Gradients as layers show them."""
-        with recording(self.model, len(x)) as recorded:
-            return _Shown(recorded.contributions(loss_values(self.loss, self.model(x), self.y).sum()))
+        with recording(self.model, rows_of(x)) as recorded:
+            return _Shown(recorded.contributions(loss_values(self.loss, call(self.model, x), self.y).sum()))
 
     def _gradient(self, value: torch.Tensor, retain_graph: bool = False) -> dict[str, torch.Tensor]:
         found = torch.autograd.grad(value, list(self.parameters.values()), retain_graph=retain_graph, allow_unused=True)
@@ -146,23 +150,22 @@ class _Check:
         """Each example's gradient is that of the example alone. Whether anything finite and nonzero was compared."""
         shown = self._shown(self.x)
         compared = False
-        for i in range(len(self.x)):
-            value = loss_values(self.loss, self.model(self.x[i : i + 1]), self.y[i : i + 1]).sum()
+        for i in range(rows_of(self.x)):
+            value = loss_values(self.loss, call(self.model, select(self.x, slice(i, i + 1))), self.y[i : i + 1]).sum()
             compared = _compare(shown.of(i), self._gradient(value), _ALONE) or compared
         return compared
 
     def in_training(self) -> None:
         """In training mode, with the same random numbers throughout."""
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        changed = self.others.clone()
-        changed[0] = self.x[0]
+        changed = mapped(lambda own, other: torch.cat([own[:1], other[1:]]), self.x, self.others)
         seen, states = [], []
         for x in (self.x, changed):
             same_randomness()
-            with recording(self.model, len(x)) as recorded:
-                losses = loss_values(self.loss, self.model(x), self.y)
+            with recording(self.model, rows_of(x)) as recorded:
+                losses = loss_values(self.loss, call(self.model, x), self.y)
                 shown = _Shown(recorded.contributions(losses.sum(), retain_graph=True))
-                for i in range(len(x)):
+                for i in range(rows_of(x)):
                     _compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN)
             seen.append(shown)
             states.append([buffer.clone() for buffer, _ in buffers])

@@ -34,6 +34,7 @@ from lipdp.data.colour import (
     rgb_to_yiq,
     rgb_to_yuv,
 )
+from lipdp.data.columns import Columns
 from lipdp.data.info import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
 from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
@@ -47,6 +48,7 @@ __all__ = [
     "YUV",
     "Augmentation",
     "Availability",
+    "Columns",
     "Compose",
     "DatasetInfo",
     "FixedAugmentation",

@@ -21,7 +21,7 @@ from lipdp.diagnose.norms import Measured, measure_gradients
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import as_loss
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import check_dataset, gather
+from lipdp.training.batches import check_dataset, gather_tensors
 from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["Diagnosis", "ParameterDiagnosis", "diagnose", "first_examples"]
@@ -233,7 +233,7 @@ def first_examples(data: Any, examples: int) -> tuple[Tensor, Tensor]:
                 f"a batch of {len(x)} inputs and {len(y)} targets can't be diagnosed: it needs as many of both, and some"
             )
         return x[:count], y[:count]
-    return gather(data, torch.arange(min(count, check_dataset(data))))
+    return gather_tensors(data, torch.arange(min(count, check_dataset(data))))
 
 
 def diagnose(

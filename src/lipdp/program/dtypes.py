@@ -4,6 +4,9 @@ Inputs: floating-point numbers and whole ones (pixels, counts, booleans) become 
 whole numbers. Which of the two whole numbers are is the model's to say: by an embedding, by a :class:`lipdp.nn.BoundedInput`, or by
 what it does with zeros of that type. Nothing here depends on the values of the data.
 
+Of several inputs (a tuple or dict), whole numbers stay whole: they are ids, masks and positions; bytes are pixels where the model
+does not take them as such.
+
 Targets: floating-point ones become the type of the model's outputs, whole ones int64 where they are class numbers.
 """
 
@@ -15,6 +18,7 @@ import torch
 
 from lipdp._numerics import HALF
 from lipdp.errors import DataError
+from lipdp.inputs import Inputs, call, flattened, leaves, mapped, rebuilt
 from lipdp.program.program import TABLES, find_input_dtype
 
 __all__ = ["Types", "model_dtype"]
@@ -65,24 +69,41 @@ class Types:
 
     def __init__(self, model: torch.nn.Module, loss: Any = None) -> None:
         self.model, self.loss = model, loss
-        self._decided: dict[Any, torch.dtype] = {}
+        self._decided: dict[Any, Any] = {}
 
-    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+    def inputs(self, x: Inputs) -> Any:
         """Inputs as the model takes them."""
-        return x.to(self.of_inputs(x))
+        return mapped(lambda leaf, dtype: leaf.to(dtype), x, self.of_inputs(x))
 
     def targets(self, y: torch.Tensor) -> torch.Tensor:
         """Targets as the loss takes them."""
         return y.to(self.of_targets(y))
 
-    def of_inputs(self, x: Any) -> torch.dtype:
-        """The type that inputs like ``x`` (a tensor, or rows of one) have to be; an error for what can't be converted."""
+    def of_inputs(self, x: Any) -> Any:
+        """The types that inputs like ``x`` (tensors, or rows of them) have to be, in its structure; an error for what can't be
+        converted.
+        """
         native = model_dtype(self.model)
-        key = x.dtype, x.layout, tuple(x.shape[1:]), native
+        parts, structure = flattened(x)
+        key = structure, native, tuple((part.dtype, part.layout, tuple(part.shape[1:])) for part in parts)
         if key not in self._decided:
-            _refuse_odd("inputs", x, complex_too=False)
-            self._decided[key] = self._decide(x, native)
+            for part in parts:
+                _refuse_odd("inputs", part, complex_too=False)
+            self._decided[key] = self._decide(x, native) if structure is None else self._decide_several(x, native)
         return self._decided[key]
+
+    def _decide_several(self, x: Any, native: torch.dtype | None) -> Any:
+        real = torch.get_default_dtype() if native is None else native
+
+        def types(pixels: torch.dtype) -> Any:
+            return mapped(lambda part: _of_several(part.dtype, real, pixels), x)
+
+        as_ids, as_pixels = types(torch.int64), types(real)
+        has_bytes = any(part.dtype == torch.uint8 for part in leaves(x))
+        shapes = [tuple(part.shape[1:]) for part in leaves(x)]
+        if has_bytes and not self._takes(as_ids, shapes) and self._takes(as_pixels, shapes):
+            return as_pixels
+        return as_ids
 
     def of_targets(self, y: Any) -> torch.dtype:
         """The type that targets like ``y`` have to be."""
@@ -106,12 +127,12 @@ class Types:
         given: torch.dtype = x.dtype
         shape, ids = tuple(x.shape[1:]), find_input_dtype(self.model)
         if given.is_complex:
-            if _bounded_first(self.model) or not self._takes(given, shape):
+            if _bounded_first(self.model) or not self._takes(given, [shape]):
                 _refuse_odd("inputs", x)
             return given
         if given.is_floating_point:
             wanted = given if native is None else native
-            if ids is not None and not self._takes(wanted, shape):
+            if ids is not None and not self._takes(wanted, [shape]):
                 raise DataError(
                     f"the model looks its inputs up in a table of embeddings, and they are of type {_name(given)}, not whole "
                     "numbers. If they are token ids, convert them with .long()."
@@ -120,12 +141,12 @@ class Types:
         if ids is not None:
             return ids
         looks_up = any(isinstance(module, TABLES) for module in self.model.modules())
-        if (looks_up or not _bounded_first(self.model)) and self._takes(given, shape):
+        if (looks_up or not _bounded_first(self.model)) and self._takes(given, [shape]):
             return given
         return torch.get_default_dtype() if native is None else native
 
-    def _takes(self, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-        """Whether the model can compute with zeros of this type. It is the same afterwards."""
+    def _takes(self, dtypes: Any, shapes: list[tuple[int, ...]]) -> bool:
+        """Whether the model can compute with zeros of these types. It is the same afterwards."""
         modes = [(module, module.training) for module in self.model.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         like = next((t for t in (*self.model.parameters(), *self.model.buffers())), torch.zeros(()))
@@ -133,7 +154,11 @@ class Types:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             try:
                 self.model.eval()
-                self.model(torch.zeros(2, *shape, dtype=dtype, device=like.device))
+                kinds, structure = flattened(dtypes)
+                zeros = [
+                    torch.zeros(2, *shape, dtype=dtype, device=like.device) for dtype, shape in zip(kinds, shapes, strict=True)
+                ]
+                call(self.model, rebuilt(zeros, structure))
             except Exception:  # whatever it says: it does not take them
                 return False
             finally:
@@ -143,6 +168,15 @@ class Types:
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
         return True
+
+
+def _of_several(given: torch.dtype, real: torch.dtype, pixels: torch.dtype) -> torch.dtype:
+    """The type of one of several inputs."""
+    if given.is_complex or given == torch.bool:
+        return given
+    if given.is_floating_point:
+        return real
+    return pixels if given == torch.uint8 else torch.int64
 
 
 def _nearest_float(given: torch.dtype, native: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lipdp.errors import CheckpointError, LipdpError, RepeatedRunWarning
+from lipdp.inputs import leaves
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
@@ -136,7 +137,7 @@ def data_marks(dataset: Any) -> tuple[str, ...]:
         digest = hashlib.sha256(str(count).encode())
         with torch.random.fork_rng(devices=[]):  # records may be drawn: looking at some changes no others
             looked_at = gather(dataset, chosen)
-        for part in looked_at:
+        for part in leaves(looked_at):
             held = part.detach().cpu().contiguous()
             digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
             digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())

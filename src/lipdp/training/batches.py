@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from lipdp._sums import MOST_ROWS
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large, is_recording
+from lipdp.inputs import Inputs, leaves, mapped, per_row, plain, rows_of
 from lipdp.program.dtypes import Types
 from lipdp.training.seats import Shuffled, usual_seats
 from lipdp.training.totals import Turn
@@ -21,19 +22,23 @@ __all__ = [
     "Batch",
     "LazyBatch",
     "Rows",
+    "as_batch",
     "check_batch",
     "check_dataset",
     "check_finite",
+    "entries_of",
     "even_rows",
     "gather",
     "gather_lazily",
+    "gather_tensors",
     "microbatches",
     "only_finite",
     "rows_at_once",
     "slices",
+    "stack_records",
 ]
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[Inputs, torch.Tensor]
 
 
 class Rows:
@@ -62,7 +67,11 @@ class Rows:
         return self.stored.index_select(0, self._chosen[numbers.to(self._chosen.device, non_blocking=True)])
 
 
-LazyBatch = tuple[torch.Tensor | Rows, torch.Tensor]
+LazyBatch = tuple[Any, torch.Tensor]
+"""Inputs whose leaves are tensors or :class:`Rows`, and targets."""
+
+# What Hugging Face's datasets call the targets.
+_TARGETS = ("label", "labels")
 
 _MOST_ROWS = 2048
 # On a processor activations should stay in its cache (256 rows were 1.5 times as fast as 2048 on a small convolutional network),
@@ -85,56 +94,122 @@ def check_dataset(dataset: Any) -> int:
             f"{type(dataset).__name__} can't be sampled record by record: pass a dataset with __len__ and __getitem__, e.g. a "
             "torch.utils.data.TensorDataset."
         )
+    if isinstance(dataset, Mapping):
+        raise ConfigurationError(
+            f"{type(dataset).__name__} is a dict of {', '.join(map(str, list(dataset)[:4]))}, not a dataset: pass one of its "
+            "parts, e.g. dataset['train']."
+        )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: there is nothing to train on")
     return len(dataset)
 
 
 def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
-    """The records at ``indices`` as two tensors (inputs, targets) of the types that they have, also when there are none of them."""
+    """The records at ``indices`` as (inputs, targets) of the types that they have, also when there are none of them.
+
+    A record is a pair (input, target), its input a tensor, array or number, or a tuple or dict of such; or a dict with a column
+    "label" or "labels". Of a TensorDataset of more than two tensors the last is the target, the others are inputs.
+    """
     # The short ways are for torch's own classes: a subclass with a __getitem__ of its own gives other records.
     if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
         return gather(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.long)[indices])
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         # index_select copies whole rows: several times as fast as tensor[indices] on a processor.
-        tensors = [tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors]
-    else:
-        # An empty sample still needs a shape: any record has it.
-        chosen = indices.tolist() or [0]
-        records = [dataset[i] for i in chosen]
-        if not all(isinstance(record, tuple | list) for record in records):
-            raise DataError(f"a record must be a pair (input, target); this dataset gives a {type(records[0]).__name__}")
-        if any(len(record) != 2 for record in records):
-            raise DataError(f"a record must be a pair (input, target); this dataset gives {len(records[0])} parts")
-        tensors = [_stacked(what, [r[k] for r in records])[: len(indices)] for k, what in enumerate(("input", "target"))]
-    if len(tensors) != 2:
-        raise DataError(f"a record must be a pair (input, target) of tensors; this dataset gives {len(tensors)} parts")
-    return tensors[0], tensors[1]
+        found: Batch = as_batch([tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors])
+        return found
+    # An empty sample still needs a shape: any record has it.
+    return stack_records([dataset[i] for i in indices.tolist() or [0]], len(indices))
 
 
-def _stacked(what: str, values: list[Any]) -> torch.Tensor:
-    """The inputs, or the targets, of some records as one tensor: tensors, arrays or numbers, all of one shape."""
+def gather_tensors(dataset: Dataset[Any], indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`gather`, for what works on one input tensor: proofs, certificates, statistics."""
+    inputs, targets = gather(dataset, indices)
+    if not isinstance(inputs, torch.Tensor):
+        raise UnsupportedError(
+            "these records have several inputs, and this works on one input tensor only: proofs, fixed layers that are applied "
+            "once, certificates and audits are of models of one input. Clipping methods train on several."
+        )
+    return inputs, targets
+
+
+def as_batch(columns: Sequence[Any]) -> Any:
+    """Columns of a TensorDataset as (inputs, targets): the last one are the targets."""
+    if len(columns) < 2:
+        raise DataError(f"a record must be a pair (input, target) of tensors; this dataset gives {len(columns)} parts")
+    return columns[0] if len(columns) == 2 else tuple(columns[:-1]), columns[-1]
+
+
+def stack_records(records: Sequence[Any], count: int | None = None) -> Batch:
+    """Some records, at least one, as a batch of the first ``count`` of them."""
+    pairs = [_pair(record) for record in records]
+    inputs, targets = (_stacked(what, [pair[k] for pair in pairs]) for k, what in enumerate(("input", "target")))
+    if not isinstance(targets, torch.Tensor):
+        raise DataError(f"a record's target must be one tensor, array or number; this dataset gives a {type(pairs[0][1]).__name__}")
+    return mapped(lambda leaf: leaf[:count], inputs), targets[:count]
+
+
+def _pair(record: Any) -> tuple[Any, Any]:
+    """A record's input and target."""
+    if isinstance(record, Mapping):
+        targets = [name for name in _TARGETS if name in record]
+        if len(targets) != 1 or len(record) < 2:
+            raise DataError(
+                "a record must be a pair (input, target), or a dict of inputs with one column 'label' or 'labels'; this has "
+                f"{', '.join(map(str, record))}. Choose with lipdp.data.Columns(dataset, inputs=(…), target=…)."
+            )
+        return {name: value for name, value in record.items() if name != targets[0]}, record[targets[0]]
+    if not isinstance(record, tuple | list):
+        raise DataError(f"a record must be a pair (input, target); this dataset gives a {type(record).__name__}")
+    if len(record) != 2:
+        raise DataError(
+            f"a record must be a pair (input, target); this dataset gives {len(record)} parts. Several inputs are one tuple or "
+            "dict: ((ids, mask), target)."
+        )
+    return record[0], record[1]
+
+
+def _stacked(what: str, values: list[Any]) -> Any:
+    """The inputs, or the targets, of some records: tensors, arrays or numbers, each of one shape in all records."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        if any(not isinstance(value, Mapping) or value.keys() != first.keys() for value in values):
+            raise DataError(f"the {what}s of these records are dicts, and not all of the same keys")
+        return plain({key: _stacked(f"{what} '{key}'", [value[key] for value in values]) for key in first})
+    if _is_sequence_of_inputs(first):
+        if any(not isinstance(value, tuple | list) or len(value) != len(first) for value in values):
+            raise DataError(f"the {what}s of these records are tuples, and not all of the same length")
+        return tuple(_stacked(f"{what} {k}", [value[k] for value in values]) for k in range(len(first)))
     try:
-        stacked = default_collate(values)
+        stacked = default_collate([np.asarray(value) if isinstance(value, tuple | list) else value for value in values])
     except (TypeError, RuntimeError, ValueError) as error:
+        shapes = {np.shape(value) for value in values if isinstance(value, torch.Tensor | np.ndarray | list | tuple)}
+        ragged = " Records of different lengths: lipdp.data.Columns(dataset, length=…) pads them to one." if len(shapes) > 1 else ""
         raise DataError(
             f"the {what}s of these records can't be put into one tensor ({error}). Give tensors, arrays or numbers, all of one "
-            "shape."
+            f"shape.{ragged}"
         ) from error
     if not isinstance(stacked, torch.Tensor):
         kind = type(values[0]).__name__
         hint = "number the classes from 0" if isinstance(values[0], str) and what == "target" else "make tensors of them"
+        if isinstance(values[0], str) and what != "target":
+            hint = "tokenize it, and choose the columns with lipdp.data.Columns"
         raise DataError(f"a record's {what} must be a tensor, an array or a number; this dataset gives a {kind}: {hint}")
     return stacked
+
+
+def _is_sequence_of_inputs(value: Any) -> bool:
+    """A tuple or list of tensors, arrays or further structure; of numbers (or lists of them), it is an array itself."""
+    return isinstance(value, tuple | list) and any(isinstance(part, torch.Tensor | np.ndarray | Mapping | tuple) for part in value)
 
 
 def gather_lazily(dataset: Dataset[Any], indices: torch.Tensor) -> LazyBatch:
     """As :func:`gather`; inputs that are stored as one tensor are only gathered where they are sliced."""
     if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
         return gather_lazily(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.long)[indices])
-    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__ and len(dataset.tensors) == 2:
-        inputs, targets = dataset.tensors
-        return Rows(inputs, indices, shuffled=isinstance(dataset, Shuffled)), targets.index_select(0, indices.to(targets.device))
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        inputs, targets = as_batch(dataset.tensors)
+        rows = mapped(lambda stored: Rows(stored, indices, shuffled=isinstance(dataset, Shuffled)), inputs)
+        return rows, targets.index_select(0, indices.to(targets.device))
     return gather(dataset, indices)
 
 
@@ -144,23 +219,25 @@ def slices(dataset: Dataset[Any], rows: int) -> Iterator[Batch]:
     size = check_dataset(dataset)
     for start in range(0, size, rows):
         stop = min(start + rows, size)
-        if stored and len(dataset.tensors) == 2:  # type: ignore[attr-defined]
-            yield tuple(tensor[start:stop] for tensor in dataset.tensors)  # type: ignore[attr-defined]
+        if stored:
+            yield as_batch([tensor[start:stop] for tensor in dataset.tensors])  # type: ignore[attr-defined]
         else:
             yield gather(dataset, torch.arange(start, stop))
 
 
 def check_batch(inputs: Any, targets: Any, shape: tuple[int, ...] | None) -> None:
     """Refuses what is no batch of examples of ``shape``; ``None``: of any."""
-    if not isinstance(inputs, torch.Tensor | Rows) or not isinstance(targets, torch.Tensor):
-        raise DataError(f"a batch is two tensors, not {type(inputs).__name__} and {type(targets).__name__}")
-    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
-        raise DataError(
-            f"inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)}: both need one row for each example"
-        )
+    parts = leaves(inputs)
+    if not parts or not all(isinstance(part, torch.Tensor | Rows) for part in parts) or not isinstance(targets, torch.Tensor):
+        kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in (*parts, targets)))
+        raise DataError(f"a batch is a tensor, or a tuple or dict of tensors, and a tensor of targets, not {kinds}")
+    if any(part.ndim == 0 or len(part) != len(targets) for part in parts if targets.ndim) or targets.ndim == 0:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise DataError(f"inputs of shape {shapes} and targets of shape {tuple(targets.shape)}: all need one row for each example")
     # Bounds are those of examples of one shape: on larger images a bias, say, has a larger gradient.
-    if shape is not None and tuple(inputs.shape[1:]) != shape:
-        raise DataError(f"the plan is for examples of shape {shape}, not {tuple(inputs.shape[1:])}")
+    if shape is not None and (len(parts) > 1 or tuple(parts[0].shape[1:]) != shape):
+        given = ", ".join(str(tuple(part.shape[1:])) for part in parts)
+        raise DataError(f"the plan is for examples of shape {shape}, not {given}")
 
 
 def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types | None = None) -> None:
@@ -169,10 +246,9 @@ def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types |
     With ``types``, records are looked at as the model and the loss will get them: 1e300 is finite, and infinite in float32.
     """
     size, start = check_dataset(dataset), 0
-    entries = gather(dataset, torch.arange(1))[0].numel()
-    for inputs, targets in slices(dataset, chunk or rows_at_once(entries, torch.device("cpu"))):
-        for number, given in enumerate((inputs, targets)):
-            part = given if types is None else types.targets(given) if number else types.inputs(given)
+    for inputs, targets in slices(dataset, chunk or rows_at_once(entries_of(dataset), torch.device("cpu"))):
+        converted = (inputs, targets) if types is None else (types.inputs(inputs), types.targets(targets))
+        for given, part in zip(leaves((inputs, targets)), leaves(converted), strict=True):
             finite = _finite_rows(part)
             if finite is not None and not bool(finite.all()):
                 beyond = "" if part.dtype == given.dtype else f", as {str(part.dtype).removeprefix('torch.')}"
@@ -180,7 +256,12 @@ def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types |
                     f"record {start + int((~finite).nonzero()[0])} of {size} contains a NaN or an infinity{beyond}, and there may "
                     "be more: no sensitivity bound holds for it. Remove or repair such records first."
                 )
-        start += len(inputs)
+        start += len(targets)
+
+
+def entries_of(dataset: Dataset[Any]) -> int:
+    """Numbers that make up the input of one record."""
+    return sum(leaf.numel() for leaf in leaves(gather(dataset, torch.arange(1))[0]))
 
 
 def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False, ranks: int = 1) -> int:
@@ -203,16 +284,16 @@ def rows_at_once(entries: int, device: torch.device) -> int:
 
 
 def microbatches(
-    inputs: torch.Tensor | Rows,
+    inputs: Any,
     targets: torch.Tensor,
     size: int,
     device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    dtypes: tuple[Any, torch.dtype] | None = None,
     seats: torch.Tensor | None = None,
     *,
     check: bool = True,
     turn: Turn | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
     ``seats`` says by seat which record sits there (:mod:`lipdp.training.seats`); without it they sit in their order. Empty seats,
@@ -221,9 +302,10 @@ def microbatches(
     place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which
     nobody sits is left out, and so is one whose ``turn`` is another process's.
     """
-    of_inputs, of_targets = dtypes or (inputs.dtype, targets.dtype)
-    views = isinstance(inputs, Rows) and inputs.whole and of_inputs == inputs.dtype
-    numbers = torch.arange(len(inputs)) if seats is None else seats
+    of_inputs, of_targets = dtypes or (mapped(lambda leaf: leaf.dtype, inputs), targets.dtype)
+    kinds = zip(leaves(inputs), leaves(of_inputs), strict=True)
+    views = [isinstance(leaf, Rows) and leaf.whole and leaf.dtype == dtype for leaf, dtype in kinds]
+    numbers = torch.arange(rows_of(inputs)) if seats is None else seats
     for number, start in enumerate(range(0, len(numbers), size)):
         part = numbers[start : start + size].numpy()
         taken = part >= 0
@@ -236,36 +318,45 @@ def microbatches(
         places[1, : len(part)] = taken
         here = torch.from_numpy(places)
         there = here if device.type == "cpu" else here.to(device, non_blocking=True)
-        x = inputs.take(here[0]) if isinstance(inputs, Rows) else _rows(inputs, there[0] if inputs.device == device else here[0])
-        y = _rows(targets, there[0] if targets.device == device else here[0])
-        x, y = x.to(device, non_blocking=True).to(of_inputs), y.to(device, non_blocking=True).to(of_targets)  # bytes travel faster
+
+        def taken_rows(
+            stored: torch.Tensor | Rows, dtype: torch.dtype, here: torch.Tensor = here, there: torch.Tensor = there
+        ) -> torch.Tensor:
+            if isinstance(stored, Rows):
+                rows = stored.take(here[0])
+            else:
+                rows = _rows(stored, there[0] if stored.device == device else here[0])
+            return rows.to(device, non_blocking=True).to(dtype)  # bytes travel faster
+
+        x, y = mapped(taken_rows, inputs, of_inputs), taken_rows(targets, of_targets)
         mask = there[1] != 0
         if check:
             x, y, mask = only_finite(x, y, mask)
-        version = _version(x)
+        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view]  # the dataset itself
+        version = _version(lent)
         yield x, y, mask
-        if views and _version(x) != version:
+        if _version(lent) != version:
             raise UnsupportedError(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
             )
 
 
-def only_finite(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The same with zeros, and mask 0, for the records that are not finite."""
-    (x, finite_x), (y, finite_y) = _zero_where_not_finite(x), _zero_where_not_finite(y)
-    for finite in (finite_x, finite_y):
+    for leaf in leaves((x, y)):
+        finite = _finite_rows(leaf)
         mask = mask if finite is None else mask & finite
-    return x, y, mask
+    return mapped(_zero_where_not_finite, x), _zero_where_not_finite(y), mask
 
 
 def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, numbers.to(tensor.device, non_blocking=True))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor, or what it is a view of, has been written to; tensors of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensors: Sequence[torch.Tensor]) -> int:
+    """How often they, or what they are views of, have been written to; those of inference mode do not count."""
+    return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
@@ -281,9 +372,7 @@ def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
     return torch.isfinite(real.reshape(len(part), -1).abs().amax(1))  # ten times as fast as asking each entry
 
 
-def _zero_where_not_finite(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows with zeros in place of those that are not finite, and which are; ``None`` where all of them are known to be."""
+def _zero_where_not_finite(part: torch.Tensor) -> torch.Tensor:
+    """The rows with zeros in place of those that are not finite."""
     finite = _finite_rows(part)
-    if finite is None:
-        return part, None
-    return torch.where(finite.reshape(-1, *([1] * (part.ndim - 1))), part, torch.zeros_like(part)), finite
+    return part if finite is None else torch.where(per_row(finite, part), part, torch.zeros_like(part))

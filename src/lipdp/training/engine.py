@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation, PrecomputedCopies
-from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning
+from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning, UnsupportedError
+from lipdp.inputs import leaves, plain, rows_of
 from lipdp.parametrize import project_, project_outside_
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.accounting import run_epsilon
@@ -281,16 +282,19 @@ class PrivacyEngine:
             self._drawn = number + 1
             yield sample_indices(size, self.plan.sampling_rate, self._streams.sample(number), sampler)
 
-    def step(self, inputs: torch.Tensor | Rows, targets: torch.Tensor) -> None:
+    def step(self, inputs: Any, targets: torch.Tensor) -> None:
         """One private step on a Poisson batch (of any size, 0 included).
 
         Inputs and targets may be of other types than the model's: floating-point numbers of any precision, whole numbers,
-        booleans; they are converted a microbatch at a time. Token ids stay whole numbers.
+        booleans; they are converted a microbatch at a time. Token ids stay whole numbers. Several inputs are a tuple (the model's
+        arguments) or a dict (its arguments by name) of tensors.
         """
         if self.ledger.remaining == 0:
             self.ledger.charge()  # raises
+        inputs = plain(inputs)
         check_batch(inputs, targets, None if self._augmentation else self._input_shape)
-        self._check_size(len(inputs))
+        self._check_inputs(inputs)
+        self._check_size(len(targets))
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
@@ -323,6 +327,14 @@ class PrivacyEngine:
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
+
+    def _check_inputs(self, inputs: Any) -> None:
+        """Refuse several inputs where there is a proof: it is of a program of one."""
+        if self.plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
+            raise UnsupportedError(
+                f"method={self.plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
+                "clipping method, e.g. method='bookkeeping'; or join the inputs into one tensor."
+            )
 
     def _check_size(self, records: int) -> None:
         """Refuse a batch that the planned sampling can't have drawn."""
@@ -446,11 +458,11 @@ class PrivacyEngine:
             return Copies()
         return Copies(self._augmentation, self._streams.draw(number, "augment"), self._input_shape)
 
-    def _seats(self, inputs: torch.Tensor | Rows, number: int) -> torch.Tensor:
+    def _seats(self, inputs: Any, number: int) -> torch.Tensor:
         """Where each record of the batch sits: what is computed for it depends on no other record."""
         seats, draw = usual_seats(self.plan.batch_size, whole=self.plan.sampling_rate == 1), self._streams.seats(number)
-        shuffled = isinstance(inputs, Rows) and inputs.shuffled
-        return (seats_in_order if shuffled else choose_seats)(len(inputs), seats, draw)
+        shuffled = all(isinstance(part, Rows) and part.shuffled for part in leaves(inputs))
+        return (seats_in_order if shuffled else choose_seats)(rows_of(inputs), seats, draw)
 
     def _drop_gradients(self) -> None:
         for group in self.optimizer.param_groups:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lipdp.inputs import call, logits_of, loss_of, mapped
 from lipdp.losses import predict
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather
@@ -39,9 +40,11 @@ def evaluate(
         with torch.no_grad():
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
-                outputs, targets = model(types.inputs(inputs.to(place))), types.targets(targets.to(place))
-                total += float(known(outputs, targets).double().sum())
-                if targets.ndim == 1 and not targets.is_floating_point():
+                inputs = mapped(lambda leaf: leaf.to(place), inputs)
+                outputs, targets = call(model, types.inputs(inputs)), types.targets(targets.to(place))
+                total += float(loss_of(known, outputs, targets).double().sum())
+                outputs = logits_of(outputs)
+                if targets.ndim == 1 and not targets.is_floating_point() and isinstance(outputs, torch.Tensor):
                     classified = True
                     correct += int((predict(outputs) == (targets > 0 if outputs[0].numel() == 1 else targets)).sum())
     finally:

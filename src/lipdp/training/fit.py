@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import Subset
 
 from lipdp._checks import positive
 from lipdp.data.augment import Augmentation
@@ -30,6 +31,8 @@ from lipdp.training.state import check_scheduler_state
 from lipdp.training.statistics import find_standardize
 
 __all__ = ["fit"]
+
+_TRIED = 2  # records that are evaluated before the first step
 
 
 def fit(
@@ -69,8 +72,10 @@ def fit(
         loss: the loss that was planned for.
         optimizer: any torch optimiser over the model's parameters; :func:`lipdp.suggest_optimizer` makes one from the plan.
         plan: from :func:`lipdp.plan`.
-        train: a map-style dataset of (input, target) pairs. It is sampled by real Poisson sampling. Numbers of other types than
-            the model's are converted (float64, pixels as bytes, booleans); token ids stay whole numbers.
+        train: a map-style dataset of (input, target) pairs, or of dicts with a column "label" or "labels"; an input is a tensor, or
+            a tuple or dict of them (the model's arguments, in order or by name), see :class:`lipdp.data.Columns`. It is sampled by
+            real Poisson sampling. Numbers of other types than the model's are converted (float64, pixels as bytes, booleans); token
+            ids stay whole numbers.
         validation: a dataset for the metrics in the history. Its records are not protected by the guarantee.
         callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
         seed: what a reproducible run is repeated from. Alone it decides nothing: the run's key is the operating system's.
@@ -222,6 +227,10 @@ def _run(
         for hook in hooks:
             hook.on_reading(done, total)
 
+    if validation is not None and not pays_for_statistics and engine.steps < plan.steps:
+        # What can't be evaluated is found out before anything is released, not after the first steps.
+        few = Subset(validation, range(min(_TRIED, len(validation))))
+        evaluate(engine.model, engine.loss, few, device=engine.device)
     engine.bind(train, read)
     history.private = engine.private
     if saved.file is not None and not saved.file.exists():

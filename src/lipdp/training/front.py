@@ -31,7 +31,7 @@ from lipdp.graphs import is_large
 from lipdp.nn.boundary import example_norms
 from lipdp.privacy.randomness import Stream
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import check_dataset, gather, rows_at_once
+from lipdp.training.batches import check_dataset, gather_tensors, rows_at_once
 from lipdp.training.seats import choose_seats
 
 __all__ = ["Settled", "applicable_layers", "settle"]
@@ -215,7 +215,7 @@ def _stored(
 
     seats = torch.arange(size) if places is None else places
     rows = rows_through(front.layers, rows_at_once(front.count * front.entries, front.device), front.device, front.count)
-    outputs, targets = front.apply(lambda numbers: gather(dataset, numbers), seats, min(rows, len(seats)), storage)
+    outputs, targets = front.apply(lambda numbers: gather_tensors(dataset, numbers), seats, min(rows, len(seats)), storage)
     if file is not None:
         write_outputs(outputs.cpu(), file)
     return TensorDataset(outputs, targets)

@@ -19,6 +19,7 @@ from torch.multiprocessing import reductions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lipdp.errors import ConfigurationError
+from lipdp.inputs import leaves
 
 __all__ = ["Held", "Interrupts", "claim_batch", "note_batch", "spend_batch"]
 
@@ -109,12 +110,12 @@ _MANY = 256
 _weak: Any = reductions.StorageWeakRef  # it is what torch's own queues know a tensor's memory by
 
 
-def note_batch(batch: tuple[torch.Tensor, torch.Tensor], owner: str) -> None:
+def note_batch(batch: tuple[Any, torch.Tensor], owner: str) -> None:
     """Remember that ``owner`` drew this batch."""
     if len(_batches) > _MANY:
         for memory in [memory for memory, drawn in _batches.items() if all(part.expired() for part in drawn.memory)]:
             del _batches[memory]
-    storages = [part.untyped_storage() for part in batch]
+    storages = [part.untyped_storage() for part in leaves(batch)]
     drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner)
     for storage in storages:
         _batches[storage._cdata] = drawn
@@ -142,7 +143,7 @@ def spend_batch(parts: tuple[Any, Any]) -> None:
 
 
 def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
-    for part in parts:
+    for part in leaves(parts):
         if isinstance(part, torch.Tensor):
             memory = part.untyped_storage()._cdata
             drawn = _batches.get(memory)

@@ -20,6 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lipdp.digest import Tag, content_digest
 from lipdp.errors import BudgetError, LipdpWarning
+from lipdp.inputs import leaves, named_leaves
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import Rows, check_dataset, gather, slices
 
@@ -136,7 +137,8 @@ def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -
     """
     size = check_dataset(dataset)
     first = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
-    if not all(map(_same, first, gather(dataset, torch.arange(min(size, _LOOKED_AT))))):
+    again = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
+    if not _same(first, again):
         warnings.warn(
             f"the records of this {type(dataset).__name__} change from one reading to the next, so the run can't be bound to them, "
             "and steps that are done again after an interruption will be other releases. Let the dataset give records as they are, "
@@ -145,16 +147,19 @@ def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -
             stacklevel=4,
         )
         return unsteady_digest(dataset, key)
-    tags = [Tag(derive_key(key, "tag", number)) for number in range(2)]
+    tags = [Tag(derive_key(key, "tag", number)) for number in range(len(leaves(first)))]
     done = 0
-    for batch in slices(dataset, max(1, _ENTRIES // max(1, math.prod(first[0].shape[1:])))):
-        for tag, part in zip(tags, batch, strict=True):
+    entries = sum(math.prod(part.shape[1:]) for part in leaves(first[0]))
+    for batch in slices(dataset, max(1, _ENTRIES // max(1, entries))):
+        for tag, part in zip(tags, leaves(batch), strict=True):
             tag.update(part)
-        done += len(batch[0])
+        done += len(batch[1])
         if progress is not None:
             progress(done, size)
-    kinds = [(str(part.dtype), tuple(part.shape[1:])) for part in first]
-    return derive_key(key, "records", size, kinds, [tag.finish() for tag in tags])
+    kinds = [(str(part.dtype), tuple(part.shape[1:])) for part in leaves(first)]
+    names = [name for name, _ in named_leaves(first[0])]
+    told = (size, kinds) if names == [""] else (size, kinds, names)
+    return derive_key(key, "records", *told, [tag.finish() for tag in tags])
 
 
 def unsteady_digest(dataset: Any, key: bytes) -> bytes:
@@ -162,8 +167,11 @@ def unsteady_digest(dataset: Any, key: bytes) -> bytes:
     return derive_key(key, "records that change", len(dataset))
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+def _same(a: Any, b: Any) -> bool:
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    return all(
+        x.shape == y.shape and x.dtype == y.dtype and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs
+    )
 
 
 def stored_tensors(dataset: Any) -> list[torch.Tensor]:
@@ -188,16 +196,14 @@ def versions(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
     return [(id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
-def batch_digest(
-    inputs: torch.Tensor | Rows, targets: torch.Tensor, key: bytes, known: list[torch.Tensor]
-) -> tuple[list[Any], list[torch.Tensor]]:
+def batch_digest(inputs: Any, targets: torch.Tensor, key: bytes, known: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
     """What stands for a batch: parts known to the host, and tensors on a device, whose digest nobody should wait for.
 
     Rows of a ``known`` tensor, whose content a digest stands for already, are told by their numbers.
     """
     host: list[Any] = []
     on_device: list[torch.Tensor] = []
-    for number, part in enumerate((inputs, targets)):
+    for number, part in enumerate((*leaves(inputs), targets)):
         if isinstance(part, Rows) and any(part.stored is tensor for tensor in known):
             place = next(n for n, tensor in enumerate(known) if part.stored is tensor)
             host.append(("rows", place, Tag(derive_key(key, number)).update(part.chosen).finish(), len(part)))

@@ -24,7 +24,7 @@ from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
 from lipdp.program import Program, check_program, find_input_shape
-from lipdp.training.batches import Rows, microbatches
+from lipdp.training.batches import microbatches
 from lipdp.training.gradients import LayerCounts, Part, Sums, centred_count, microbatch_sum, pending_sum, zeros_like_sum
 from lipdp.training.grouping import clip_layers
 from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
@@ -55,12 +55,12 @@ Beside = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 class Sample:
     """One Poisson sample and how it goes through the model; ``dtypes`` are what the model and the loss take."""
 
-    inputs: torch.Tensor | Rows
+    inputs: Any  # a tensor or Rows, or a tuple or dict of them
     targets: torch.Tensor
     microbatch_size: int
     device: torch.device
     copies: Copies = field(default_factory=Copies)
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    dtypes: tuple[Any, torch.dtype] | None = None
     seats: torch.Tensor | None = None  # by seat, which record sits there
     settings: int | None = None  # the number of the model's settings, where they have just been looked at
     beside: Beside | None = None  # digests that a recording computes with the sums
@@ -406,7 +406,7 @@ class ClippedQuery:
                 for number, group in enumerate(active):
                     if group.name in counts:
                         counts[group.name] += centred_count(found.norms[:, number], bounds[group.name], mask)
-        return Answer(total, counts, (clipped, len(batch.inputs)) if plan.clip == "clip" else None)
+        return Answer(total, counts, (clipped, len(batch.targets)) if plan.clip == "clip" else None)
 
     def _clipping(self, copies: int) -> Clipper:
         """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""

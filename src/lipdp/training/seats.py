@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,10 +113,14 @@ class Copies:
         """K."""
         return 1 if self.augmentation is None else self.augmentation.copies
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: Any) -> Any:
         """(batch, …) to (batch·K, …), example-major."""
         if self.augmentation is None:
             return x
+        if not isinstance(x, torch.Tensor):
+            raise DataError(
+                f"{self.augmentation!r} makes copies of one tensor, and these records have several inputs. Leave augmentation out."
+            )
         made = self.augmentation(x, self.generator)
         if made.ndim < 2 or made.shape[:2] != (len(x), self.count):
             raise DataError(

@@ -16,7 +16,7 @@ from lipdp.privacy.moments import Moments, moment_stds, private_moments
 from lipdp.privacy.randomness import Stream
 from lipdp.program import Program
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import gather, rows_at_once, slices
+from lipdp.training.batches import gather_tensors, rows_at_once, slices
 
 __all__ = ["describe_release", "find_standardize", "release_moments"]
 
@@ -55,11 +55,12 @@ def release_moments(
     means of its copies', where the copies are fixed; where they are drawn in every step, they are those of the record itself.
     """
     fixed = copies if is_fixed(copies) else None
-    entries, types = math.prod(gather(dataset, torch.arange(1))[0].shape), Types(program.model)
+    entries, types = math.prod(gather_tensors(dataset, torch.arange(1))[0].shape), Types(program.model)
     front = program.reaching(layer)
 
     def features() -> Iterator[torch.Tensor]:
         for inputs, _ in slices(dataset, min(rows, rows_at_once(entries, device))):
+            assert isinstance(inputs, torch.Tensor)
             x = types.inputs(inputs.to(device))
             with torch.no_grad():
                 reached = front(x if fixed is None else fixed(x).flatten(0, 1))

@@ -25,7 +25,6 @@ from lipdp.digest import Tag, content_digest
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, mix_key
-from lipdp.training.batches import Rows
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.positions import (
     Progress,
@@ -245,7 +244,7 @@ class Streams:
         number: int,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
-        inputs: torch.Tensor | Rows,
+        inputs: Any,
         targets: torch.Tensor,
         seen: Sequence[torch.Tensor] = (),
     ) -> Prepared:
