@@ -119,6 +119,11 @@ def disagreements(folder):
     found["moved"] = _refusal(lambda: engine.step(*next(engine.batches(toy()))))
     wrapped = torch.nn.parallel.DistributedDataParallel(small())
     found["wrapped"] = _refusal(lambda: engine_of(wrapped, plan, loss=LOSS))
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    sharded = fully_shard(free(), mesh=init_device_mesh("cpu", (2,)))
+    found["sharded"] = _refusal(lambda: engine_of(sharded, plan, loss=LOSS))
     file = f"{folder}/budget"
     Budget(file, epsilon=0.1, delta=1e-4, dataset="toy") if rank == 0 else None
     poor = engine_of(small(), plan, loss=LOSS, budget=file)

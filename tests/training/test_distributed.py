@@ -86,7 +86,8 @@ def test_ranks_that_were_given_different_things_are_refused(tmp_path):
         assert "what step 0 depends on of rank 1 differs" in messages["batch"]
         assert "what step 0 depends on of rank 1 differs" in messages["moved"]
         assert found["steps"] == 0
-        assert found["wrapped"][0] == "UnsupportedError"
+        assert found["wrapped"][0] == found["sharded"][0] == "UnsupportedError"
+        assert "data parallel keeps a copy" in messages["sharded"]
         assert found["budget"][0] == "BudgetError"  # on both, though only the first has asked
         assert found["released"] == 0
 

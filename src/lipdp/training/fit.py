@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Subset
 
-from lipdp._checks import positive
+from lipdp._checks import positive, whole
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import check_dataset, check_finite, gather_lazily
+from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
 from lipdp.training.distributed import Ranks, present_ranks
@@ -27,6 +27,8 @@ from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
+from lipdp.training.positions import Progress
+from lipdp.training.reading import read_ahead
 from lipdp.training.state import check_scheduler_state
 from lipdp.training.statistics import find_standardize
 
@@ -61,6 +63,7 @@ def fit(
     input_shape: tuple[int, ...] | None = None,
     settle: bool | Literal["in_place"] = False,
     cache: str | Path | None = None,
+    workers: int = 0,
 ) -> History:
     """Train ``model`` privately, exactly as ``plan`` says.
 
@@ -102,17 +105,21 @@ def fit(
             augmentation go through them too. See :mod:`lipdp.training.front`.
         cache: with ``settle``, a folder that keeps those outputs from one run to the next, as far as they rest on no released
             statistics. The files hold private data in another form: keep them as safe as the data.
+        workers: processes that read the batches of the next steps while one is computed, for datasets that read files
+            (:class:`lipdp.data.Stored`, Arrow); on a GPU through pinned memory. It changes no result.
 
     Returns:
         The history; ``history.epsilon`` is what was really spent.
     """
-    check_finite(train, types=Types(model, loss))
+    ranks, hooks = present_ranks(), list(callbacks)
+    hooks = hooks if ranks.is_first else []
+    check_finite(train, types=Types(model, loss), progress=_told_to(hooks))
     if validation is not None:
         check_dataset(validation)
     positive("checkpoint_every", checkpoint_every)
     if cache is not None and not settle:
         raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
-    ranks = present_ranks()
+    whole("workers", workers, least=0)
     with _checkpoint_of_first(ranks, None if checkpoint is None else Path(checkpoint), resume) as file:
         engine = PrivacyEngine(
             model,
@@ -132,8 +139,7 @@ def fit(
         )
         try:
             saved = _Saved(file, engine, scheduler, checkpoint_every, ranks)
-            hooks = list(callbacks) if ranks.is_first else []
-            history = _run(engine, saved, train, validation, hooks, max(1, evaluations), _Storing(settle, cache))
+            history = _run(engine, saved, train, validation, hooks, max(1, evaluations), _Storing(settle, cache), workers)
         except BaseException:
             with suppress(LipdpError):  # then all of it stays reserved
                 engine.close(keep=file is not None and file.exists())  # what is on disk can go on, and needs it for that
@@ -217,21 +223,18 @@ def _run(
     hooks: list[Callback],
     evaluations: int,
     storing: _Storing,
+    workers: int,
 ) -> History:
     plan, history = engine.plan, saved.history
     pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
     if pays_for_statistics:
         find_standardize(engine.model)
 
-    def read(done: int, total: int) -> None:
-        for hook in hooks:
-            hook.on_reading(done, total)
-
     if validation is not None and not pays_for_statistics and engine.steps < plan.steps:
         # What can't be evaluated is found out before anything is released, not after the first steps.
         few = Subset(validation, range(min(_TRIED, len(validation))))
         evaluate(engine.model, engine.loss, few, device=engine.device)
-    engine.bind(train, read)
+    engine.bind(train, _told_to(hooks))
     history.private = engine.private
     if saved.file is not None and not saved.file.exists():
         # With the run's key on disk, whatever is done again after an interruption is the same release, paid for once.
@@ -255,8 +258,8 @@ def _run(
         for hook in hooks:
             hook.on_start(run)
         with Interrupts() as interrupts:
-            for chosen in engine.samples(train):
-                engine.step(*gather_lazily(train, chosen))
+            for batch in read_ahead(train, engine.samples(train), workers, engine.device):
+                engine.step(*batch)
                 if saved.scheduler is not None:
                     saved.scheduler.step()
                 for hook in hooks:
@@ -284,6 +287,16 @@ def _run(
     history.epsilon = engine.epsilon
     engine.use_average()
     return history
+
+
+def _told_to(hooks: list[Callback]) -> Progress:
+    """Passes on how many records were read."""
+
+    def read(done: int, total: int) -> None:
+        for hook in hooks:
+            hook.on_reading(done, total)
+
+    return read
 
 
 def _how_to_go_on(engine: PrivacyEngine, file: Path | None) -> str:
