@@ -2,9 +2,9 @@
 
     python benchmarks/data/memmap.py --records 1e7 --features 100 --output benchmarks/results/data/memmap.json
 
-Writes a file of float32 rows (removed afterwards), then measures: reading all of it in order; reading sorted random rows of the same
-number as a sample has, by numpy alone; samples as a run has them (Poisson, drawn and read); binding a run to the data; one record at
-a time, as a Dataset of one's own would. Memory is what the process holds by itself (anonymous) and in all, from /proc.
+Writes a file of float32 rows (removed afterwards), then measures: reading all of it in order; reading sorted random rows, as many
+as a sample has, by numpy alone; samples as a run has them (Poisson, drawn and read); the checks before a run and binding it to the
+data; one record at a time. Memory is what the process holds by itself (anonymous) and in all, from /proc.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lipdp.training.positions import digest_records
 def memory() -> dict[str, float]:
     """MB that the process holds: by itself, and with the files that it has mapped."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "VmRSS", "VmHWM"))}
+    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "VmRSS"))}
     return {name: int(size) / 1024 for name, size in sizes.items()}
 
 
@@ -70,14 +70,20 @@ def main() -> None:
         data, q = Stored(*files), options.batch / records
         before = memory()
         order = timed(data.rows(slice(at, at + 100_000)) for at in range(0, records, 100_000))
-        rng = np.random.default_rng(1)
-        chosen = [np.sort(rng.choice(records, options.batch)) for _ in range(options.samples)]
+        rng, stream = np.random.default_rng(1), Stream(derive_key(bytes(32), "benchmark"))
         x, y = (np.load(file, mmap_mode="r") for file in files)
-        reading = timed((x[at], y[at]) for at in chosen)
-        del x, y
-        stream = Stream(derive_key(bytes(32), "benchmark"))
-        drawing = timed(poisson_indices(records, q, stream) for _ in range(options.samples))
-        whole = timed(gather(data, poisson_indices(records, q, stream)) for _ in range(options.samples))
+        reading = flat = drawing = whole = 0.0
+        for _ in range(options.samples):  # in turn, so that both find the same in the system's cache
+            at = np.sort(rng.choice(records, options.batch))
+            reading += timed((x[at], y[at]) for _ in range(1))
+            flat += timed(tuple(np.load(file, mmap_mode="r")[at] for file in files) for _ in range(1))
+            drawing += timed(poisson_indices(records, q, stream) for _ in range(1))
+            whole += timed(gather(data, poisson_indices(records, q, stream)) for _ in range(1))
+        del x, y  # numpy's own mapping, which has grown to the whole file
+        largest = memory()
+        for _ in range(options.samples):
+            gather(data, poisson_indices(records, q, stream))
+            largest = {name: max(size, largest[name]) for name, size in memory().items()}
         checking = timed(each() for each in [lambda: check_finite(data)])
         binding = timed(each() for each in [lambda: digest_records(data, bytes(32))])
         few = torch.arange(20_000)
@@ -93,12 +99,15 @@ def main() -> None:
         "in_order_mb_s": records * row / 1e6 / order,
         "random_rows_mb_s": megabytes / reading,
         "samples_mb_s": megabytes / whole,
-        "samples_of_reading": reading / whole,
+        "random_rows_nothing_left_mapped_mb_s": megabytes / flat,
+        "samples_of_reading": flat / whole,
+        "samples_of_reading_with_the_whole_file_mapped": reading / whole,
         "drawing_s_per_sample": drawing / options.samples,
         "check_s": checking,
         "digest_s": binding,
         "one_by_one_us": one_by_one / len(few) * 1e6,
         "memory_before_mb": before,
+        "memory_during_samples_mb": largest,
         "memory_after_mb": after,
         "threads": torch.get_num_threads(),
         "processors": os.cpu_count(),

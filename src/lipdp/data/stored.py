@@ -15,7 +15,8 @@ from lipdp.errors import DataError
 
 __all__ = ["Stored"]
 
-_HELD = 1 << 26  # bytes that may stay mapped after they were read
+_HELD = 1 << 30  # bytes that may stay mapped after they were read
+_AROUND = 1 << 16  # bytes that a system maps around a row that was asked for
 
 
 class Stored(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -61,7 +62,7 @@ class Stored(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         copied = isinstance(numbers, np.ndarray)  # numpy's own indexing by numbers has copied them
         parts = (np.asarray(array[numbers]) if copied else np.array(array[numbers]) for array in self.arrays)
         inputs, targets = (torch.from_numpy(part) for part in parts)
-        self._read += inputs.nbytes + targets.nbytes if isinstance(numbers, slice) else len(numbers) * 2 * mmap.PAGESIZE
+        self._read += inputs.nbytes + targets.nbytes + (len(targets) * _AROUND if copied else 0)
         if self._read > _HELD:
             self.let_go()
         return inputs, targets
@@ -70,7 +71,7 @@ class Stored(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """Hand what was mapped back to the operating system, which keeps it in its own cache as long as it likes."""
         self._read = 0
         for array in self.arrays:
-            base = array.base
+            base: Any = array.base
             while isinstance(base, np.ndarray):
                 base = base.base
             if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.flags.writeable is False:

@@ -33,7 +33,7 @@ def read_ahead(dataset: Any, samples: Iterator[torch.Tensor], workers: int, devi
     yield from DataLoader(
         _Samples(dataset),
         batch_size=None,  # an item is a whole batch
-        sampler=samples,  # type: ignore[arg-type]
+        sampler=samples,
         num_workers=workers,
         prefetch_factor=_AHEAD,
         pin_memory=device.type == "cuda",
