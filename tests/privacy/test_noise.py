@@ -281,9 +281,12 @@ def test_sums_far_beyond_the_noise_are_released_as_well():
 
 @given(multiplier=st.floats(0.01, 1000), size=st.integers(1, 10**9))
 def test_the_grid_costs_what_is_said(multiplier, size):
-    """Noise larger by the factor, distance larger by the rounding: the multiplier asked for, exactly."""
+    """Noise larger by the factor, distance larger by the rounding: the multiplier asked for, exactly.
+
+    The rounding is that of the grid, and that of sums of several processes before it, 2^-22 of it.
+    """
     factor = grid_factor(multiplier, size)
-    distance = 1 / (multiplier * factor) + 2.0**-41 * math.sqrt(size)
+    distance = 1 / (multiplier * factor) + 2.0**-41 * (1 + 2.0**-22) * math.sqrt(size)
     assert 1 / distance == pytest.approx(multiplier, rel=1e-12)
     assert factor - 1 < 2 * multiplier * math.sqrt(size) * 2**-41 + 1e-15
 

@@ -179,3 +179,67 @@ def test_bad_triples(triple):
         privacy.derive_seed(*triple)
     with pytest.raises(ConfigurationError):
         privacy.generator(*triple)
+
+
+# ---------------------------------------------------------------- very many records
+
+
+def test_gaps_give_binomial_counts_and_even_places():
+    """10 M records at q = 1e-3: counts of 40 samples, and of 50 equal stretches; 1e-6 each, both tails."""
+    size, q, steps = 10**7, 1e-3, 40
+    samples = [privacy.poisson_indices(size, q, privacy.generator(SEED, step, "gaps")) for step in range(steps)]
+    assert all(bool((sample.diff() > 0).all()) and 0 <= int(sample[0]) <= int(sample[-1]) < size for sample in samples)
+    counts = torch.tensor([len(sample) for sample in samples]).double()
+    stretches = torch.histc(torch.cat(samples).double(), bins=50, min=0, max=size)
+    for found, n, m in [(counts, size, steps), (stretches, size * steps / 50, 50)]:
+        chi2 = float(((found - n * q) ** 2).sum()) / (n * q * (1 - q))
+        assert stats.chi2.ppf(5e-7, m) < chi2 < stats.chi2.isf(5e-7, m)
+    again = privacy.poisson_indices(size, q, privacy.generator(SEED, 0, "gaps"))
+    assert torch.equal(again, samples[0])
+
+
+@pytest.mark.parametrize("q", [1 / 16, 1e-3, 1e-7])
+def test_gaps_are_geometric(q):
+    """Of 20,000 gaps by the float64 logarithm: against the law, by Kolmogorov and Smirnov, and against whole numbers."""
+    key = hashlib.sha256(b"gaps").digest()
+    found = sampling._by_gaps(int(20_000 / q), q, key)
+    gaps = np.diff(found) - 1
+    uniform = np.random.default_rng(0).random(len(gaps))
+    smoothed = 1 - (1 - q) ** gaps * (1 - q * uniform)  # uniform, where gaps are geometric
+    assert stats.kstest(smoothed, "uniform").pvalue > 1e-6
+    words = np.frombuffer(chacha_bytes(key, 8 * 200, nonce=(2, 0, 0)), dtype="<u8")
+    exact = [
+        sampling._exact_gap(int(word), q, 0 if q > 0.01 else int(gap), key, place)
+        for place, (word, gap) in enumerate(zip(words, [found[0], *gaps[:199]], strict=True))
+    ]
+    assert exact == [found[0], *gaps[:199]]
+
+
+def test_a_gap_is_decided_in_whole_numbers_where_floats_can_not():
+    """Words at the very edges of (1−q)^k, on either side: what counts is the exact power, and the bits behind the word."""
+    from fractions import Fraction
+
+    q, key = 1e-3, bytes(32)
+    for k in (1, 7, 700, 5000):
+        edge = (1 - Fraction(q)) ** k * 2**64
+        below, above = math.floor(edge) - 1, math.floor(edge) + 1
+        for guess in (k - 1, k, k + 1):
+            assert sampling._exact_gap(below, q, guess, key, 0) == k
+            assert sampling._exact_gap(above, q, guess, key, 0) == k - 1
+
+
+def test_some_of_very_many_records_are_all_different():
+    found = privacy.sample_indices(10**8, 1e-5, privacy.generator(SEED, 0, "t"), privacy.Sampling("fixed_size", 10**8, 1000))
+    assert len(set(found.tolist())) == 1000
+    assert bool((found.diff() > 0).all())
+    many = torch.cat(
+        [
+            privacy.sample_indices(
+                2**20 + 5, 0.05, privacy.generator(SEED, s, "t"), privacy.Sampling("fixed_size", 2**20 + 5, 50_000)
+            )
+            for s in range(4)
+        ]
+    )
+    counts = torch.histc(many.double(), bins=40, min=0, max=2**20 + 5)
+    chi2 = float(((counts - 5000) ** 2).sum()) / 5000
+    assert chi2 < stats.chi2.isf(1e-6, 39)

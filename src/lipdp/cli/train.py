@@ -18,6 +18,7 @@ from lipdp.cli.certify import MODEL
 from lipdp.cli.images import train_images
 from lipdp.cli.options import check_budget, configured, dataset_info, training_size
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
+from lipdp.cli.ranks import is_rank, joined, shared_seed, start_ranks
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
 if TYPE_CHECKING:
@@ -99,9 +100,20 @@ def train(
         Path | None, typer.Option(metavar="FOLDER|FILE.npz", help="Images to judge it on.", rich_help_panel=_IMAGES)
     ] = None,
     features: Annotated[str, typer.Option(help="small, large or auto.", rich_help_panel=_IMAGES)] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Train in N processes of this machine together (torchrun): the same result, one GPU or processor core each.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a recipe's network (with --images, a classifier of your own images) privately; report its accuracy with its (ε, δ)."""
+    if nproc is not None and not is_rank():
+        raise typer.Exit(start_ranks(nproc))
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     if (recipe is None) == (images is None):
         raise ConfigurationError("give the name of a recipe, which `lipdp recipes` lists, or images of your own: --images FOLDER")
@@ -160,31 +172,38 @@ def train(
 
     out = console()
     callbacks: list[Callback] = [ProgressBar(console(stderr=True))]
-    if not as_json:
-        size = training_size(dataset_info(chosen.dataset), validation_fraction)
-        given = "".join(f", {key}={value}" for key, value in chosen.options.items())
-        out.print(f"[bold]{chosen.name}[/bold]: {chosen.model} on {size:,} records of {chosen.dataset}{escape(given)}; {place}")
-        callbacks.insert(0, _plan_printer(out))
-    try:
-        result = recipes.train(
-            chosen,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            seed=chosen_seed,
-            reproducible=reproducible is not None,
-            device=place,
-            root=data,
-            validation_fraction=validation_fraction,
-            callbacks=callbacks,
-            microbatch_size=microbatch_size,
-            checkpoint=checkpoint,
-            resume=resume,
-            budget=account,
-        )
-    except KeyboardInterrupt as error:
-        saved = checkpoint is not None and checkpoint.exists()
-        raise Interrupted(_how_to_resume(checkpoint) if saved else "", getattr(error, "signal", signal.SIGINT)) from None
-    report = _report(result, chosen, validation_fraction, place)
+    with joined(place) as (ranks, place):
+        if not as_json and ranks.is_first:
+            size = training_size(dataset_info(chosen.dataset), validation_fraction)
+            given = "".join(f", {key}={value}" for key, value in chosen.options.items())
+            several = f", {ranks.count} processes" if ranks.count > 1 else ""
+            out.print(
+                f"[bold]{chosen.name}[/bold]: {chosen.model} on {size:,} records of {chosen.dataset}{escape(given)}; "
+                f"{place}{several}"
+            )
+            callbacks.insert(0, _plan_printer(out))
+        try:
+            result = recipes.train(
+                chosen,
+                epsilon=epsilon,
+                noise_multiplier=noise_multiplier,
+                seed=shared_seed(chosen_seed, ranks),
+                reproducible=reproducible is not None,
+                device=place,
+                root=data,
+                validation_fraction=validation_fraction,
+                callbacks=callbacks,
+                microbatch_size=microbatch_size,
+                checkpoint=checkpoint,
+                resume=resume,
+                budget=account,
+            )
+        except KeyboardInterrupt as error:
+            saved = checkpoint is not None and checkpoint.exists()
+            raise Interrupted(_how_to_resume(checkpoint) if saved else "", getattr(error, "signal", signal.SIGINT)) from None
+    if not ranks.is_first:
+        return
+    report = _report(result, chosen, validation_fraction, place) | ({"processes": ranks.count} if ranks.count > 1 else {})
     if account is not None:
         report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
     if audited is not None:

@@ -39,6 +39,7 @@ from lipdp.data.info import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
 from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
 from lipdp.data.registry import available, info, load, names
+from lipdp.data.stored import Stored
 
 __all__ = [
     "COLOUR_SPACES",
@@ -61,6 +62,7 @@ __all__ = [
     "RandomCrop",
     "Shifts",
     "StandardRGB",
+    "Stored",
     "TestTimeAverage",
     "available",
     "choose_input_bound",

@@ -25,13 +25,16 @@ __all__ = ["PoissonSampler", "poisson_indices", "sample_indices"]
 
 _PIECE = 1 << 18  # words drawn at a time: 1 MB
 _BITS, _MORE = 32, 512  # of a coin, and further ones where the first do not decide
+# From this many records on, and up to this rate, what is drawn are the gaps between the records of a sample.
+_MANY, _RARE = 1 << 20, 1 / 16
 
 
 def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tensor:
     """The indices, ascending, of a Poisson sample of 0 … size−1: i is in when U_i < q, with independent uniforms U_i.
 
     A uniform has 32 bits, and 512 more where those do not tell it from q: each record's probability is q, the very number that is
-    accounted for, to within 2⁻⁵⁴⁴ however small it is. The result (int64) is on the processor, and may be empty.
+    accounted for, to within 2⁻⁵⁴⁴ however small it is. Of very many records the gaps are drawn instead, one number for each record
+    of the sample (:func:`_by_gaps`). The result (int64) is on the processor, and may be empty.
     """
     count, q = whole("size", size, least=0), rate(sampling_rate)
     if not isinstance(generator, Stream):
@@ -42,6 +45,8 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
     key = generator.next_key("poisson", count, q)
     if q == 1:
         return torch.arange(count)
+    if count >= _MANY and q <= _RARE:
+        return torch.from_numpy(_by_gaps(count, q, key))
     below = math.floor(math.ldexp(q, _BITS))
     rest = math.floor((Fraction(q) * 2**_BITS - below) * 2**_MORE)
     words = np.empty(min(count, _PIECE), dtype="<u4")
@@ -69,8 +74,11 @@ def sample_indices(size: int, sampling_rate: float, generator: Stream, sampling:
 def _subset(count: int, chosen: int, generator: Stream) -> Tensor:
     """``chosen`` of the numbers 0 … count−1, ascending, every such set as likely as any other: those of the smallest random words.
 
-    Words have 128 bits: two equal ones, which alone would make it uneven, have a chance of count²·2⁻¹²⁹.
+    Words have 128 bits: two equal ones, which alone would make it uneven, have a chance of count²·2⁻¹²⁹. Of very many numbers the
+    first different ones of a sequence of uniform numbers are taken, which needs no word for the others.
     """
+    if count >= _MANY and chosen <= _RARE * count:
+        return torch.from_numpy(_different(count, chosen, generator))
     words = generator.words(4 * count).view(np.uint64).reshape(count, 2)
     order = np.lexsort((words[:, 1], words[:, 0]))[:chosen]
     return torch.from_numpy(np.sort(order))
@@ -81,6 +89,71 @@ def _resolve(inside: npt.NDArray[np.bool_], tied: npt.NDArray[np.bool_], rest: i
     for row in np.flatnonzero(tied).tolist():
         more = chacha_bytes(key, _MORE // 8, counter=(start + row) % 2**32, nonce=(1, (start + row) // 2**32, 0))
         inside[row] = int.from_bytes(more, "little") < rest
+
+
+def _different(count: int, chosen: int, generator: Stream) -> npt.NDArray[np.int64]:
+    """The first ``chosen`` different ones of uniform numbers below ``count`` (by rejection, so exactly uniform), ascending.
+
+    By symmetry every set of that size is as likely as any other.
+    """
+    mask, drawn = np.uint64((1 << (count - 1).bit_length()) - 1), np.empty(0, dtype=np.int64)
+    while True:
+        words = generator.words(4 * chosen + 64).view(np.uint64) & mask
+        drawn = np.concatenate([drawn, words[words < np.uint64(count)].astype(np.int64)])
+        numbers, first = np.unique(drawn, return_index=True)
+        if len(numbers) >= chosen:
+            return np.sort(numbers[np.argsort(first)[:chosen]])
+
+
+def _by_gaps(count: int, q: float, key: bytes) -> npt.NDArray[np.int64]:
+    """A Poisson sample of many records from as many random words as it has records.
+
+    Before each of its records lie G others, independently, with P(G ≥ k) = (1−q)ᵏ: G = ⌊ln U/ln(1−q)⌋ for uniform U. In floating
+    point x = ln U/ln(1−q) is off by less than t below (the 64 bits of U that were drawn stand for an interval of 2⁻⁶⁴; a float64 of
+    it, the logarithm and the division round by a few 2⁻⁵³). Where x is closer than t to a whole number, 512 further bits of U are
+    drawn and compared with (1−q)ᵏ in whole numbers: what that can't tell has a chance below 2⁻⁵⁰⁰.
+    """
+    rate_of_log = math.log1p(-q)
+    positions, number, last = [], 0, -1
+    while last < count:
+        expected = max(0.0, (count - last) * q)
+        words = np.empty(int(expected + 6 * math.sqrt(expected)) + 16, dtype="<u8")
+        fill_with_chacha(words.data.cast("B"), key, number // 8, (2, 0, 0))
+        uniform = (words.astype(np.float64) + 0.5) * 2.0**-64
+        x = np.log(uniform) / rate_of_log
+        gaps = np.floor(np.minimum(x, 2.0**62)).astype(np.int64)
+        unsure = np.abs(x - np.rint(x)) <= (2.0**-50 + 2.0**-61 / uniform) / q + 2.0**-49 * x
+        for row in np.flatnonzero(unsure & (x < 2.0 * count + 2)).tolist():
+            gaps[row] = _exact_gap(int(words[row]), q, int(gaps[row]), key, number + row)
+        gaps = np.minimum(gaps, count)  # beyond the end all are the same, and sums do not overflow
+        found = last + np.cumsum(gaps + 1)
+        positions.append(found[found < count])
+        last, number = int(found[-1]), number + -(-len(words) // 8) * 8
+    return np.concatenate(positions)
+
+
+def _exact_gap(word: int, q: float, guess: int, key: bytes, number: int) -> int:
+    """The k with (1−q)^(k+1) ≤ U < (1−q)^k, near ``guess``, from 576 bits of U."""
+    more = chacha_bytes(key, _MORE // 8, counter=number % 2**32, nonce=(3, number // 2**32, 0))
+    bits = 64 + _MORE
+    u, fine = word << _MORE | int.from_bytes(more, "little"), bits + 192
+    kept = (1 << fine) - math.floor(Fraction(q) * (1 << fine))  # 1−q
+
+    def power(k: int) -> int:
+        """(1−q)^k in units of 2^-576: rounded down at every multiplication, which its 192 further bits have room for."""
+        result, base = 1 << fine, kept
+        while k:
+            if k & 1:
+                result = result * base >> fine
+            base, k = base * base >> fine, k >> 1
+        return result >> (fine - bits)
+
+    k = max(0, guess)
+    while k > 0 and u >= power(k):
+        k -= 1
+    while u < power(k + 1):
+        k += 1
+    return k
 
 
 @dataclass(frozen=True)

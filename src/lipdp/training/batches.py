@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lipdp._sums import MOST_ROWS
+from lipdp.data.stored import Stored
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large, is_recording
 from lipdp.inputs import Inputs, leaves, mapped, per_row, plain, rows_of
 from lipdp.program.dtypes import Types
 from lipdp.training.seats import Shuffled, usual_seats
+from lipdp.training.totals import Turn
 
 __all__ = [
     "Batch",
@@ -32,6 +34,7 @@ __all__ = [
     "gather_tensors",
     "microbatches",
     "only_finite",
+    "records_of",
     "rows_at_once",
     "slices",
     "stack_records",
@@ -116,8 +119,27 @@ def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
         # index_select copies whole rows: several times as fast as tensor[indices] on a processor.
         found: Batch = as_batch([tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors])
         return found
+    if type(dataset) is Stored:
+        return dataset.rows(indices.numpy())
     # An empty sample still needs a shape: any record has it.
-    return stack_records([dataset[i] for i in indices.tolist() or [0]], len(indices))
+    return stack_records(records_of(dataset, indices.tolist() or [0]), len(indices))
+
+
+def records_of(dataset: Any, numbers: list[int]) -> Sequence[Any]:
+    """Some records, fetched at once where the dataset can do that (Hugging Face's can, from Arrow).
+
+    ``__getitems__`` counts only where it is defined beside ``__getitem__`` or later: one that was inherited gives other records
+    than a ``__getitem__`` that a subclass has replaced.
+    """
+    defining = {
+        name: next((place for place, kind in enumerate(type(dataset).__mro__) if name in vars(kind)), None)
+        for name in ("__getitem__", "__getitems__")
+    }
+    one, many = defining["__getitem__"], defining["__getitems__"]
+    if many is not None and one is not None and many <= one:
+        found: Sequence[Any] = dataset.__getitems__(numbers)
+        return found
+    return [dataset[number] for number in numbers]
 
 
 def gather_tensors(dataset: Dataset[Any], indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +200,10 @@ def _stacked(what: str, values: list[Any]) -> Any:
         if any(not isinstance(value, tuple | list) or len(value) != len(first) for value in values):
             raise DataError(f"the {what}s of these records are tuples, and not all of the same length")
         return tuple(_stacked(f"{what} {k}", [value[k] for value in values]) for k in range(len(first)))
+    if isinstance(first, np.ndarray) and all(type(v) is type(first) and v.dtype == first.dtype for v in values):
+        alike = first.dtype.kind in "biuf" and all(value.shape == first.shape for value in values)
+        if alike:  # several times as fast as one tensor for each record
+            return torch.from_numpy(np.stack(values))
     try:
         stacked = default_collate([np.asarray(value) if isinstance(value, tuple | list) else value for value in values])
     except (TypeError, RuntimeError, ValueError) as error:
@@ -218,7 +244,9 @@ def slices(dataset: Dataset[Any], rows: int) -> Iterator[Batch]:
     size = check_dataset(dataset)
     for start in range(0, size, rows):
         stop = min(start + rows, size)
-        if stored:
+        if type(dataset) is Stored:
+            yield dataset.rows(slice(start, stop))
+        elif stored:
             yield as_batch([tensor[start:stop] for tensor in dataset.tensors])  # type: ignore[attr-defined]
         else:
             yield gather(dataset, torch.arange(start, stop))
@@ -239,10 +267,16 @@ def check_batch(inputs: Any, targets: Any, shape: tuple[int, ...] | None) -> Non
         raise DataError(f"the plan is for examples of shape {shape}, not {given}")
 
 
-def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types | None = None) -> None:
+def check_finite(
+    dataset: Dataset[Any],
+    chunk: int | None = None,
+    types: Types | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it.
 
     With ``types``, records are looked at as the model and the loss will get them: 1e300 is finite, and infinite in float32.
+    ``progress(done, total)`` is told as it goes.
     """
     size, start = check_dataset(dataset), 0
     for inputs, targets in slices(dataset, chunk or rows_at_once(entries_of(dataset), torch.device("cpu"))):
@@ -256,6 +290,8 @@ def check_finite(dataset: Dataset[Any], chunk: int | None = None, types: Types |
                     "be more: no sensitivity bound holds for it. Remove or repair such records first."
                 )
         start += len(targets)
+        if progress is not None:
+            progress(start, size)
 
 
 def entries_of(dataset: Dataset[Any]) -> int:
@@ -263,8 +299,8 @@ def entries_of(dataset: Dataset[Any]) -> int:
     return sum(leaf.numel() for leaf in leaves(gather(dataset, torch.arange(1))[0]))
 
 
-def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False) -> int:
-    """Rows of a microbatch such that a Poisson batch, at four deviations above its mean, fills a few of them evenly.
+def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False, ranks: int = 1) -> int:
+    """Rows of a microbatch such that a Poisson batch, at four deviations above its mean, fills a few of them evenly on each rank.
 
     ``entries`` is the size of the largest activation of one example, where it is known; ``whole``: all records are in every batch,
     so its size does not vary.
@@ -274,7 +310,7 @@ def even_rows(batch_size: int, device: torch.device, entries: int | None = None,
     if device.type == "cpu":
         least, usual, largest = _ROWS_ON_CPU
         limit = usual if entries is None else min(max(least, _ENTRIES_ON_CPU // max(1, entries)), largest)
-    return math.ceil(most / math.ceil(most / limit))
+    return math.ceil(most / (ranks * math.ceil(most / (ranks * limit))))
 
 
 def rows_at_once(entries: int, device: torch.device) -> int:
@@ -291,6 +327,7 @@ def microbatches(
     seats: torch.Tensor | None = None,
     *,
     check: bool = True,
+    turn: Turn | None = None,
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
@@ -298,16 +335,16 @@ def microbatches(
     and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
     record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
     place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which
-    nobody sits is left out.
+    nobody sits is left out, and so is one whose ``turn`` is another process's.
     """
     of_inputs, of_targets = dtypes or (mapped(lambda leaf: leaf.dtype, inputs), targets.dtype)
     kinds = zip(leaves(inputs), leaves(of_inputs), strict=True)
     views = [isinstance(leaf, Rows) and leaf.whole and leaf.dtype == dtype for leaf, dtype in kinds]
     numbers = torch.arange(rows_of(inputs)) if seats is None else seats
-    for start in range(0, len(numbers), size):
+    for number, start in enumerate(range(0, len(numbers), size)):
         part = numbers[start : start + size].numpy()
         taken = part >= 0
-        if not taken.any():
+        if not taken.any() or not (turn is None or turn.starts(number)):
             continue
         # The numbers of the records, and whether somebody sits there: one small transfer.
         places = np.zeros((2, size), dtype=np.int64)

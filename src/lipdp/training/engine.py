@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, data_marks, record_run
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
+from lipdp.training.distributed import check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.grouping import clip_layers
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
@@ -44,8 +46,9 @@ from lipdp.training.settings import describe_loss
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, try_optimizer
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
-from lipdp.training.streams import Prepared, Streams, derive_run_key, secret_of
+from lipdp.training.streams import Prepared, Streams, derive_run_key, parts_of_run, secret_of
 from lipdp.training.suggest import check_optimizer
+from lipdp.training.totals import Turn, carried, check_range, exact, floating, unit_of
 from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
@@ -122,7 +125,9 @@ class PrivacyEngine:
         input_shape: tuple[int, ...] | None = None,
         budget: AnyBudget = None,
     ) -> None:
-        account = RunAccount(open_budget(budget))
+        self._ranks = present_ranks()
+        check_unwrapped(model)
+        account = RunAccount(self._ranks.by_first(lambda: open_budget(budget)))
         if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
             raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
         self.model = model
@@ -146,13 +151,13 @@ class PrivacyEngine:
         )
         self._check_plan()
         check_optimizer(optimizer, model)
-        secret = secret_of(seed, reproducible)
+        secret = self._ranks.shared(secret_of(seed, reproducible))
         if device is not None:
             model.to(_known_device(device))
         self.device = next(iter(self._parameters.values())).device
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._rows = microbatch_size
+        self._rows, self._asked_rows = microbatch_size, microbatch_size
         self.microbatch_size = self._microbatch_size()
         self._query.rehearse(self.microbatch_size)
         if isinstance(self.loss, torch.nn.Module):
@@ -160,6 +165,7 @@ class PrivacyEngine:
         project_(model)
         self._apply_clips()
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
+        self._agree_on_run(secret, (reproducible, microbatch_size, ema_decay, tail_average, bool(public), budget is None))
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
@@ -172,7 +178,7 @@ class PrivacyEngine:
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None
-        self._account = account
+        self._account, self._paid = account, budget is not None
         self._data: tuple[str, ...] = ()  # what the data are known by, until the next release
         self._held = Held(iter(self._parameters.values()), optimizer)
         weakref.finalize(self, account.abandon)
@@ -198,11 +204,12 @@ class PrivacyEngine:
         """
         if not self._streams.steady:
             self._account.begin_anew()
-        if self._data:
+        if self._data and self._ranks.is_first:
             secret = hashlib.sha256(f"{self._streams.key!r}".encode()).hexdigest()
             record_run(self._data, RunRecord(secret, self.ledger, self._account.name))
-            self._data = ()
-        self._account.reserve(self.ledger, self._streams.key)
+        self._data = ()
+        if self._paid:
+            self._ranks.by_first(lambda: self._account.reserve(self.ledger, self._streams.key))
 
     def close(self, *, keep: bool = False) -> None:
         """End the run: its parameters may be trained otherwise, and the budget gets back what was never released.
@@ -250,6 +257,7 @@ class PrivacyEngine:
                 "in another way, so that steps that are done again would not be repetitions. Pass the same kind (rows of a "
                 "TensorDataset, a Subset of the same rows, or other records)."
             )
+        self._ranks.agree({"the training data": digest}, "Let every rank read the same records, in the same order.")
         self._streams.bind(train, digest)
 
     def batches(self, train: Any) -> Iterator[Batch]:
@@ -381,10 +389,12 @@ class PrivacyEngine:
             unchanged = True
         settings = self._mechanism.at(number)
         trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
-        with self._streams.model(number, on_host=not runs_ahead):
+        with self._streams.model(number, on_host=not runs_ahead) as begin:
             self._constants.keep()
-            asked = dataclasses.replace(batch, copies=self._copies(number), settings=self._watch.settings)
-            if runs_ahead and self._on_one_device:
+            copies = self._copies(number)
+            turn = self._turn(settings, number, begin, copies)
+            asked = dataclasses.replace(batch, copies=copies, settings=self._watch.settings, turn=turn)
+            if runs_ahead and self._on_one_device and not self._ranks.grouped:
                 asked = dataclasses.replace(asked, beside=self._beside)
             answer = self._query.ask(trained, asked, settings.clips)
             if runs_ahead:
@@ -392,7 +402,7 @@ class PrivacyEngine:
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
             read = ask_flags([unchanged, self._project.fine, answer.fine, *self._constants.same()])
             noised = None
-            if runs_ahead:
+            if runs_ahead and not self._ranks.grouped:
                 noised = self._mechanism.draw(answer, settings, self._streams.noise(prepared))
                 self._seating.draw_ahead(self._streams.seats(number + 1))
             unchanged, finite, fine, *same = read()
@@ -403,7 +413,7 @@ class PrivacyEngine:
                 answer, noised = answer.again(), None
                 self._constants.refuse(read_flags(self._constants.same()))
         if unchanged:
-            return _Asked(answer, settings, prepared, noised)
+            return _Asked(self._over_ranks(answer, turn, prepared), settings, prepared, noised)
         if attempts == 0:
             raise ConfigurationError(
                 "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
@@ -411,6 +421,45 @@ class PrivacyEngine:
             )
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
         return self._ask(batch, attempts - 1)
+
+    def _turn(self, settings: StepSettings, number: int, begin: Callable[[int], None], copies: Copies) -> Turn:
+        """Which microbatches this process computes: all, or every so many of a group's, whose sums are then whole numbers."""
+
+        def started(microbatch: int) -> None:
+            begin(microbatch)
+            if copies.generator is not None:
+                self._streams.draw(number, "augment", copies.generator, microbatch)
+
+        units = {name: unit_of(std) for name, std in settings.stds.items()} if self._ranks.grouped else None
+        return Turn(self._ranks.number, self._ranks.count, started, units)
+
+    def _over_ranks(self, answer: Answer, turn: Turn, prepared: Prepared) -> Answer:
+        """The answer of all ranks together, the same to the bit on each, however many they are; the noise will be the same too."""
+        if turn.units is None:
+            return answer
+        why = "Their weights, batches or settings have come apart: were all of them loaded with one state, on equal devices?"
+        self._ranks.agree({f"what step {self.steps} depends on": self._streams.told(prepared, self._values)}, why)
+        unit = unit_of(self._mechanism.at(self.steps).count_std)
+        sums = {name: carried(pair) for name, pair in answer.sums.items()}
+        counts = {name: carried(exact(value, unit)) for name, value in answer.counts.items()}
+        clipped = [] if answer.clipped is None else [answer.clipped[0].to(torch.int64)]
+        self._ranks.add([*sums.values(), *counts.values(), *clipped])
+        return Answer(
+            {name: floating(pair, turn.units[name]) for name, pair in sums.items()},
+            {name: floating(pair, unit) for name, pair in counts.items()},
+            None if answer.clipped is None else (clipped[0], answer.clipped[1]),
+        )
+
+    def _agree_on_run(self, secret: bytes, settings: tuple[Any, ...]) -> None:
+        """Refuse ranks that were not given the same, and runs whose sums could not be added up exactly."""
+        if not self._ranks.grouped:
+            return
+        plan, parts = self.plan, parts_of_run(secret, self.plan, self.model, self.loss, self.optimizer, self._augmentation)
+        why = "Build it in the same way on every rank (torch.manual_seed with one seed before the model), or load one state_dict."
+        self._ranks.agree({**parts, "an argument of the engine": list(settings)}, why)
+        seats = usual_seats(plan.batch_size, whole=plan.sampling_rate == 1)
+        least = plan.noise_multiplier * min(phase.noise for phase in plan.phases)
+        check_range(plan.dataset_size, math.ceil(seats / self.microbatch_size), self._ranks.count, least)
 
     def _release(self, asked: _Asked) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: its position is taken, it is charged, it has its noise."""
@@ -439,7 +488,7 @@ class PrivacyEngine:
 
     def _microbatch_size(self) -> int:
         whole = self.plan.sampling_rate == 1
-        rows = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole)
+        rows = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole, ranks=self._ranks.count)
         return min(rows, self._query.most_rows)
 
     def release_statistics(self, train: Any) -> None:
@@ -610,6 +659,7 @@ class PrivacyEngine:
                 "plan": self.plan.to_json(),
                 "steps": self.steps,
                 "one_off": list(self.ledger.one_off),
+                "rows": self.microbatch_size if self.steps else None,
                 "run": self._account.nonce,
                 "budget": self._account.name,
                 **self._streams.state_dict(),
@@ -628,7 +678,8 @@ class PrivacyEngine:
         bounds and noise are proved anew.
         """
         found = read_state(state, self.plan, self.model, self.optimizer, self.average)
-        self._account.check_resumed(found.budget)
+        if self._ranks.is_first:
+            self._account.check_resumed(found.budget)
         proved = not self._watch.changed
         before = EngineState(**self.state_dict())
         try:
@@ -649,6 +700,8 @@ class PrivacyEngine:
             self.average.load_state_dict(state.average)
         self.ledger.steps = self._drawn = state.steps
         self.ledger.one_off = list(state.one_off)
+        self._rows = self._asked_rows or state.rows  # the same microbatches give the same bits, on any number of ranks
+        self.microbatch_size = self._microbatch_size()
         self._mechanism.clips = {name: state.clips[name] for name, _ in self.plan.clips}
         self._apply_clips()
         self._account.adopt(state.run)

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import Subset
 
-from lipdp._checks import positive
+from lipdp._checks import positive, whole
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
-from lipdp.training.batches import check_dataset, check_finite, gather_lazily
+from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
+from lipdp.training.distributed import Ranks, present_ranks
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
 from lipdp.training.plan import PrivacyPlan
 from lipdp.training.planning import STATISTICS
+from lipdp.training.positions import Progress
+from lipdp.training.reading import read_ahead
 from lipdp.training.state import check_scheduler_state
 from lipdp.training.statistics import find_standardize
 
@@ -60,8 +63,12 @@ def fit(
     input_shape: tuple[int, ...] | None = None,
     settle: bool | Literal["in_place"] = False,
     cache: str | Path | None = None,
+    workers: int = 0,
 ) -> History:
     """Train ``model`` privately, exactly as ``plan`` says.
+
+    Where torch.distributed has a process group (``torchrun``), its ranks train together: each calls this with the same arguments
+    and data, the first one writes the checkpoint, pays the budget and calls the callbacks, and all return the same history.
 
     Args:
         model: the model; trained in place.
@@ -98,20 +105,22 @@ def fit(
             augmentation go through them too. See :mod:`lipdp.training.front`.
         cache: with ``settle``, a folder that keeps those outputs from one run to the next, as far as they rest on no released
             statistics. The files hold private data in another form: keep them as safe as the data.
+        workers: processes that read the batches of the next steps while one is computed, for datasets that read files
+            (:class:`lipdp.data.Stored`, Arrow); on a GPU through pinned memory. It changes no result.
 
     Returns:
         The history; ``history.epsilon`` is what was really spent.
     """
-    check_finite(train, types=Types(model, loss))
+    ranks, hooks = present_ranks(), list(callbacks)
+    hooks = hooks if ranks.is_first else []
+    check_finite(train, types=Types(model, loss), progress=_told_to(hooks))
     if validation is not None:
         check_dataset(validation)
     positive("checkpoint_every", checkpoint_every)
     if cache is not None and not settle:
         raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
-    file = None if checkpoint is None else Path(checkpoint)
-    with nullcontext() if file is None else locked_checkpoint(file):
-        if file is not None and file.exists() and not resume:
-            raise CheckpointError(f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file.")
+    whole("workers", workers, least=0)
+    with _checkpoint_of_first(ranks, None if checkpoint is None else Path(checkpoint), resume) as file:
         engine = PrivacyEngine(
             model,
             loss,
@@ -129,14 +138,31 @@ def fit(
             budget=budget,
         )
         try:
-            saved = _Saved(file, engine, scheduler, checkpoint_every)
-            history = _run(engine, saved, train, validation, list(callbacks), max(1, evaluations), _Storing(settle, cache))
+            saved = _Saved(file, engine, scheduler, checkpoint_every, ranks)
+            history = _run(engine, saved, train, validation, hooks, max(1, evaluations), _Storing(settle, cache), workers)
         except BaseException:
             with suppress(LipdpError):  # then all of it stays reserved
                 engine.close(keep=file is not None and file.exists())  # what is on disk can go on, and needs it for that
             raise
         engine.close()
         return history
+
+
+@contextmanager
+def _checkpoint_of_first(ranks: Ranks, file: Path | None, resume: bool) -> Iterator[Path | None]:
+    """The file, locked by the first rank, which alone reads and writes it; ``None`` on the others."""
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            if file is not None:
+                stack.enter_context(locked_checkpoint(file))
+                if file.exists() and not resume:
+                    raise CheckpointError(
+                        f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file."
+                    )
+
+        ranks.by_first(lock)
+        yield file if ranks.is_first else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +176,13 @@ class _Storing:
 class _Saved:
     """The checkpoint of a run, if it has one."""
 
-    def __init__(self, file: Path | None, engine: PrivacyEngine, scheduler: Any, every: float) -> None:
-        self.file, self.scheduler, self.is_new = file, scheduler, False
+    def __init__(self, file: Path | None, engine: PrivacyEngine, scheduler: Any, every: float, ranks: Ranks) -> None:
+        self.file, self.scheduler, self.ranks, self.is_new = file, scheduler, ranks, False
         self.history = History(delta=engine.plan.delta)
         self._engine, self._every = engine, every
         self._last, self._cost = time.monotonic(), 0.0
-        if file is not None and file.exists():
-            self.history = _restore(file, engine, scheduler)
+        if ranks.most([file is not None and file.exists()])[0]:
+            self.history = _restore(file, engine, scheduler, ranks)
         self._before, self._started = self.history.seconds, time.monotonic()
         self.history.follow(engine.ledger)
 
@@ -197,21 +223,18 @@ def _run(
     hooks: list[Callback],
     evaluations: int,
     storing: _Storing,
+    workers: int,
 ) -> History:
     plan, history = engine.plan, saved.history
     pays_for_statistics = any(release.name == STATISTICS for release in plan.releases)
     if pays_for_statistics:
         find_standardize(engine.model)
 
-    def read(done: int, total: int) -> None:
-        for hook in hooks:
-            hook.on_reading(done, total)
-
     if validation is not None and not pays_for_statistics and engine.steps < plan.steps:
         # What can't be evaluated is found out before anything is released, not after the first steps.
         few = Subset(validation, range(min(_TRIED, len(validation))))
         evaluate(engine.model, engine.loss, few, device=engine.device)
-    engine.bind(train, read)
+    engine.bind(train, _told_to(hooks))
     history.private = engine.private
     if saved.file is not None and not saved.file.exists():
         # With the run's key on disk, whatever is done again after an interruption is the same release, paid for once.
@@ -235,15 +258,17 @@ def _run(
         for hook in hooks:
             hook.on_start(run)
         with Interrupts() as interrupts:
-            for chosen in engine.samples(train):
-                engine.step(*gather_lazily(train, chosen))
+            for batch in read_ahead(train, engine.samples(train), workers, engine.device):
+                engine.step(*batch)
                 if saved.scheduler is not None:
                     saved.scheduler.step()
                 for hook in hooks:
                     hook.on_step(run)
-                if interrupts.received is not None:
+                received, stop = saved.ranks.most([interrupts.received or 0, run.stop])
+                run.stop = bool(stop)
+                if received:
                     saved.save()
-                    raise Interrupted(_how_to_go_on(engine, saved.file), interrupts.received)
+                    raise Interrupted(_how_to_go_on(engine, saved.file), received)
                 # The last row stands alone at the end; one shortly before it would only cost time.
                 due = engine.steps % every == 0 and plan.steps - engine.steps >= every // 2
                 if due or run.stop or engine.steps == plan.steps:
@@ -262,6 +287,16 @@ def _run(
     history.epsilon = engine.epsilon
     engine.use_average()
     return history
+
+
+def _told_to(hooks: list[Callback]) -> Progress:
+    """Passes on how many records were read."""
+
+    def read(done: int, total: int) -> None:
+        for hook in hooks:
+            hook.on_reading(done, total)
+
+    return read
 
 
 def _how_to_go_on(engine: PrivacyEngine, file: Path | None) -> str:
@@ -303,8 +338,8 @@ def _derive_costs(history: History, engine: PrivacyEngine) -> None:
         history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
 
 
-def _restore(file: Path, engine: PrivacyEngine, scheduler: Any) -> History:
-    state = load_checkpoint(file, engine.device)
+def _restore(file: Path | None, engine: PrivacyEngine, scheduler: Any, ranks: Ranks) -> History:
+    state = ranks.state_of_first(lambda: load_checkpoint(file or "", engine.device))
     if set(state) != {"engine", "history", "scheduler"}:
         raise CheckpointError(f"'{file}' is a checkpoint, but not one of lipdp.fit")
     if (state["scheduler"] is None) != (scheduler is None):

@@ -20,6 +20,7 @@ from lipdp.nn import ClipGradient
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.training.batches import Rows, microbatches, only_finite
 from lipdp.training.seats import Copies
+from lipdp.training.totals import Turn
 
 __all__ = [
     "Backward",
@@ -127,6 +128,7 @@ def pending_sum(
     counts: LayerCounts | None = None,
     replayed: Backward | None = None,
     seats: torch.Tensor | None = None,
+    turn: Turn | None = None,
 ) -> Sums:
     """Σ_i ∂loss_i/∂θ for each parameter θ: a sum, never a mean, in float64.
 
@@ -134,8 +136,10 @@ def pending_sum(
     gradients are summed and divided by K at the end, so that layers that clip cotangents see each copy's own. Rows whose
     contribution is not finite are left out; the others stay at their places, so that no other is affected. ``dtypes`` are what
     inputs and targets are converted to. ``counts`` notes norms on the way. ``replayed`` stands for :func:`microbatch_sum` with the
-    same model, loss and parameters. ``seats``: where records sit.
+    same model, loss and parameters. ``seats``: where records sit. ``turn``: which microbatches are computed, and how their sums are
+    added up; they may be whole numbers then.
     """
+    own = turn or Turn()
 
     def run(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
         return microbatch_sum(model, loss, parameters, x, y, mask) if replayed is None else replayed(x, y, mask)
@@ -145,17 +149,21 @@ def pending_sum(
 
     def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], collect: bool) -> Part:
         total: Part | None = None
-        for number, (x, y, mask) in enumerate(microbatches(inputs, targets, size, device, dtypes, seats, check=False)):
+        parts = microbatches(inputs, targets, size, device, dtypes, seats, check=False, turn=own)
+        for number, (x, y, mask) in enumerate(parts):
             if number == 1 and total is not None:  # the first may lie in a recording's memory
                 total = {name: value.clone() for name, value in total[0].items()}, total[1].clone(), [t.clone() for t in total[2]]
             with arithmetic(precision, device):
                 part = each(many.rows(x), many.repeat(y), many.repeat(mask))
+            if own.units is not None:
+                part = own.summand({name: value / many.count for name, value in part[0].items()}), *part[1:]
             total = part if total is None else _added(total, part)
             if counts is not None:
                 counts.collect(mask, many.count) if collect else counts.discard()
         if total is None:
-            total = {name: zeros_like_sum(p) for name, p in parameters.items()}, torch.ones((), dtype=torch.bool, device=device), []
-        if many.count > 1:
+            zeros = own.summand({name: zeros_like_sum(p) for name, p in parameters.items()})
+            total = zeros, torch.ones((), dtype=torch.bool, device=device), []
+        if many.count > 1 and own.units is None:
             for value in total[0].values():
                 value /= many.count
         return total

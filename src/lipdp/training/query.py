@@ -37,6 +37,7 @@ from lipdp.training.settings import (
     rows_within,
     slack_of,
 )
+from lipdp.training.totals import Turn
 
 __all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]
 
@@ -63,6 +64,7 @@ class Sample:
     seats: torch.Tensor | None = None  # by seat, which record sits there
     settings: int | None = None  # the number of the model's settings, where they have just been looked at
     beside: Beside | None = None  # digests that a recording computes with the sums
+    turn: Turn = field(default_factory=Turn)  # which microbatches are computed here, and how they are added up
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Answer:
     """What the data say, not yet noised: private.
 
     Attributes:
-        sums: the gradient sum by parameter.
+        sums: the gradient sum by parameter; as whole numbers, where :attr:`Sample.turn` has units.
         counts: Σ(b_i − ½) by adaptive clipping norm.
         clipped: how many examples were clipped, of how many; where examples are clipped.
         fine: whether the sums are finite; it may still be computed on a device, as they are.
@@ -257,7 +259,7 @@ class ProvedQuery:
         # A parameter of sensitivity 0 gets no noise, so nothing of it may be released: its gradient is not even computed.
         bounds = self.bounds(clips)
         moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
-        still = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving}
+        still = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving})
         self._settings, self._beside = batch.settings, batch.beside
         found: Sums | None = None
         with self._effective_leaves() as leaves, counts.watching():
@@ -279,6 +281,7 @@ class ProvedQuery:
                     counts=counts if counts.layers else None,
                     replayed=self._graphed if replays else None,
                     seats=batch.seats,
+                    turn=batch.turn,
                 )
                 if not replays and not bool(found.fine):  # while the leaves are there
                     found = Sums(found.again(), torch.ones_like(found.fine), found.again, found.seen)
@@ -386,17 +389,18 @@ class ClippedQuery:
         plan, bounds = self.plan, self.bounds(clips)
         active = [group for group in self.groups if any(name in parameters for name in group.parameters)]
         followed = [group for group in active if group.name in plan.adaptive_clips]
-        total = {name: zeros_like_sum(p) for name, p in parameters.items()}
+        total = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()})
         counts = {group.name: torch.zeros((), dtype=torch.float64, device=batch.device) for group in followed}
         clipped = torch.zeros((), dtype=torch.float64, device=batch.device)
         clipping, size = self._clipping(batch.copies.count), max(1, batch.microbatch_size // batch.copies.count)
         norms = {group.name: bounds[group.name] for group in active}
         max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
         with _only_trained(self.model, parameters):
-            for x, y, mask in microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats):
+            own = microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats, turn=batch.turn)
+            for x, y, mask in own:
                 with arithmetic(plan.precision, batch.device):
                     found = clipping(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
-                for name, gradient in found.sums.items():
+                for name, gradient in batch.turn.summand(found.sums).items():
                     total[name] += gradient
                 clipped += ((found.factors < 1).any(1) & mask).sum()
                 for number, group in enumerate(active):

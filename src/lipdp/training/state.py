@@ -19,7 +19,7 @@ import torch
 
 from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, LipdpError
-from lipdp.fields import Range, Scale, Size, check_weights, read
+from lipdp.fields import Count, Range, Scale, Size, check_weights, read
 from lipdp.training.averaging import Average
 from lipdp.training.plan import PrivacyPlan
 
@@ -143,7 +143,7 @@ def check_scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler, other
         raise CheckpointError(f"the learning-rate scheduler can't go on from this state: {error!r}") from error
 
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 # A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
 CLIP_RANGE = Range(least=1e-6, most=1e6)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -159,6 +159,7 @@ class EngineState:
         plan: as JSON.
         steps: charged so far.
         one_off: the one-off releases charged so far.
+        rows: of a microbatch in the steps so far; ``None`` before the first.
         run: a name drawn for this run alone.
         budget: the file of the budget that pays for it, if one does.
         key: the run's secret, in hexadecimal.
@@ -174,10 +175,11 @@ class EngineState:
         digest: of all of this: a number that goes back over weights that did not would allow steps that nobody paid for.
     """
 
-    format: Literal[3]
+    format: Literal[4]
     plan: str
     steps: Size
     one_off: list[str]
+    rows: Count | None
     run: str
     budget: str | None
     key: str

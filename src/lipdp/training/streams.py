@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from lipdp.training.positions import (
     versions,
 )
 
-__all__ = ["Prepared", "Streams", "derive_run_key", "secret_of"]
+__all__ = ["Prepared", "Streams", "derive_run_key", "parts_of_run", "secret_of"]
 
 _MT_WORDS = 624  # 32-bit words of Mersenne-Twister state
 _MT_OFFSET = 3  # in torch's CPU state, as 64-bit entries: seed, flags, position, then one entry per word
@@ -67,14 +67,33 @@ def derive_run_key(
 
     Runs that differ in any of them never share noise even if they share the secret.
     """
+    return derive_key(secret, "run", *parts_of_run(secret, plan, model, loss, optimizer, augmentation).values())
+
+
+def parts_of_run(
+    secret: bytes,
+    plan: PrivacyPlan,
+    model: torch.nn.Module,
+    loss: Any,
+    optimizer: torch.optim.Optimizer,
+    augmentation: Augmentation | None,
+) -> dict[str, Any]:
+    """What a run's key depends on, by what it is called in messages."""
     values = model.state_dict()
     tag = Tag(derive_key(secret, "weights"))
     for tensor in values.values():
         tag.update(tensor)
     shapes = [(name, str(t.dtype), tuple(t.shape)) for name, t in values.items()]
     program = [str(model), *((name, _code(module)) for name, module in model.named_modules()), _code(loss)]
-    told = plan.to_json(), program, shapes, tag.finish(), _settings(optimizer), f"{augmentation!r}", _code(augmentation)
-    return derive_key(secret, "run", *told)
+    return {
+        "the plan": plan.to_json(),
+        "the model (or the loss)": program,
+        "the shapes of the model's tensors": shapes,
+        "the initial weights": tag.finish(),
+        "the optimiser": _settings(optimizer),
+        "the augmentation": f"{augmentation!r}",
+        "the augmentation's code": _code(augmentation),
+    }
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
@@ -194,28 +213,34 @@ class Streams:
         """For seating the records of batch ``number``."""
         return Stream(derive_key(self.key, purpose, number, self.data))
 
-    def draw(self, number: int, purpose: str) -> torch.Generator:
-        """For one use of torch in one step (augmentation), on the model's device. Such draws are secret too, and no noise."""
-        made = torch.Generator(device=self.device)
-        _seed(made, derive_key(self.key, "torch", number, purpose))
-        return made
+    def draw(self, number: int, purpose: str, generator: torch.Generator | None = None, microbatch: int = 0) -> torch.Generator:
+        """For one use of torch in one step (augmentation), on the model's device. Such draws are secret too, and no noise.
+
+        Given a ``generator``, that one is brought there. Each microbatch has a stream of its own, whichever process computes it.
+        """
+        chosen = torch.Generator(device=self.device) if generator is None else generator
+        _seed(chosen, derive_key(self.key, "torch", number, purpose, *([microbatch] if microbatch else [])))
+        return chosen
 
     @contextmanager
-    def model(self, number: int, *, on_host: bool = True) -> Iterator[None]:
+    def model(self, number: int, *, on_host: bool = True) -> Iterator[Callable[[int], None]]:
         """Within the block dropout and the like draw from a stream of the step: a resumed run repeats it.
 
-        ``on_host=False``: all of it runs on a device, and the host's generator is left alone, which costs time to seed.
+        What it gives brings torch's generators to the stream of a microbatch. ``on_host=False``: all of it runs on a device, and
+        the host's generator is left alone, which costs time to seed.
         """
-        key = derive_key(self.key, "torch", number, "model")
         # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
         on_cuda = self.device.type == "cuda"
-        there = torch.cuda.default_generators[self.device.index or 0] if on_cuda else None
-        generators = [*([torch.default_generator] if on_host or there is None else []), *([there] if there is not None else [])]
+        there = [torch.cuda.default_generators[self.device.index or 0]] if on_cuda else []
+        generators = [*([torch.default_generator] if on_host or not there else []), *there]
         kept = [generator.get_state() for generator in generators]
-        try:
+
+        def begin(microbatch: int) -> None:
             for generator in generators:
-                _seed(generator, key)
-            yield
+                self.draw(number, "model", generator, microbatch)
+
+        try:
+            yield begin
         finally:
             for generator, state in zip(generators, kept, strict=True):
                 generator.set_state(state)
@@ -246,6 +271,11 @@ class Streams:
             weights = b"" if self.left in (None, present) else present
         trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, weights)
         return Prepared(number, trail, self._words(on_device))
+
+    def told(self, prepared: Prepared, parameters: Sequence[torch.Tensor]) -> bytes:
+        """All that a release depends on as one digest, the weights of a reproducible run too; waits for the device."""
+        weights = b"" if self.private else self._weights_at_rest(parameters)
+        return mix_key(derive_key(prepared.trail, weights), [prepared.seen] if len(prepared.seen) else [])
 
     def noise(self, prepared: Prepared) -> Stream:
         """The stream of a step's noise. What is drawn from it may leave once :meth:`take` has taken the step's position."""

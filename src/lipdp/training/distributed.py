@@ -1,0 +1,164 @@
+"""Several processes that train one model: who they are, what they agree on, and how their sums become one.
+
+Every rank draws the same sample and the same seats from the same key, computes the microbatches that are its own, and gets the sum
+over all of them. From there on all ranks do the same: the same noise, drawn from the same key for the same sum, is *one* draw,
+whoever computes it; the optimiser and the projection are repeated on every rank. docs/scale.md argues why that is the release that
+was planned. Without a process group there is one rank, and nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lipdp import errors
+from lipdp.digest import content_digest
+from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+
+__all__ = ["Ranks", "check_unwrapped", "present_ranks"]
+
+T = TypeVar("T")
+_DIGEST = 32  # bytes
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together.
+
+    Attributes:
+        number: of this one.
+        count: how many there are.
+        grouped: whether they are a process group of torch.distributed, if only of one; sums are then exact (:mod:`.totals`), so
+            that they do not depend on the number of ranks.
+    """
+
+    number: int = 0
+    count: int = 1
+    grouped: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one pays, prints and writes files."""
+        return self.number == 0
+
+    def agree(self, parts: Mapping[str, Any], why: str = "") -> None:
+        """Refuse to go on where some rank has another value of some part; values are told by their digests."""
+        if self.count == 1:
+            return
+        own = b"".join(content_digest(value) for value in parts.values())
+        everybody = [torch.empty(len(own), dtype=torch.uint8, device=self._carrier) for _ in range(self.count)]
+        dist.all_gather(everybody, torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._carrier))
+        found = [bytes(each.cpu().numpy().tobytes()) for each in everybody]
+        for at, what in enumerate(parts):
+            values = [each[at * _DIGEST : (at + 1) * _DIGEST] for each in found]
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            if others:
+                raise ConfigurationError(
+                    f"the ranks do not train the same thing: {what} of rank {others[0]} differs from that of rank 0. Every rank "
+                    f"has to be given the same; nothing was released.{' ' + why if why else ''}"
+                )
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors of one type by their sums over all ranks, in place. Whole numbers: exact, in whatever order."""
+        if self.count == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._carrier)
+        dist.all_reduce(flat)
+        for tensor, total in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(total.reshape(tensor.shape))
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all ranks."""
+        if self.count == 1:
+            return list(numbers)
+        flat = torch.tensor(list(numbers), dtype=torch.int64, device=self._carrier)
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        return [int(number) for number in flat.tolist()]
+
+    def shared(self, value: bytes) -> bytes:
+        """The value of the first rank, on all of them."""
+        if self.count == 1:
+            return value
+        length = torch.tensor([len(value)], dtype=torch.int64, device=self._carrier)
+        dist.broadcast(length, 0)
+        content = torch.zeros(int(length), dtype=torch.uint8, device=self._carrier)
+        if self.is_first and value:
+            content.copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        dist.broadcast(content, 0)
+        return content.cpu().numpy().tobytes()
+
+    def by_first(self, action: Callable[[], T]) -> T | None:
+        """Let the first rank do something. Where it is refused, it is refused on all ranks, so that none waits for the others."""
+        if self.count == 1:
+            return action()
+        result, error = None, ""
+        failure: LipdpError | None = None
+        if self.is_first:
+            try:
+                result = action()
+            except LipdpError as raised:
+                failure, error = raised, f"{type(raised).__name__}\n{raised}"
+        told = self.shared(error.encode()).decode()
+        if failure is not None:
+            raise failure
+        if told:
+            kind, _, message = told.partition("\n")
+            raise getattr(errors, kind, LipdpError)(message)
+        return result
+
+    def state_of_first(self, read: Callable[[], Any]) -> Any:
+        """Plain data that the first rank reads from a file, on all ranks."""
+        if self.count == 1:
+            return read()
+        state = self.by_first(read)
+        buffer = BytesIO()
+        if self.is_first:
+            torch.save(state, buffer)
+        content = self.shared(buffer.getvalue())
+        return state if self.is_first else torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+
+    @property
+    def _carrier(self) -> torch.device:
+        """Where tensors have to be to be sent."""
+        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def present_ranks() -> Ranks:
+    """The process group of torch.distributed, where there is one.
+
+    A process that a launcher has started beside others, and that belongs to no group, is refused: each would train by itself, on
+    the same data, and every one of them would be a release of its own.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(dist.get_rank(), dist.get_world_size(), grouped=True)
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdigit() and int(count) > 1:
+        raise ConfigurationError(
+            f"this is one of {count} processes (WORLD_SIZE={count}, as torchrun sets it) that are not joined: each would train "
+            "alone, and each would be a release that its own privacy is spent on. Call torch.distributed.init_process_group() "
+            "before, with 'gloo' or 'nccl'; or start one process; or remove WORLD_SIZE from the environment."
+        )
+    return Ranks()
+
+
+def check_unwrapped(model: torch.nn.Module) -> None:
+    """Refuse wrappers that change gradients behind the engine's back."""
+    if any(kind.__name__ == "DTensor" for p in model.parameters() for kind in type(p).__mro__):
+        raise UnsupportedError(
+            "the model's parameters are sharded (fully_shard, tensor parallel): its layers then hold parts of their weights, for "
+            "which neither proofs of a layer's bound nor projections hold, and hooks gather the rest while it runs, which the "
+            "engine refuses as it would any hook. Pass the model as it was before, on every rank: data parallel keeps a copy of "
+            "it on each."
+        )
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+    if {"DistributedDataParallel", "DataParallel"} & kinds:
+        raise UnsupportedError(
+            "the model is wrapped for data parallelism, which averages gradients of whole batches. Pass the model itself "
+            "(wrapped.module) on every rank: the engine sums over the ranks of the process group, before it adds noise once."
+        )

@@ -1,0 +1,198 @@
+"""What the ranks of tests/training/test_distributed.py run: functions of a module that is imported once, before they are forked."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+import lipdp
+from lipdp import losses, nn
+from lipdp.data import RandomCrop
+from lipdp.privacy import AdaptiveClip, Budget
+from tests.training.common import Spy, engine_of, free, planned, small, toy, weights
+
+SLOW = bool(os.environ.get("LIPDP_SLOW"))
+STEPS = 20 if SLOW else 4
+LOSS = losses.CrossEntropy(tau=4.0)
+
+
+def _mixed(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        nn.BoundedInput((6,)), nn.SpectralLinear(6, 8), torch.nn.Linear(8, 8), nn.GroupSort(2), nn.SpectralLinear(8, 3)
+    )
+
+
+CASES = {
+    "clipless": (small, {}),
+    "clipless with dropout": (lambda: small(dropout=0.3), {}),
+    "bookkeeping": (free, {"method": "bookkeeping", "max_grad_norm": 0.5}),
+    "bookkeeping, adaptive": (
+        lambda: free(seed=1),
+        {"method": "bookkeeping", "max_grad_norm": 0.5, "adaptive": AdaptiveClip(quantile=0.5)},
+    ),
+    "mixed": (_mixed, {"method": "mixed", "max_grad_norm": 0.5}),
+}
+
+
+def _trained(case, rows, private):
+    build, settings = CASES[case]
+    model = build()
+    plan = planned(model, LOSS, steps=STEPS, **settings)
+    if private:
+        _know_the_secret()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    rows = 8 if "dropout" in case else rows  # a microbatch's draws are its own
+    engine = engine_of(model, plan, optimizer, LOSS, seed=None if private else 3, microbatch_size=rows)
+    for batch in engine.batches(toy()):
+        engine.step(*batch)
+    return engine
+
+
+def _know_the_secret():
+    """A private run whose key the test knows: noise depends on every bit of the sums, and all randomness is the same."""
+    import lipdp.training.engine as module
+
+    module.secret_of = lambda seed, reproducible: bytes(32)
+
+
+def some_cases(cases, rows, private):
+    return {case: weights(_trained(case, rows, private=private).model) for case in cases}
+
+
+def crops():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(32, 3))
+    plan = planned(model, LOSS, steps=3, method="bookkeeping", max_grad_norm=0.5)
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(256, 1, 6, 6, generator=draw), torch.arange(256) % 3)
+    augmentation = RandomCrop(1, copies=2)
+    engine = engine_of(model, plan, torch.optim.SGD(model.parameters(), lr=0.5), LOSS, microbatch_size=8, augmentation=augmentation)
+    for batch in engine.batches(data):
+        engine.step(*batch)
+    return weights(model)
+
+
+def some_cases_and_crops(cases):
+    return {**some_cases(cases, 8, True), "crops": crops()}
+
+
+def noise_of_empty_batches():
+    """Gradients of steps without records: noise alone, on every rank; of a private run."""
+    model = free(width=64)
+    plan = planned(model, LOSS, steps=6, method="bookkeeping", max_grad_norm=0.5, noise_multiplier=2.0)
+    engine = engine_of(model, plan, Spy(model), LOSS, seed=None)
+    for _ in range(plan.steps):
+        engine.step(torch.empty(0, 6), torch.empty(0, dtype=torch.long))
+    seen = [torch.cat([g.reshape(-1) for g in step.values()]) for step in engine.optimizer.seen]
+    return torch.stack(seen), next(iter(plan.noise_stds.values())) / plan.batch_size
+
+
+def _refusal(action):
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def disagreements(folder):
+    """What each of two ranks is told when it was given something else than the other."""
+    rank, found = dist.get_rank(), {}
+    model = small()
+    plan = planned(model, LOSS, steps=3)
+    found["weights"] = _refusal(lambda: engine_of(small(seed=rank), plan, loss=LOSS))
+    found["plan"] = _refusal(lambda: engine_of(model, planned(model, LOSS, steps=3 + rank), loss=LOSS))
+    other = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    found["optimiser"] = _refusal(lambda: engine_of(model, plan, other, loss=LOSS))
+    found["argument"] = _refusal(lambda: engine_of(model, plan, loss=LOSS, microbatch_size=8 + rank))
+    engine = engine_of(model, plan, loss=LOSS)
+    found["data"] = _refusal(lambda: next(engine.batches(toy(seed=rank))))
+    batch = next(engine.batches(toy()))
+    found["batch"] = _refusal(lambda: engine.step(batch[0] + rank, batch[1]))
+    found["steps"] = engine.steps
+    with torch.no_grad():
+        model[1].weight.mul_(1 - 0.5 * rank)
+    found["moved"] = _refusal(lambda: engine.step(*next(engine.batches(toy()))))
+    wrapped = torch.nn.parallel.DistributedDataParallel(small())
+    found["wrapped"] = _refusal(lambda: engine_of(wrapped, plan, loss=LOSS))
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    sharded = fully_shard(free(), mesh=init_device_mesh("cpu", (2,)))
+    found["sharded"] = _refusal(lambda: engine_of(sharded, plan, loss=LOSS))
+    file = f"{folder}/budget"
+    Budget(file, epsilon=0.1, delta=1e-4, dataset="toy") if rank == 0 else None
+    poor = engine_of(small(), plan, loss=LOSS, budget=file)
+    found["budget"] = _refusal(lambda: poor.step(*next(poor.batches(toy()))))
+    found["released"] = poor.steps
+    return found
+
+
+class _Leave(lipdp.training.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, run):
+        if run.engine.steps == self.step:
+            run.stop = True
+
+
+def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=None):
+    model = free()
+    plan = planned(model, LOSS, steps=8, method="bookkeeping", max_grad_norm=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    if private:
+        _know_the_secret()
+    if dies_at is not None and dist.get_rank() == dist.get_world_size() - 1:
+        _die_at(dies_at)
+    history = lipdp.fit(
+        model,
+        LOSS,
+        optimizer,
+        plan,
+        toy(),
+        toy(64, seed=1),
+        seed=5,
+        reproducible=not private,
+        scheduler=scheduler,
+        checkpoint=f"{folder}/run",
+        resume=resume,
+        checkpoint_every=1e-9,
+        microbatch_size=8,
+        evaluations=4,
+        ema_decay=0.9,
+        budget=budget,
+        callbacks=[] if stop is None else [_Leave(stop)],
+    )
+    return weights(model), history.epsilon, history.metrics
+
+
+def _die_at(step):
+    """This process is gone in the middle of a step, without a word to the others."""
+    import lipdp.training.engine as module
+
+    whole = module.PrivacyEngine._release
+
+    def released(engine, *arguments):
+        if engine.steps == step:
+            os._exit(9)
+        return whole(engine, *arguments)
+
+    module.PrivacyEngine._release = released
+
+
+def fitted_in(arguments):
+    return fitted(**arguments)
+
+
+def paid(folder):
+    if dist.get_rank() == 0:
+        Budget(f"{folder}/budget", epsilon=20.0, delta=1e-4, dataset="toy")
+    found = fitted(folder, private=True, budget=f"{folder}/budget", stop=4)
+    again = _refusal(lambda: fitted(folder, private=True))
+    return found[1], again

@@ -1,0 +1,162 @@
+"""Several processes train what one would: the same samples, exact sums, one draw of noise, one account, one checkpoint."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lipdp
+from lipdp.errors import CheckpointError, ConfigurationError
+from lipdp.privacy import Budget
+from lipdp.privacy.noise import grid
+from lipdp.training.totals import carried, check_range, exact, floating, unit_of
+from tests.training.common import engine_of, planned, small, toy, weights
+from tests.training.rank_tasks import (
+    CASES,
+    LOSS,
+    SLOW,
+    disagreements,
+    fitted_in,
+    noise_of_empty_batches,
+    paid,
+    some_cases,
+    some_cases_and_crops,
+)
+from tests.training.ranks import results, run_ranks
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+
+# --- the same result ---------------------------------------------------------------------------------------------------
+
+
+def _difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_train_what_one_process_does(count):
+    """With microbatches of their own size, so that sums are rounded otherwise; no group, and groups of 2 and 4."""
+    cases = list(CASES) if SLOW else ["clipless", "bookkeeping", "mixed"] if count == 2 else ["clipless"]
+    alone, found = some_cases(cases, None, False), results(count, some_cases, cases, None, False)
+    for case in cases:
+        assert all(_difference(found[0][case], other[case]) == 0 for other in found)
+        assert _difference(alone[case], found[0][case]) < 1e-5, case
+        assert _difference(alone[case], weights(CASES[case][0]())) > 0.05, "nothing was trained"
+
+
+def test_a_private_run_is_the_same_to_the_bit_on_any_number_of_ranks():
+    cases = list(CASES) if SLOW else ["clipless with dropout", "bookkeeping, adaptive"]
+    one, three = results(1, some_cases_and_crops, cases), results(3, some_cases_and_crops, cases)
+    for found in three:
+        assert found.keys() == {*cases, "crops"}
+        assert all(_difference(found[case], one[0][case]) == 0 for case in found)
+
+
+# --- noise -------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_added_once_in_total():
+    """Not once a rank: its variance is the plan's, not 3 times that, nor a third; and all ranks have drawn the same."""
+    found = results(3, noise_of_empty_batches)
+    (drawn, std), others = found[0], found[1:]
+    assert all(torch.equal(drawn, other) for other, _ in others)
+    share = float(drawn.double().var()) / std**2
+    assert abs(share - 1) < 5 * math.sqrt(2 / drawn.numel()), share
+    correlation = float((drawn[0] * drawn[1]).mean()) / std**2
+    assert abs(correlation) < 5 / math.sqrt(drawn[0].numel()), "two steps share noise"
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_were_given_different_things_are_refused(tmp_path):
+    for found in results(2, disagreements, str(tmp_path)):
+        messages = {name: text for name, value in found.items() if isinstance(value, tuple) for _, text in [value]}
+        assert "the initial weights of rank 1 differs" in messages["weights"]
+        assert "the plan of rank 1 differs" in messages["plan"]
+        assert "the optimiser of rank 1 differs" in messages["optimiser"]
+        assert "an argument of the engine of rank 1 differs" in messages["argument"]
+        assert "the training data of rank 1 differs" in messages["data"]
+        assert "what step 0 depends on of rank 1 differs" in messages["batch"]
+        assert "what step 0 depends on of rank 1 differs" in messages["moved"]
+        assert found["steps"] == 0
+        assert found["wrapped"][0] == found["sharded"][0] == "UnsupportedError"
+        assert "data parallel keeps a copy" in messages["sharded"]
+        assert found["budget"][0] == "BudgetError"  # on both, though only the first has asked
+        assert found["released"] == 0
+
+
+def test_processes_that_are_not_joined_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = small()
+    with pytest.raises(ConfigurationError, match=r"one of 2 processes .*init_process_group"):
+        engine_of(model, planned(model, LOSS), loss=LOSS)
+    with pytest.raises(ConfigurationError, match="one of 2 processes"):
+        lipdp.fit(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), planned(model, LOSS), toy())
+
+
+# --- the whole run, its account and its file ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("private", [True, False] if SLOW else [True])
+def test_a_rank_is_killed_and_the_run_goes_on_with_another_number(tmp_path, private):
+    """Same ε, same weights, same history as the run that nothing has happened to; in a private run to the last bit."""
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole = results(1, fitted_in, {"folder": str(folders[0]), "private": private})[0]
+    outcomes = run_ranks(2, fitted_in, {"folder": str(folders[1]), "private": private, "dies_at": 5})
+    assert outcomes[1] == ("gone", None)
+    assert outcomes[0][0] == "error"
+    for found in results(3, fitted_in, {"folder": str(folders[1]), "private": private, "resume": True}):
+        assert _difference(found[0], whole[0]) == 0
+        assert found[1:] == whole[1:]
+
+
+def test_the_budget_is_charged_once_and_the_file_belongs_to_the_first(tmp_path):
+    found = results(2, paid, str(tmp_path))
+    assert found[0] == found[1]
+    (epsilon, again), _ = found
+    once = lipdp.privacy.epsilon(noise_multiplier=1.0, sampling_rate=1 / 8, steps=4, delta=1e-4)
+    assert Budget(tmp_path / "budget").spent == pytest.approx(once, rel=1e-3)
+    assert epsilon > once  # another accountant
+    assert again[0] == CheckpointError.__name__
+    assert "exists" in again[1]
+
+
+# --- exact sums --------------------------------------------------------------------------------------------------------
+
+
+def test_exact_sums_are_the_sums():
+    """Against fractions: sums of 1,000 numbers of all sizes, in any order, to half of 2^-23 of the grid."""
+    std = 0.37
+    unit, draw = unit_of(std), torch.Generator().manual_seed(0)
+    values = torch.randn(1000, 4, dtype=torch.float64, generator=draw) * torch.tensor([1e-12, 1.0, 1e6, 3e8])
+    for order in (torch.arange(1000), torch.randperm(1000, generator=draw)):
+        pair = torch.zeros(2, 4, dtype=torch.int64)
+        for value in values[order]:
+            pair += exact(value, unit)
+        found = carried(pair)
+        assert int(found[1].abs().max()) <= 2**47
+        for column in range(4):
+            true = sum((Fraction(float(v)) for v in values[:, column]), Fraction(0))
+            whole = (Fraction(int(found[0, column])) + Fraction(int(found[1, column]), 2**48)) * Fraction(unit)
+            assert abs(whole - true) <= 1000 * Fraction(grid(std)) / 2**25
+            assert float(floating(pair, unit)[column]) == pytest.approx(float(true), rel=1e-15, abs=float(grid(std)) / 2**20)
+        if order[0] == 0 and bool((order.diff() == 1).all()):
+            in_order = floating(pair, unit)
+    assert torch.equal(in_order, floating(pair, unit))
+
+
+def test_sums_that_might_not_fit_are_refused():
+    check_range(10**9, 100, 1000, 0.5)
+    with pytest.raises(ConfigurationError, match="too small for several processes"):
+        check_range(10**9, 100, 2, 1e-5)
+    with pytest.raises(ConfigurationError, match="larger microbatch_size"):
+        check_range(10**9, 10**6, 2, 1.0)
