@@ -77,7 +77,7 @@ def test_interrupted_and_resumed(tmp_path) -> None:
         "--noise-multiplier",
         "20",
         "--epochs",
-        "3000",
+        "1000",
         "--checkpoint",
         "run.ckpt",
     ]
