@@ -118,7 +118,8 @@ def _clouds(size: int, draw: torch.Generator) -> torch.Tensor:
     radius[0, 0] = torch.inf
     noise = torch.fft.fft2(torch.randn(_CLOUDS, 2 * size, 2 * size, generator=draw)) / radius
     waves = torch.fft.ifft2(noise).real[:, :size, :size]
-    return waves / waves.std((1, 2), keepdim=True)
+    even: torch.Tensor = waves / waves.std((1, 2), keepdim=True)
+    return even
 
 
 def _cloud(numbers: _Numbers, clouds: torch.Tensor) -> torch.Tensor:
