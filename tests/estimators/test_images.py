@@ -39,12 +39,12 @@ def few_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_learn_and_promise() -> None:
-    x, y = halves(400)
+    x, y = halves(200)
     model = lipdp.PrivateImageClassifier(epsilon=3.0).fit(x, y)
     assert model.epsilon_ <= 3
     assert model.delta_ == 1e-5
     assert model.private_
-    assert model.score(*halves(60, seed=1)) > 0.95
+    assert model.score(*halves(40, seed=1)) > 0.95
     shares = model.predict_proba(x[:5])
     assert shares.shape == (5, 2)
     assert np.allclose(shares.sum(1), 1)
@@ -178,7 +178,7 @@ def test_features_train_on_the_command_line(tmp_path: Path, monkeypatch: pytest.
     from lipdp.features import learned, residual
 
     monkeypatch.setitem(residual.SHAPES, "large", residual.NetworkShape((4, 6, 8), (1, 1, 1)))
-    monkeypatch.setattr(learned, "_DRAWINGS", 256)
+    monkeypatch.setattr(learned, "_DRAWINGS", 16)
     file = tmp_path / "mine.npz"
     told = CliRunner().invoke(
         app, ["features", "train", "large", "--steps", "1", "--batch", "8", "--pool", "16", "--output", str(file), "--json"]

@@ -136,7 +136,7 @@ def test_a_network_is_written_and_read(tmp_path: Path) -> None:
     network = learn(TINY, LESSON)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr("lipdp.features.learned._DRAWINGS", 256)
+        patch.setattr("lipdp.features.learned._DRAWINGS", 32)
         written = write_network(tmp_path / "tiny.npz", TINY, folded_weights(network), 16, {"name": "tiny"})
     layer = LearnedFeatures((3, 16, 16), str(tmp_path / "tiny.npz"))
     assert layer.digest == written.digest

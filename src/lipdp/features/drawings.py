@@ -117,8 +117,9 @@ def _clouds(size: int, draw: torch.Generator) -> torch.Tensor:
     radius = torch.sqrt(frequency[:, None] ** 2 + frequency[None, :] ** 2)
     radius[0, 0] = torch.inf
     noise = torch.fft.fft2(torch.randn(_CLOUDS, 2 * size, 2 * size, generator=draw)) / radius
-    waves: torch.Tensor = torch.fft.ifft2(noise).real[:, :size, :size]
-    return waves / waves.std((1, 2), keepdim=True)
+    waves = torch.fft.ifft2(noise).real[:, :size, :size]
+    even: torch.Tensor = waves / waves.std((1, 2), keepdim=True)
+    return even
 
 
 def _cloud(numbers: _Numbers, clouds: torch.Tensor) -> torch.Tensor:

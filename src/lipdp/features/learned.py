@@ -276,16 +276,16 @@ def _measured(
     layer = LearnedFeatures((3, view, view), raw, flip=False).to(device)
     sums = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
     products = [torch.zeros(n, n, dtype=torch.float64, device=device) for n in sizes]
-    count = 0
+    count, at_once = 0, min(256, _DRAWINGS)
     with torch.no_grad():
-        for start in range(0, _DRAWINGS, 256):
-            drawings = draw_images(256, 2 * view, _DRAWINGS_SEED + start, device=device)
+        for start in range(0, _DRAWINGS, at_once):
+            drawings = draw_images(at_once, 2 * view, _DRAWINGS_SEED + start, device=device)
             images = F.interpolate(drawings, size=(view, view), mode="bilinear", align_corners=False, antialias=True) - 0.5
             for number, cells in enumerate(layer._pooled(images, torch.float32)):
                 roots = torch.sqrt(cells.flatten(2) + _TINY).transpose(1, 2).flatten(0, 1).double()
                 sums[number] += roots.sum(0) / _TAPS[number][1] ** 2
                 products[number] += roots.T @ roots / _TAPS[number][1] ** 2
-            count += 256
+            count += at_once
     means = [total / count for total in sums]
     mixings = [_mixing(product / count - torch.outer(mean, mean)) for product, mean in zip(products, means, strict=True)]
     return [mean.float().cpu() for mean in means], [mixing.float().cpu() for mixing in mixings]
