@@ -127,6 +127,35 @@ def test_dimensions_that_grow_hold_the_examples():
     assert look_at(Positions().double(), X).repeated == {"table"}
 
 
+def test_a_mask_that_some_batches_do_without():
+    """Modules that get an argument more in some runs: of the others all is known that was."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places, self.inner = Positions(), _Scaled()
+
+        def forward(self, x, mask):
+            return self.inner(self.places(x), None if bool(mask.all()) else mask)
+
+    class _Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, h, mask):
+            return self.head(h if mask is None else h * mask[..., None])
+
+    torch.manual_seed(0)
+    mask = torch.ones(4, 6, dtype=torch.long)
+    mask[2, 3:] = 0  # the third is the first with padding: two examples are run without a mask, three with one
+    model = Masked().double()
+    found = clipping.clipped_gradients(model, quadratic, (X, mask), torch.zeros(4), 0.5)
+    expected = clipping.clipped_gradients(model, quadratic, (X, mask), torch.zeros(4), 0.5, "naive")
+    assert all(torch.allclose(found[name], g) for name, g in expected.items())
+    assert not look_at(model, (X, mask)).calls["inner"]
+
+
 def test_a_model_is_the_same_after_it_was_looked_at():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
     before = torch.get_rng_state().clone()
