@@ -296,3 +296,28 @@ def test_plotting(tmp_path):
 def test_a_free_model_trains_too():
     model = free()
     assert fit(model).metrics["step"][-1] == 12
+
+
+@pytest.mark.parametrize("label", [-1, 3, 1000])
+@pytest.mark.parametrize("method", ["clipless", "bookkeeping"])
+def test_a_label_that_is_no_class_is_refused_before_anything_is_released(label, method):
+    """It would be noticed only in the step that draws its record, if ever."""
+    x, y = toy().tensors
+    y = y.clone()
+    y[17] = label
+    model = free()
+    plan = planned(model, method=method, **({"max_grad_norm": 1.0} if method == "bookkeeping" else {}))
+    before = weights(model)
+    with pytest.raises(DataError, match=r"record 17 .*classes must be 0 to 2"):
+        fit(model, plan, TensorDataset(x, y))
+    assert same(before, weights(model))
+
+
+def test_labels_that_a_loss_leaves_out_are_fine():
+    x, y = toy().tensors
+    y = y.clone()
+    y[17] = -100
+    model, loss = free(), losses.CrossEntropy(tau=4.0, reduction="mean", ignore_index=-100)
+    plan = planned(model, loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert lipdp.fit(model, loss, optimizer, plan, TensorDataset(x, y)).epsilon == plan.epsilon

@@ -272,11 +272,12 @@ def check_finite(
     chunk: int | None = None,
     types: Types | None = None,
     progress: Callable[[int, int], None] | None = None,
+    check_targets: Callable[[torch.Tensor, int], None] | None = None,
 ) -> None:
     """Refuses a dataset with a NaN or an infinity in some record: no bound on a gradient holds for it.
 
     With ``types``, records are looked at as the model and the loss will get them: 1e300 is finite, and infinite in float32.
-    ``progress(done, total)`` is told as it goes.
+    ``progress(done, total)`` is told as it goes; ``check_targets`` gets targets, and the number of the first one.
     """
     size, start = check_dataset(dataset), 0
     for inputs, targets in slices(dataset, chunk or rows_at_once(entries_of(dataset), torch.device("cpu"))):
@@ -289,6 +290,8 @@ def check_finite(
                     f"record {start + int((~finite).nonzero()[0])} of {size} contains a NaN or an infinity{beyond}, and there may "
                     "be more: no sensitivity bound holds for it. Remove or repair such records first."
                 )
+        if check_targets is not None:
+            check_targets(targets, start)
         start += len(targets)
         if progress is not None:
             progress(start, size)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lipdp.errors import DataError
 from lipdp.inputs import call, logits_of, loss_of, mapped
 from lipdp.losses import predict
 from lipdp.program.dtypes import Types
+from lipdp.program.reading import undisturbed
 from lipdp.training.batches import check_dataset, gather
 from lipdp.training.settings import per_example_loss
 
-__all__ = ["evaluate"]
+__all__ = ["check_of_targets", "evaluate"]
+
+_ENTRIES = 2**22  # outputs that a loss is tried on at a time
 
 
 def evaluate(
@@ -61,3 +67,50 @@ def evaluate(
     if classified:
         metrics["accuracy"] = correct / size
     return metrics
+
+
+def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callable[[torch.Tensor, int], None] | None:
+    """What refuses class numbers that the loss does not take, given some and the number of their first record.
+
+    A label beyond the outputs would be noticed only in the step that draws its record. So the loss is tried on zeros in place of
+    outputs, whose shape is that of one record's. ``None``: the targets are no whole numbers, or the model can't be asked yet.
+    """
+    check_dataset(dataset)
+    inputs, targets = gather(dataset, torch.arange(1))
+    if not callable(loss) or targets.is_floating_point() or targets.is_complex():
+        return None
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    types, modes = Types(model, loss), [(module, module.training) for module in model.modules()]
+    try:
+        with undisturbed(model):
+            model.eval()
+            outputs = logits_of(call(model, types.inputs(mapped(lambda leaf: leaf.to(place), inputs))))
+        one = torch.zeros(outputs.shape, dtype=outputs.dtype)
+        trial = copy.deepcopy(loss).cpu() if isinstance(loss, torch.nn.Module) else loss
+    except Exception:  # what can't be evaluated now is found out where it is used
+        return None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+    def check(given: torch.Tensor, first: int) -> None:
+        rows = max(1, _ENTRIES // max(1, one.numel()))
+        for start in range(0, len(given), rows):
+            part = types.targets(given[start : start + rows].cpu())
+            if _objection(trial, one, part) is not None:
+                for row in range(len(part)):
+                    error = _objection(trial, one, part[row : row + 1])
+                    if error is not None:
+                        raise DataError(f"record {first + start + row} has a target that the loss does not take. {error}")
+
+    return check
+
+
+def _objection(loss: Any, one: torch.Tensor, targets: torch.Tensor) -> Exception | None:
+    try:
+        loss(one.expand(len(targets), *one.shape[1:]), targets)
+    except (DataError, IndexError) as error:
+        return error
+    except Exception:  # of a loss that does not do with zeros, say
+        return None
+    return None

@@ -22,7 +22,7 @@ from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
 from lipdp.training.distributed import Ranks, present_ranks
 from lipdp.training.engine import PrivacyEngine
-from lipdp.training.evaluation import evaluate
+from lipdp.training.evaluation import check_of_targets, evaluate
 from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
 from lipdp.training.plan import PrivacyPlan
@@ -113,7 +113,8 @@ def fit(
     """
     ranks, hooks = present_ranks(), list(callbacks)
     hooks = hooks if ranks.is_first else []
-    check_finite(train, types=Types(model, loss), progress=_told_to(hooks))
+    labels = check_of_targets(model, loss, train)
+    check_finite(train, types=Types(model, loss), progress=_told_to(hooks), check_targets=labels)
     if validation is not None:
         check_dataset(validation)
     positive("checkpoint_every", checkpoint_every)
