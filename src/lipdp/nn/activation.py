@@ -69,14 +69,22 @@ class GroupSort(torch.nn.Module):
 
 
 class MaxMin(GroupSort):
-    """GroupSort of pairs."""
+    """GroupSort of pairs.
+
+    Args:
+        dim: the dimension that holds the channels, an even number of them; not 0, the batch.
+    """
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__(2, dim)
 
 
 class FullSort(GroupSort):
-    """GroupSort of all channels at once."""
+    """GroupSort of all channels at once.
+
+    Args:
+        dim: the dimension whose entries are sorted; not 0, the batch.
+    """
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__(None, dim)

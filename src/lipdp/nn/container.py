@@ -26,13 +26,21 @@ class Sequential(torch.nn.Sequential):
 
 
 class Flatten(torch.nn.Flatten):
-    """:class:`torch.nn.Flatten` of each example."""
+    """:class:`torch.nn.Flatten` of each example.
+
+    Args:
+        start_dim: the first dimension that is merged, 1 or later: the batch dimension 0 stays.
+        end_dim: the last one, itself included; −1 is the tensor's last.
+    """
 
 
 class Residual(torch.nn.Module):
     """``(x + f(x))/2``: the 1-Lipschitz residual connection.
 
     ``X_out = (X + X_f)/2`` and ``G_in = ½G + G_f(½G)``, which the calculus finds from the sum and the factor ½.
+
+    Args:
+        module: f, from tensors of one shape to tensors of the same.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -48,7 +56,14 @@ class Residual(torch.nn.Module):
 
 
 class ConvexMix(Constrained, torch.nn.Module):
-    """``(1 − a)·x + a·y`` of two tensors of one shape, ``a`` fixed or learned in [low, high] ⊂ [0, 1]: ``Δ_a = G·(X + Y)``."""
+    """``(1 − a)·x + a·y`` of two tensors of one shape, ``a`` fixed or learned in [low, high] ⊂ [0, 1]: ``Δ_a = G·(X + Y)``.
+
+    Args:
+        weight: a, or where it starts if it is learned.
+        learned: whether a is a trained parameter, projected into [low, high]; otherwise it is a buffer that stays ``weight``.
+        low: the least that a learned a may be, at least 0 and at most ``weight``.
+        high: the most that it may be, at least ``weight`` and at most 1. Nearer ends give smaller bounds.
+    """
 
     def __init__(self, weight: float = 0.5, learned: bool = False, low: float = 0.0, high: float = 1.0) -> None:
         super().__init__()
@@ -100,7 +115,15 @@ def _convex_mix(layer: ConvexMix, call: Call) -> Transfer:
 
 
 class ConvexResidual(torch.nn.Module):
-    """``(1 − a)·x + a·f(x)`` with ``a`` fixed or learned in [low, high] ⊂ [0, 1]."""
+    """``(1 − a)·x + a·f(x)`` with ``a`` fixed or learned in [low, high] ⊂ [0, 1].
+
+    Args:
+        module: f, from tensors of one shape to tensors of the same.
+        weight: a, the share of f(x), or where it starts if it is learned.
+        learned: whether a is a trained parameter, projected into [low, high].
+        low: the least that a learned a may be, from 0 to ``weight``.
+        high: the most that it may be, from ``weight`` to 1.
+    """
 
     def __init__(
         self, module: torch.nn.Module, weight: float = 0.5, learned: bool = False, low: float = 0.0, high: float = 1.0
@@ -116,7 +139,12 @@ class ConvexResidual(torch.nn.Module):
 
 
 class ConcatResidual(torch.nn.Module):
-    """``[x, f(x)]/√2`` side by side along ``dim``: 1-Lipschitz where f is (the calculus says √2, as it adds both paths)."""
+    """``[x, f(x)]/√2`` side by side along ``dim``: 1-Lipschitz where f is (the calculus says √2, as it adds both paths).
+
+    Args:
+        module: f, whose outputs have x's shape but for their size along ``dim``.
+        dim: where x and f(x) are joined, not 0, the batch; 1 puts their channels side by side.
+    """
 
     def __init__(self, module: torch.nn.Module, dim: int = 1) -> None:
         super().__init__()

@@ -29,6 +29,12 @@ class BoundedPReLU(Constrained, torch.nn.PReLU):
     """``max(x, 0) + a·min(x, 0)`` with learned |a| ≤ 1, kept by projection: 1-Lipschitz, ``Δ_a = G·X``.
 
     Arguments are those of :class:`torch.nn.PReLU`.
+
+    Args:
+        num_parameters: 1 for one slope a for all entries, or the number of channels (dimension 1) for one each.
+        init: the slope a at the start, in [−1, 1]; the first projection, before the first step, brings another one there.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def project_(self) -> None:
@@ -53,6 +59,8 @@ class Householder(Constrained, torch.nn.Module):
     Args:
         channels: number of channels, even; pairs are neighbours. One angle for each pair.
         dim: the dimension that holds the channels.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(self, channels: int, dim: int = 1, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -102,6 +110,8 @@ class LayerScale(Constrained, torch.nn.Module):
         shape: shape of γ, broadcast against one example; ``()`` is one scalar.
         bound: the box that γ is kept in.
         init: where γ starts, ``bound`` by default.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(

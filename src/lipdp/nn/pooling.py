@@ -61,6 +61,12 @@ class L2NormPool2d(_Pool):
 
     Where x ≠ 0 the cotangent is spread along x/‖x‖, of norm 1, so non-overlapping windows preserve its norm. ε > 0 keeps
     the gradient defined at 0.
+
+    Args:
+        kernel_size: height and width of a window, or one number for both.
+        stride: steps between windows, the window's size by default. Where m windows share a pixel, bounds grow by √m.
+        padding: zeros put around the image at each side.
+        eps: ε, positive; no output is below √ε.
     """
 
     axes = 2
@@ -79,7 +85,14 @@ class L2NormPool2d(_Pool):
 
 
 class L2NormPool1d(_Pool):
-    """:class:`L2NormPool2d` along one axis."""
+    """:class:`L2NormPool2d` along one axis.
+
+    Args:
+        kernel_size: length of a window.
+        stride: steps between windows, the window's length by default. Smaller ones overlap, which makes bounds larger.
+        padding: zeros put at both ends.
+        eps: ε, positive; no output is below √ε.
+    """
 
     axes = 1
 
@@ -114,7 +127,11 @@ def _windows(layer: L2NormPool2d) -> Stage | None:
 
 
 class GlobalL2NormPool(torch.nn.Module):
-    """``√(Σx² + ε)`` over all places of each channel: (channels, …) to (channels,)."""
+    """``√(Σx² + ε)`` over all places of each channel: (channels, …) to (channels,).
+
+    Args:
+        eps: ε, positive: keeps the gradient defined where a channel is 0; no output is below √ε.
+    """
 
     def __init__(self, eps: float = 1e-12) -> None:
         super().__init__()
@@ -151,7 +168,12 @@ class _ScaledPool(_Pool):
 
 
 class ScaledAvgPool1d(_ScaledPool):
-    """Average pooling times √window along one axis: operator norm 1. Windows must not overlap."""
+    """Average pooling times √window along one axis: operator norm 1. Windows must not overlap.
+
+    Args:
+        kernel_size: length w of a window; outputs are averages times √w.
+        stride: steps between windows, at least the window's length, which is the default.
+    """
 
     axes = 1
 
@@ -161,7 +183,12 @@ class ScaledAvgPool1d(_ScaledPool):
 
 
 class ScaledAvgPool2d(_ScaledPool):
-    """Average pooling times √window: an orthogonal projection scaled to operator norm 1. Windows must not overlap."""
+    """Average pooling times √window: an orthogonal projection scaled to operator norm 1. Windows must not overlap.
+
+    Args:
+        kernel_size: height and width of a window of w pixels, or one number for both; outputs are averages times √w.
+        stride: steps between windows, at least the window's size, which is the default.
+    """
 
     axes = 2
 
@@ -178,7 +205,11 @@ def _scaled_avg_pool(layer: ScaledAvgPool1d | ScaledAvgPool2d, call: Call) -> Tr
 
 
 class ScaledAdaptiveAvgPool2d(torch.nn.Module):
-    """Adaptive average pooling times √window, operator norm 1: for output sizes that divide the image's."""
+    """Adaptive average pooling times √window, operator norm 1: for output sizes that divide the image's.
+
+    Args:
+        output_size: height and width of the output, or one number for both; each divides the image's side.
+    """
 
     def __init__(self, output_size: Size = 1) -> None:
         super().__init__()
@@ -210,11 +241,19 @@ def _scaled_adaptive(layer: ScaledAdaptiveAvgPool2d, call: Call) -> Transfer:
 
 
 class InvertibleDownsampling(torch.nn.PixelUnshuffle):
-    """Blocks of factor×factor pixels become channels: half the size, nothing lost, ℓ = 1."""
+    """Blocks of factor×factor pixels become channels: half the size, nothing lost, ℓ = 1.
+
+    Args:
+        downscale_factor: side of the blocks, which divides the image's; channels become its square times as many.
+    """
 
 
 class InvertibleUpsampling(torch.nn.PixelShuffle):
-    """The inverse of :class:`InvertibleDownsampling`."""
+    """The inverse of :class:`InvertibleDownsampling`.
+
+    Args:
+        upscale_factor: how many times longer each side becomes; its square divides the number of channels.
+    """
 
 
 @lowering(L2NormPool2d)
