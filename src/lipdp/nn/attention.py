@@ -38,6 +38,8 @@ class LipschitzAttention(torch.nn.Module):
         bias: whether the four projections have biases (they lengthen tokens, which ℓ then counts).
         bias_norm: as in SpectralLinear.
         constraint: as in SpectralLinear.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(

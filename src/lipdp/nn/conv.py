@@ -194,7 +194,23 @@ class _SpectralConv(_Spectral):
 
 
 class SpectralConv1d(_SpectralConv, torch.nn.Conv1d):
-    """:class:`SpectralConv2d` along one axis."""
+    """:class:`SpectralConv2d` along one axis.
+
+    Args:
+        in_channels: channels that come in, a multiple of ``groups``.
+        out_channels: channels that go out, a multiple of ``groups``.
+        kernel_size: length of the window.
+        stride: steps between windows; larger ones overlap less, which makes m smaller.
+        padding: what is added at each side, a number; or "same" (at stride 1), "valid" for none.
+        dilation: distance between the taps of a window.
+        groups: parts that the channels are split into, each with a Θ_g of its own.
+        bias: whether to add a bias, one number for each channel that goes out.
+        padding_mode: "zeros", "circular", "reflect" or "replicate"; of orthogonal ones the first two, of CircularFFT the second.
+        bias_norm: radius of the ball that the bias is kept in; √T times it enters the activations' bound.
+        constraint: how ‖Θ_g‖₂ ≤ 1 is kept, as in SpectralLinear; or an orthogonal convolution in its place, such as ``AOC()``.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+    """
 
 
 class SpectralConv2d(_SpectralConv, torch.nn.Conv2d):
@@ -210,13 +226,43 @@ class SpectralConv2d(_SpectralConv, torch.nn.Conv2d):
     Orthogonal convolutions keep more of the gradient: ``constraint=constraint.AOC()`` (any stride), ``BCOP()``, ``SOC()``,
     ``CircularFFT(size)``. W is then the kernel itself, with ``Δ_W = √m·G·X`` (CircularFFT: ``G·X``, W = √(H·W)·K).
 
-    Arguments are those of :class:`torch.nn.Conv2d`, and ``bias_norm`` and ``constraint`` as in
-    :class:`~lipdp.nn.SpectralLinear`.
+    Arguments are those of :class:`torch.nn.Conv2d`, and two more.
+
+    Args:
+        in_channels: channels that come in, a multiple of ``groups``.
+        out_channels: channels that go out, a multiple of ``groups``.
+        kernel_size: height and width of the window, or one number for both.
+        stride: steps between windows; larger ones overlap less, which makes m smaller.
+        padding: what is added at each side, a number or one for each axis; or "same" (at stride 1), "valid" for none.
+        dilation: distance between the taps of a window.
+        groups: parts that the channels are split into, each with a Θ_g of its own.
+        bias: whether to add a bias, one number for each channel that goes out.
+        padding_mode: "zeros", "circular", "reflect" or "replicate"; of orthogonal ones the first two, of CircularFFT the second.
+        bias_norm: radius of the ball that the bias is kept in; √T times it enters the activations' bound.
+        constraint: how ‖Θ_g‖₂ ≤ 1 is kept, as in SpectralLinear; or an orthogonal convolution in its place, such as ``AOC()``.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
 
 class SpectralConv3d(_SpectralConv, torch.nn.Conv3d):
-    """:class:`SpectralConv2d` along three axes."""
+    """:class:`SpectralConv2d` along three axes.
+
+    Args:
+        in_channels: channels that come in, a multiple of ``groups``.
+        out_channels: channels that go out, a multiple of ``groups``.
+        kernel_size: sides of the window along the three axes, or one number for all.
+        stride: steps between windows; larger ones overlap less, which makes m smaller.
+        padding: what is added at each side, a number or one for each axis; or "same" (at stride 1), "valid" for none.
+        dilation: distance between the taps of a window.
+        groups: parts that the channels are split into, each with a Θ_g of its own.
+        bias: whether to add a bias, one number for each channel that goes out.
+        padding_mode: "zeros", "circular", "reflect" or "replicate"; of orthogonal ones the first two, of CircularFFT the second.
+        bias_norm: radius of the ball that the bias is kept in; √T times it enters the activations' bound.
+        constraint: how ‖Θ_g‖₂ ≤ 1 is kept, as in SpectralLinear; or an orthogonal convolution in its place, such as ``AOC()``.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+    """
 
 
 class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
@@ -225,6 +271,21 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
     The stored Θ has ‖Θ_g‖₂ ≤ 1 read as (in × out·kh·kw), and ``K = Θ/√m`` with the m of that convolution, which is capped by the
     number of *input* positions. Bounds as :class:`SpectralConv2d`; arguments as :class:`torch.nn.ConvTranspose2d`. Of the
     orthogonal convolutions, AOC and BCOP have this form.
+
+    Args:
+        in_channels: channels that come in, a multiple of ``groups``.
+        out_channels: channels that go out, a multiple of ``groups``.
+        kernel_size: height and width of the window, or one number for both.
+        stride: steps, in the output, between the windows that two neighbouring inputs write to.
+        padding: pixels that are left off at each side of the output.
+        output_padding: pixels added to the output's far sides, to choose among the sizes that a stride leaves open.
+        groups: parts that the channels are split into, each with a Θ_g of its own.
+        bias: whether to add a bias, one number for each channel that goes out.
+        dilation: distance between the taps of a window.
+        bias_norm: radius of the ball that the bias is kept in; √T times it enters the activations' bound.
+        constraint: how ‖Θ_g‖₂ ≤ 1 is kept, as in :class:`~lipdp.nn.SpectralLinear`; or ``AOC()``, ``BCOP()``.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(

@@ -91,6 +91,8 @@ class LearnedPositions(Constrained, torch.nn.Module):
         length: number of tokens.
         dim: size of each.
         norm: radius of the ball of P, over all positions together; √length by default: 1 for each on average.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(

@@ -29,10 +29,20 @@ class FourierConv2d(Constrained, torch.nn.Conv2d):
     itself, so ``Δ_K = √m·G·X``. Other bounds as :class:`~lipdp.nn.SpectralConv2d`.
 
     Args:
+        in_channels: channels that come in, a multiple of ``groups``.
+        out_channels: channels that go out, a multiple of ``groups``.
+        kernel_size: height and width of the window, or one number for both.
+        stride: steps between windows; larger ones overlap less, which makes m, and so Δ_K, smaller.
+        padding: what is added at each side; or "same" (at stride 1), "valid" for none.
+        dilation: distance between the taps of a window.
+        groups: parts that the channels are split into; the norm is that of the steepest part.
+        bias: whether to add a bias, one number for each channel that goes out.
+        padding_mode: "zeros" or "circular": copies of border pixels can make the norm larger.
+        bias_norm: radius of the ball that the bias is kept in; √T times it enters the activations' bound.
         grid: frequencies along each axis; more are tighter (the bound is within 1/cos²(π(k−1)/(2·grid)) of the truth).
             By default 32, fewer for very many channels.
-
-    The other arguments are those of :class:`torch.nn.Conv2d`; padding is "zeros" or "circular".
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(

@@ -142,7 +142,16 @@ def _spectral_linear(layer: SpectralLinear, call: Call) -> Transfer:
 
 
 class FrobeniusLinear(SpectralLinear):
-    """:class:`SpectralLinear` with ‖W‖_F ≤ 1: the cheapest certificate of ‖W‖₂ ≤ 1, tight for weights of rank one."""
+    """:class:`SpectralLinear` with ‖W‖_F ≤ 1: the cheapest certificate of ‖W‖₂ ≤ 1, tight for weights of rank one.
+
+    Args:
+        in_features: size of each input.
+        out_features: size of each output.
+        bias: whether to add a bias.
+        bias_norm: radius of the ball that the bias is kept in, which enters the activations' bound.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+    """
 
     def __init__(
         self,
@@ -164,6 +173,15 @@ class L1Linear(Constrained, torch.nn.Linear):
     equal columns reach. With ``rows=True`` absolute sums of rows are kept at 1 too, and then ‖W‖₂ ≤ √(‖W‖₁‖W‖∞) ≤ 1.
 
     Bounds: ``X_out = ℓX + √T·bias_norm``, ``G_in = ℓG`` with ℓ = √in_features (1 with ``rows``), ``Δ_W = G·X``, ``Δ_b = √T·G``.
+
+    Args:
+        in_features: size of each input; √in_features is ℓ in L2 without ``rows``.
+        out_features: size of each output.
+        bias: whether to add a bias.
+        rows: keep the absolute sums of rows at 1 too, for ℓ = 1 in L2.
+        bias_norm: radius, in L2, of the ball that the bias is kept in.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(

@@ -63,6 +63,16 @@ class LayerNorm(_Bounded, torch.nn.LayerNorm):
 
     ``eps`` is 1 unless given, where torch has 1e-5: the layer is then 1-Lipschitz, and inputs of root mean square well above
     1 are normalised as usual. Bounds: see theory, "LayerNorm".
+
+    Args:
+        normalized_shape: sizes of the last dimensions that are normalised together; one number for the last alone.
+        eps: added to the variance before the root; a smaller one gives a steeper layer.
+        elementwise_affine: whether there are γ and β, an entry each for every normalised one.
+        bias: whether there is β beside γ.
+        scale: the most that any |γ_i| may be; without γ the factor is 1.
+        bias_norm: radius of the ball that β is kept in.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
     """
 
     def __init__(
@@ -94,7 +104,16 @@ def _layer_norm(layer: LayerNorm, call: Call) -> Transfer:
 
 
 class RMSNorm(_Bounded, torch.nn.RMSNorm):
-    """``γ⊙x/√(mean(x²)+eps)`` with ‖γ‖∞ ≤ ``scale``, kept by projection: ℓ = scale/√eps, with eps = 1 unless given."""
+    """``γ⊙x/√(mean(x²)+eps)`` with ‖γ‖∞ ≤ ``scale``, kept by projection: ℓ = scale/√eps, with eps = 1 unless given.
+
+    Args:
+        normalized_shape: sizes of the last dimensions that are normalised together; one number for the last alone.
+        eps: added to the mean square before the root; a smaller one gives a steeper layer.
+        elementwise_affine: whether there is γ, an entry for every normalised one.
+        scale: the most that any |γ_i| may be; without γ the factor is 1.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+    """
 
     def __init__(
         self,
@@ -123,7 +142,18 @@ def _rms_norm(layer: RMSNorm, call: Call) -> Transfer:
 
 
 class GroupNorm(_Bounded, torch.nn.GroupNorm):
-    """Group normalisation with ‖γ‖∞ ≤ ``scale`` and ‖β‖₂ ≤ ``bias_norm``: ℓ = scale/√eps, with eps = 1 unless given."""
+    """Group normalisation with ‖γ‖∞ ≤ ``scale`` and ‖β‖₂ ≤ ``bias_norm``: ℓ = scale/√eps, with eps = 1 unless given.
+
+    Args:
+        num_groups: parts that the channels are split into, each normalised by itself over its channels and all places.
+        num_channels: size of dimension 1, a multiple of ``num_groups``.
+        eps: added to the variance before the root; a smaller one gives a steeper layer.
+        affine: whether there are γ and β, an entry each for every channel.
+        scale: the most that any |γ_i| may be; without γ the factor is 1.
+        bias_norm: radius of the ball that β is kept in.
+        device: as in torch.nn.
+        dtype: as in torch.nn.
+    """
 
     def __init__(
         self,
