@@ -35,6 +35,14 @@ class ParameterBound:
 
     ``size`` is the number of entries of what is noised: the parameter's own, or those of the effective weight of a
     reparametrised layer.
+
+    Attributes:
+        name: qualified, as in ``model.named_parameters()``.
+        sensitivity: Δ, a bound on the L2 norm of one example's gradient, in exact arithmetic.
+        input_norm: the largest X that enters an operation which uses the parameter.
+        cotangent_norm: the largest G that reaches the output of such an operation.
+        size: number of entries of what is noised.
+        uses: how many operations use it; where none does, Δ is 0.
     """
 
     name: str

@@ -160,7 +160,12 @@ _rounds: dict[Any, Rounds] = {}
 
 @dataclass(frozen=True)
 class ParameterRef:
-    """A trainable parameter that ``forward`` uses by itself, as in ``x + self.position``."""
+    """A trainable parameter that ``forward`` uses by itself, as in ``x + self.position``.
+
+    Attributes:
+        name: qualified, as in ``model.named_parameters()``.
+        tensor: the parameter itself. Its values change with every step: a rule may rely on its shape only.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -172,6 +177,13 @@ class Call:
 
     Activations in ``args`` and ``kwargs`` are replaced by their :class:`Bound`, trainable parameters by
     :class:`ParameterRef`; constant tensors and Python values stay as they are.
+
+    Attributes:
+        where: how messages name it: the layer, or the function and the layer in whose forward it stands.
+        args: positional arguments, replaced as above.
+        kwargs: arguments by name, replaced as above.
+        inputs: the bounds of all activations among the arguments, in order of appearance.
+        output_shapes: shape of each output without the batch dimension; one, except where a tensor is split.
     """
 
     where: str

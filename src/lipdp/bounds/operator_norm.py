@@ -54,6 +54,11 @@ def certified_norm(matrix: torch.Tensor, squarings: int = 10, *, until_one: bool
     float64 is used throughout, so TF32 or bf16 settings never reach the certificate.
 
     It ends when the bound is close to 1; with ``until_one`` only when it is not above 1.
+
+    Args:
+        matrix: one or many, of any dtype; NaN in an entry makes that matrix's bound NaN.
+        squarings: the most that are done, products of r×r matrices; each halves the logarithm of what the bound may be loose by.
+        until_one: end before that only where the bound is at most 1: for a yes-or-no question.
     """
     if matrix.ndim < 2:
         raise ConfigurationError(f"an operator norm needs a matrix, not a tensor of shape {tuple(matrix.shape)}")

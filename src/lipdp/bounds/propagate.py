@@ -48,7 +48,12 @@ class Forward:
 
 
 def program_of(model: torch.nn.Module, input_shape: Shape | None = None) -> Program:
-    """The program of ``model``, whose operations are those that have rules."""
+    """The program of ``model``, whose operations are those that have rules.
+
+    Args:
+        model: any module that torch.fx can trace.
+        input_shape: shape of one example; by default that of the model's :class:`~lipdp.nn.BoundedInput`, and an error without one.
+    """
 
     def refuse(where: str, module: torch.nn.Module) -> LipdpError | None:
         return no_rule(where, module) if way_out(module) and not has_rule(module) else None

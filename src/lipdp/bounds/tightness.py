@@ -68,6 +68,10 @@ def lower_norm(layer: torch.nn.Module, shape: Shape, iterations: int = 10) -> fl
 def convolution_notes(model: torch.nn.Module, *, input_shape: Shape | None = None) -> tuple[ConvolutionNote, ...]:
     """A note for every convolution of ``model``, in the order of execution; see :class:`ConvolutionNote`.
 
+    Args:
+        model: as for :func:`~lipdp.bounds.analyse`.
+        input_shape: shape of one example; by default that of the model's :class:`~lipdp.nn.BoundedInput`.
+
     Example:
         >>> import torch
         >>> from lipdp import nn

@@ -228,7 +228,11 @@ def reduce(values: Tensor, reduction: str) -> Tensor:
 
 
 def predict(outputs: torch.Tensor) -> torch.Tensor:
-    """The class with the largest output; for one output, whether it is positive."""
+    """The class with the largest output; for one output, whether it is positive.
+
+    Args:
+        outputs: (batch, K); or (batch, 1) or (batch,) of a network with one output, for classes 0 and 1.
+    """
     if outputs.ndim == 1 or outputs.shape[1] == 1:
         return (outputs.reshape(len(outputs)) > 0).long()
     return outputs.argmax(dim=1)

@@ -84,6 +84,9 @@ class Hinge(Loss):
     Derivation: the derivative is −y where the margin is violated and 0 elsewhere.
 
     Targets: y > 0 is +1, anything else is −1, so 0/1 and −1/+1 labels work alike.
+
+    Args:
+        margin: > 0; the loss is 0 where yŷ is at least half of it. L does not depend on it.
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("margin",)
@@ -113,6 +116,10 @@ class MulticlassHinge(Loss):
     Derivation: each of the K entries of the gradient is 0 or ±1 (divided by K in the mean): √K, or √K/K.
 
     Targets: class numbers (batch,). For one output use `Hinge`.
+
+    Args:
+        margin: > 0; an output costs nothing where y_kŷ_k is at least half of it. L does not depend on it.
+        reduction: over the K outputs, "mean" or "sum".
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("margin", "reduction")
@@ -193,6 +200,9 @@ class CosineSimilarity(Loss):
     projection of a unit vector divided by more than c. Without the floor it is unbounded near 0.
 
     Targets: class numbers (batch,), or vectors shaped as the outputs, divided by their norm here (0 stays 0).
+
+    Args:
+        floor: c > 0, in units of the outputs' norm. A larger one makes L smaller; inside its ball the loss is linear.
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("floor",)

@@ -43,6 +43,9 @@ class MAE(_Elementwise):
     """Mean absolute error |ŷ − y|. L = 1/√K averaged over the K outputs, √K summed.
 
     Derivation: each entry of the gradient is in [−1, 1] (divided by K in the mean), whatever the target.
+
+    Args:
+        reduction: over the K outputs of an example, "mean" or "sum".
     """
 
     def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
@@ -58,6 +61,10 @@ class Huber(_Elementwise):
     """Huber loss: d²/2 where |d| = |ŷ − y| ≤ δ, δ(|d| − δ/2) beyond. L = δ√K summed over the K outputs, δ/√K averaged.
 
     Derivation: each entry of the gradient is d clamped to [−δ, δ] (divided by K in the mean), whatever the target.
+
+    Args:
+        delta: δ > 0, in units of the outputs: where the square turns into a line, and the line's slope.
+        reduction: over the K outputs of an example, "mean" or "sum".
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("delta", "reduction")
@@ -80,6 +87,10 @@ class SmoothL1(_Elementwise):
     """Smooth L1: d²/(2β) where |d| = |ŷ − y| < β, |d| − β/2 beyond. L = √K summed over the K outputs, 1/√K averaged.
 
     Derivation: it is the Huber loss of δ = β divided by β: each entry of the gradient is d/β clamped to [−1, 1].
+
+    Args:
+        beta: β ≥ 0, in units of the outputs: where the square turns into a line of slope 1; 0 is the absolute error.
+        reduction: over the K outputs of an example, "mean" or "sum".
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("beta", "reduction")

@@ -179,19 +179,37 @@ def vgg(
 
 @register("vgg5")
 def vgg5(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`vgg` with 3 convolutions and 2 dense layers."""
+    """:func:`vgg` with 3 convolutions and 2 dense layers.
+
+    Args:
+        input_shape: (channels, height, width), at least 2 pixels a side; stages pool only while there are pixels left.
+        classes: number of outputs.
+        options: the other arguments of :func:`vgg`, all but ``depth``.
+    """
     return vgg(input_shape, classes, depth=5, **options)  # type: ignore[arg-type]
 
 
 @register("vgg8")
 def vgg8(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`vgg` with 5 convolutions and 3 dense layers."""
+    """:func:`vgg` with 5 convolutions and 3 dense layers.
+
+    Args:
+        input_shape: (channels, height, width), at least 2 pixels a side; stages pool only while there are pixels left.
+        classes: number of outputs.
+        options: the other arguments of :func:`vgg`, all but ``depth``.
+    """
     return vgg(input_shape, classes, depth=8, **options)  # type: ignore[arg-type]
 
 
 @register("vgg11")
 def vgg11(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`vgg` with 8 convolutions and 3 dense layers."""
+    """:func:`vgg` with 8 convolutions and 3 dense layers.
+
+    Args:
+        input_shape: (channels, height, width), at least 2 pixels a side; stages pool only while there are pixels left.
+        classes: number of outputs.
+        options: the other arguments of :func:`vgg`, all but ``depth``.
+    """
     return vgg(input_shape, classes, depth=11, **options)  # type: ignore[arg-type]
 
 
@@ -275,17 +293,35 @@ def resnet(
 
 @register("resnet6")
 def resnet6(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`resnet` with two blocks."""
+    """:func:`resnet` with two blocks.
+
+    Args:
+        input_shape: (channels, height, width), of any size; sides are multiples of ``patch`` where that is given.
+        classes: number of outputs.
+        options: the other arguments of :func:`resnet`, all but ``depth``.
+    """
     return resnet(input_shape, classes, depth=6, **options)  # type: ignore[arg-type]
 
 
 @register("resnet10")
 def resnet10(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`resnet` with four blocks."""
+    """:func:`resnet` with four blocks.
+
+    Args:
+        input_shape: (channels, height, width), of any size; sides are multiples of ``patch`` where that is given.
+        classes: number of outputs.
+        options: the other arguments of :func:`resnet`, all but ``depth``.
+    """
     return resnet(input_shape, classes, depth=10, **options)  # type: ignore[arg-type]
 
 
 @register("resnet18")
 def resnet18(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`resnet` with eight blocks."""
+    """:func:`resnet` with eight blocks.
+
+    Args:
+        input_shape: (channels, height, width), of any size; sides are multiples of ``patch`` where that is given.
+        classes: number of outputs.
+        options: the other arguments of :func:`resnet`, all but ``depth``.
+    """
     return resnet(input_shape, classes, depth=18, **options)  # type: ignore[arg-type]

@@ -39,7 +39,13 @@ def _image(input_shape: tuple[int, ...], name: str) -> tuple[int, int, int]:
 
 @register("plain-mlp")
 def plain_mlp(input_shape: tuple[int, ...], classes: int, *, hidden: tuple[int, int] = (128, 256)) -> torch.nn.Sequential:
-    """Two hidden layers of 128 and 256 units with sigmoids, as in the clipping paper."""
+    """Two hidden layers of 128 and 256 units with sigmoids, as in the clipping paper.
+
+    Args:
+        input_shape: shape of one example, any; it is flattened.
+        classes: number of outputs.
+        hidden: widths of the two hidden layers.
+    """
     first, second = hidden
     layers = (T.Linear(math.prod(input_shape), first), T.Sigmoid(), T.Linear(first, second), T.Sigmoid())
     return T.Sequential(T.Flatten(), *layers, T.Linear(second, classes))
@@ -47,7 +53,13 @@ def plain_mlp(input_shape: tuple[int, ...], classes: int, *, hidden: tuple[int, 
 
 @register("plain-cnn")
 def plain_cnn(input_shape: tuple[int, ...], classes: int, *, hidden: int = 128) -> torch.nn.Sequential:
-    """Two 5×5 convolutions of 20 and 50 channels, each with a 2×2 max pool, and a dense layer."""
+    """Two 5×5 convolutions of 20 and 50 channels, each with a 2×2 max pool, and a dense layer.
+
+    Args:
+        input_shape: (channels, height, width), at least 16 pixels a side.
+        classes: number of outputs.
+        hidden: width of the dense layer before the logits.
+    """
     channels, height, width = _image(input_shape, "plain-cnn")
     rows, columns = (((n - 4) // 2 - 4) // 2 for n in (height, width))
     if min(rows, columns) < 1:
@@ -95,14 +107,26 @@ def _sequence(input_shape: tuple[int, ...], name: str) -> tuple[int, int, list[t
 
 @register("plain-rnn")
 def plain_rnn(input_shape: tuple[int, ...], classes: int, *, hidden: int = 128) -> torch.nn.Sequential:
-    """A recurrent network of 128 units over the rows of an image, or over a sequence (length, size)."""
+    """A recurrent network of 128 units over the rows of an image, or over a sequence (length, size).
+
+    Args:
+        input_shape: (channels, height, width), read row by row as sequences of channels·width numbers; or (length, size).
+        classes: number of outputs.
+        hidden: units of the recurrent layer, whose last output goes into the logits.
+    """
     _, size, front = _sequence(input_shape, "plain-rnn")
     return T.Sequential(*front, _Last(T.RNN(size, hidden, batch_first=True)), T.Linear(hidden, classes))
 
 
 @register("plain-lstm")
 def plain_lstm(input_shape: tuple[int, ...], classes: int, *, hidden: int = 128) -> torch.nn.Sequential:
-    """An LSTM of 128 units over the rows of an image, or over a sequence (length, size)."""
+    """An LSTM of 128 units over the rows of an image, or over a sequence (length, size).
+
+    Args:
+        input_shape: (channels, height, width), read row by row as sequences of channels·width numbers; or (length, size).
+        classes: number of outputs.
+        hidden: units of the LSTM, whose last output goes into the logits.
+    """
     _, size, front = _sequence(input_shape, "plain-lstm")
     return T.Sequential(*front, _Last(T.LSTM(size, hidden, batch_first=True)), T.Linear(hidden, classes))
 
@@ -138,7 +162,18 @@ def plain_transformer(
     hidden: int = 128,
     vocabulary: int | None = None,
 ) -> torch.nn.Sequential:
-    """A transformer encoder over the rows of an image, over a sequence (length, size), or (length,) token ids."""
+    """A transformer encoder over the rows of an image, over a sequence (length, size), or (length,) token ids.
+
+    Args:
+        input_shape: (channels, height, width), read row by row as sequences of channels·width numbers; or (length, size),
+            or (length,) with ``vocabulary``.
+        classes: number of outputs.
+        dim: size of each token inside, even and a multiple of ``heads``.
+        heads: parts of each token that attend by themselves.
+        depth: encoder blocks, one after the other.
+        hidden: width inside each block's dense layers.
+        vocabulary: number of token ids (0 to vocabulary − 1), for inputs that are ids; ``None`` for inputs that are numbers.
+    """
     if vocabulary is None:
         length, size, front = _sequence(input_shape, "plain-transformer")
         front = [*front, T.Linear(size, dim)]
@@ -172,7 +207,14 @@ class _Block(torch.nn.Module):
 
 @register("plain-resnet18")
 def plain_resnet18(input_shape: tuple[int, ...], classes: int, *, width: int = 64, groups: int = 16) -> torch.nn.Sequential:
-    """ResNet-18 for small images (a 3×3 stem, no first pool), with group normalisation."""
+    """ResNet-18 for small images (a 3×3 stem, no first pool), with group normalisation.
+
+    Args:
+        input_shape: (channels, height, width).
+        classes: number of outputs.
+        width: channels of the first of four stages; each next one has twice as many.
+        groups: of channels in each normalisation; where it does not divide their number, the greatest common divisor of both.
+    """
     channels, _, _ = _image(input_shape, "plain-resnet18")
     layers: list[torch.nn.Module] = [T.Conv2d(channels, width, 3, padding=1, bias=False), _norm(width, groups), T.ReLU()]
     size = width
@@ -187,7 +229,15 @@ def plain_resnet18(input_shape: tuple[int, ...], classes: int, *, width: int = 6
 def plain_vgg11(
     input_shape: tuple[int, ...], classes: int, *, width: int = 64, hidden: int = 512, groups: int = 16
 ) -> torch.nn.Sequential:
-    """VGG-11 with group normalisation; pools only while there are pixels left."""
+    """VGG-11 with group normalisation; pools only while there are pixels left.
+
+    Args:
+        input_shape: (channels, height, width).
+        classes: number of outputs.
+        width: channels of the first convolution; later ones have 2, 4 and 8 times as many.
+        hidden: width of the two dense layers before the logits.
+        groups: of channels in each normalisation; where it does not divide their number, the greatest common divisor of both.
+    """
     channels, rows, columns = _image(input_shape, "plain-vgg11")
     layers: list[torch.nn.Module] = []
     for stage in ((1,), (2,), (4, 4), (8, 8), (8, 8)):
@@ -281,7 +331,15 @@ def _nonlinear(activation: Activation) -> torch.nn.Module:
 
 @register("resized")
 def resized(input_shape: tuple[int, ...], classes: int, *, side: int, model: str, **options: Any) -> torch.nn.Sequential:
-    """The named model on images brought to ``side`` × ``side`` pixels, bilinearly: any dataset at any resolution."""
+    """The named model on images brought to ``side`` × ``side`` pixels, bilinearly: any dataset at any resolution.
+
+    Args:
+        input_shape: (channels, height, width) of the images as they are; sides may differ.
+        classes: number of outputs.
+        side: height and width, in pixels, of what the named model sees.
+        model: its name, one of :func:`names`; it is built for (channels, side, side).
+        options: the named model's own.
+    """
     if len(input_shape) != 3:
         raise ConfigurationError(f"resized needs images (channels, height, width), not {input_shape}")
     if isinstance(side, bool) or not isinstance(side, int) or side < 1:

@@ -19,7 +19,11 @@ _builders: dict[str, Builder] = {}
 
 
 def register(name: str) -> Callable[[B], B]:
-    """Make the decorated constructor available as ``create(name, input_shape=…, classes=…, **options)``."""
+    """Make the decorated constructor available as ``create(name, input_shape=…, classes=…, **options)``.
+
+    Args:
+        name: what :func:`create` will know it by; one that is taken is replaced.
+    """
 
     def add(builder: B) -> B:
         _builders[name] = builder

@@ -62,6 +62,9 @@ def project_outside_(model: torch.nn.Module) -> list[str]:
     """Project those layers whose weights are not certainly inside their sets; the others stay as they are, to the last bit.
 
     For weights from a file: what training left inside stays exactly what it was. The names of the layers that were projected.
+
+    Args:
+        model: its :class:`Constrained` layers are looked at one by one; those outside are changed in place.
     """
     moved = []
     with torch.no_grad():

@@ -61,6 +61,10 @@ def effective_leaves(model: torch.nn.Module, *, differentiable: bool = False) ->
     """Within the block every reparametrised layer computes with a leaf W = π(θ); the leaves, by θ's qualified name.
 
     With ``differentiable`` they are no leaves but π(θ) with its graph, computed once: for analyses that follow W back to θ.
+
+    Args:
+        model: whose reparametrised layers are given the leaves, and lose them again at the end of the block.
+        differentiable: keep the graph from θ to W.
     """
     leaves: dict[str, torch.Tensor] = {}
     touched: list[Reparametrised] = []
@@ -78,7 +82,12 @@ def effective_leaves(model: torch.nn.Module, *, differentiable: bool = False) ->
 
 
 def pull_back(model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients of θ from (noised) gradients of W: the vector–Jacobian product of π; other gradients unchanged."""
+    """Gradients of θ from (noised) gradients of W: the vector–Jacobian product of π; other gradients unchanged.
+
+    Args:
+        model: whose θ have not changed since W was computed: π's Jacobian is taken at their present values.
+        gradients: by the parameter's qualified name; for a reparametrised one of W's shape.
+    """
     result = dict(gradients)
     for name, module, local, pi in _reparametrised(model):
         if name not in gradients:

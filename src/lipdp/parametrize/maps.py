@@ -70,7 +70,11 @@ class Parametrisation(ABC):
 
 @dataclass(frozen=True)
 class DifferentiableBjorck(Parametrisation):
-    """Björck iterations W ← 1.5W − 0.5WWᵀW from θ scaled to norm ≤ 1; differentiated through."""
+    """Björck iterations W ← 1.5W − 0.5WWᵀW from θ scaled to norm ≤ 1; differentiated through.
+
+    Attributes:
+        iterations: how many steps, always. With fewer, W stays further from orthogonal, and ‖W‖₂ ≤ 1 all the same.
+    """
 
     iterations: int = 12
 
@@ -91,6 +95,9 @@ class Polar(Parametrisation):
     """The polar factor by the Newton–Schulz iteration of order five, W ← W(15I − 10A + 3A²)/8 with A = WᵀW.
 
     Each step maps a singular value s to s(15 − 10s² + 3s⁴)/8: within [0, 1] for s in [0, 1], with cubic convergence to 1.
+
+    Attributes:
+        iterations: how many steps, always. With fewer, W stays further from orthogonal, and ‖W‖₂ ≤ 1 all the same.
     """
 
     iterations: int = 8

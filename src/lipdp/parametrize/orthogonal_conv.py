@@ -105,7 +105,11 @@ class AOC(ConvParametrisation):
 
 @dataclass(frozen=True)
 class BCOP(AOC):
-    """Block convolution orthogonal parametrisation: :class:`AOC` at stride 1, the form it is known by."""
+    """Block convolution orthogonal parametrisation: :class:`AOC` at stride 1, the form it is known by.
+
+    Attributes:
+        matrix: the map that gives U and R, as in :class:`AOC`.
+    """
 
     def check(self, geometry: ConvGeometry) -> None:
         """Stride 1 only."""
