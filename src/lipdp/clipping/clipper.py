@@ -50,7 +50,7 @@ from lipdp.clipping.batch import (
     uncompiled,
 )
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.layouts import layouts_of
+from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
 from lipdp.clipping.record import Recording, check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
@@ -296,10 +296,11 @@ class Clipper:
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
-        key = kind_of(batch.x), kind_of(batch.y), rows_of(batch.x), state_versions(self.model)
-        if key not in self._checked:
-            verify_once(self.model, self.loss, batch.x, batch.y)
-            self._checked.add((*key[:-1], state_versions(self.model)))
+        kind = kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
+        if (*kind, state_versions(self.model), generation(self.model)) in self._checked:
+            return
+        if verify_once(self.model, self.loss, batch.x, batch.y):
+            self._checked.add((*kind, state_versions(self.model), generation(self.model)))
 
     def _state(self) -> Hashable:
         # Groups by their members only: their C_g are an input.

@@ -1,9 +1,10 @@
 """Where the examples are in what a module sees: found by running a model on two and on three examples, and comparing shapes.
 
-A dimension that grows with the examples holds them: k rows each, one after another (windows, tokens: ``runs``). One that stays the
-same does not, whatever its size happens to be in some batch. So a layer is
+A dimension that grows with the examples, by one row each, holds them. One that stays the same does not, whatever its size happens
+to be in some batch. One that grows by several rows for each (windows, tokens) may hold as many of every example, or those that some
+layer has chosen, of one example more than of another, from batch to batch: shapes do not tell, so nobody goes by it. So a layer is
 
-* ordinary: dimension 0 of its tensors holds the examples, or runs of rows for each of them; or dimension 1 does (length first);
+* ordinary: dimension 0 of its tensors holds the examples; or dimension 1 does (length first);
 * shared: it sees no example at all and gives a tensor of one row, (1, …), that every example uses: a table of positions. Its
   output is repeated for each example, and so has a cotangent for each;
 * or neither: then its parameters' gradients are those of the smallest module around it for which this is so. That one is
@@ -35,8 +36,10 @@ __all__ = [
     "Layouts",
     "Place",
     "Where",
+    "generation",
     "layouts_of",
     "look_at",
+    "renew",
     "without_caches",
 ]
 
@@ -174,6 +177,17 @@ def _usual(place: Place) -> bool:
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Layouts]] = weakref.WeakKeyDictionary()
+_looks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def generation(model: torch.nn.Module) -> int:
+    """A number that grows whenever something else is known of the model: what was verified before rested on other layouts."""
+    return _looks.get(model, 0)
+
+
+def renew(model: torch.nn.Module) -> None:
+    """From now on other layouts are used for this model."""
+    _looks[model] = generation(model) + 1
 
 
 def _kind(x: Inputs) -> Hashable:
@@ -203,7 +217,11 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
         finally:
             for module, mode in modes:
                 module.training = mode
+    before = layouts_of(model, x)
+    if before is not None and (before.calls, before.repeated) == (found.calls, found.repeated):
+        return before  # with all that has risen since
     _known.setdefault(model, {})[_kind(x)] = found
+    renew(model)
     return found
 
 
@@ -318,5 +336,5 @@ def _where(few: torch.Size, more: torch.Size) -> Where:
         return _ODD
     for dim, (a, b) in enumerate(zip(few, more, strict=True)):
         if a != b:
-            return Place(dim, a // _SIZES[0]) if a * _SIZES[1] == b * _SIZES[0] and a % _SIZES[0] == 0 else _ODD
+            return Place(dim, 1) if (a, b) == _SIZES else _ODD
     return few

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,14 @@ from lipdp.clipping.company import (
     verify_company,
 )
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.layouts import HiddenGradientError, layouts_of, look_at
+from lipdp.clipping.layouts import HiddenGradientError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["forget", "kind_of", "state_versions", "verify", "verify_once"]
+__all__ = ["forget", "kind_of", "state_versions", "telling_rows", "verify", "verify_once"]
 
 _EXAMPLES = 3
 _KNOWN = 64  # verdicts that are kept of a model
@@ -58,8 +58,8 @@ def state_versions(model: torch.nn.Module) -> tuple[int, ...]:
 
 
 def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> Any:
-    """Whatever a verdict rests on but the values of weights: settings, hooks, functions, closures, state, kinds of data."""
-    return kind_of(x), kind_of(y), fingerprint(model, loss), state_versions(model)
+    """Whatever a verdict rests on but the values of weights: settings, hooks, functions, closures, state, data, layouts."""
+    return kind_of(x), kind_of(y), fingerprint(model, loss), state_versions(model), generation(model)
 
 
 def kind_of(x: Inputs) -> Hashable:
@@ -67,16 +67,33 @@ def kind_of(x: Inputs) -> Hashable:
     return tuple((name, tuple(leaf.shape[1:]), leaf.dtype) for name, leaf in named_leaves(x))
 
 
-def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
-    """:func:`verify` and :func:`verify_company`, unless this was done for the same model, loss and kind of data."""
+def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
+    """:func:`verify` and :func:`verify_company`, unless this was done for the same model, loss and kind of data.
+
+    Whether it is verified now. A batch in which no example has a gradient shows nothing, and nothing of it is released: the next
+    one is looked at.
+    """
     known = _verified.setdefault(model, set())
     if len(known) > _KNOWN:
         known.clear()
+    if (_signature(model, loss, x, y), rows_of(x)) in known:
+        return True
+    telling = telling_rows(model, loss, x, y)
+    if not telling:  # what is refused in such a batch is refused, and no more is learned from it
+        verify(model, loss, x, y, range(min(_EXAMPLES, rows_of(x))))
+        verify_company(model, loss, x, y)
+        return False
     # Noted as it is afterwards: to look at a model, its state is written to and put back.
-    if _signature(model, loss, x, y) not in known and verify(model, loss, x, y):
-        known.add(_signature(model, loss, x, y))
-    if (_signature(model, loss, x, y), rows_of(x)) not in known and verify_company(model, loss, x, y):
-        known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), rows_of(x))))
+    compared = _signature(model, loss, x, y) in known or verify(model, loss, x, y, telling)
+    in_company = verify_company(model, loss, *_without_quiet(model, loss, x, y, telling))
+    if not (compared and in_company):
+        raise UnsupportedError(
+            "examples of this batch have gradients, and by themselves they have none that is finite, so whether each is what it "
+            "would be alone can't be told: does a layer normalise over the batch? Use layers that treat examples alone, or "
+            "method='naive', which takes every example by itself."
+        )
+    known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), rows_of(x))))
+    return True
 
 
 def forget(model: torch.nn.Module) -> None:
@@ -84,21 +101,26 @@ def forget(model: torch.nn.Module) -> None:
     _verified.pop(model, None)
 
 
-def verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
+def verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, telling: Sequence[int] | None = None) -> bool:
     """Raise if per-example gradients are not what they should be. False if nothing could be compared (nothing is finite).
 
-    The model is the same afterwards: parameters, buffers, modes, random numbers.
+    The model is the same afterwards: parameters, buffers, modes, random numbers. ``telling``: :func:`telling_rows`, if known.
     """
+    rows = telling_rows(model, loss, x, y) if telling is None else telling
+    few, targets = select(x, torch.tensor(rows, dtype=torch.long)), select(y, torch.tensor(rows, dtype=torch.long))
+    if not rows:
+        return False
     with checking(model, device_of(x)):
         layouts = look_at(model, fitting(model, x))
     first: HiddenGradientError | None = None
     while True:
         try:
-            return in_double_if_refused(_verify, model, loss, x, y)
+            return in_double_if_refused(_verify, model, loss, few, targets)
         except HiddenGradientError as error:
             first = first or error
             if not take_larger(model, error.parameters, layouts):
                 raise first from None
+            renew(model)
 
 
 def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
@@ -111,7 +133,7 @@ def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Te
             if perturbed:
                 _perturb(model)
             if any(module.training for module in model.modules()):
-                check.in_training()
+                compared = check.in_training() or compared
             modes = [(module, module.training) for module in model.modules()]
             model.eval()
             compared = check.alone() or compared
@@ -120,13 +142,65 @@ def _verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Te
     return compared
 
 
+def telling_rows(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> list[int]:
+    """Up to three examples that have a finite gradient, not zero. None: no example of the batch has one.
+
+    Most often the first three do. Where labels are left out or numbers are missing they may not, and would show nothing: then the
+    others are divided in halves. Losses are added with random weights, so that a sum of gradients is not zero by chance. Of a model
+    whose gradients can't be taken like this, the first three are taken; where these show nothing, it is refused.
+    """
+    try:
+        return _search_telling(model, loss, x, y)
+    except RuntimeError:
+        return list(range(min(_EXAMPLES, rows_of(x))))
+
+
+def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> list[int]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with checking(model, device_of(x)):
+        same_randomness()
+        losses = loss_values(loss, call(model, fitting(model, x)), y)
+        weights = torch.rand(len(losses), generator=torch.Generator().manual_seed(0)).to(losses) + 0.5
+
+        def largest(rows: list[int]) -> float:
+            total = (losses[rows] * weights[rows]).sum()
+            found = torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True)
+            sizes = [g.detach().abs().max() for g in found if g is not None and g.numel()]
+            return float(torch.stack([size.to(losses.device, torch.float64) for size in sizes]).sum()) if sizes else 0.0
+
+        def search(rows: list[int], wanted: int) -> list[int]:
+            if not rows or wanted <= 0 or (size := largest(rows)) == 0:
+                return []
+            if len(rows) == 1:
+                return rows if math.isfinite(size) else []
+            left = search(rows[: len(rows) // 2], wanted)
+            return left + search(rows[len(rows) // 2 :], wanted - len(left))
+
+        finite = torch.nonzero(torch.isfinite(losses.detach())).flatten().tolist()
+        telling = [row for row in finite[:_EXAMPLES] if 0 < largest([row]) < math.inf]
+        return telling + search(finite[_EXAMPLES:], _EXAMPLES - len(telling))
+
+
+def _without_quiet(
+    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, telling: Sequence[int]
+) -> tuple[Inputs, torch.Tensor]:
+    """The batch with examples that tell something in the place of those whose loss is 0 or not finite: these hide what they do."""
+    with checking(model, device_of(x)):
+        same_randomness()
+        losses = loss_values(loss, call(model, fitting(model, x)), y).detach()
+    quiet = torch.nonzero((losses == 0) | ~torch.isfinite(losses)).flatten().tolist()
+    if not quiet:
+        return x, y
+    numbers = torch.arange(len(losses))
+    numbers[quiet] = torch.tensor([telling[place % len(telling)] for place in range(len(quiet))])
+    return select(x, numbers), select(y, numbers)
+
+
 def _few(x: Inputs, y: torch.Tensor) -> tuple[Inputs, torch.Tensor]:
-    """Up to three examples; if there is one only, or they are all the same, one is made up, so that mixing shows."""
-    rows = torch.arange(min(_EXAMPLES, rows_of(x)))
-    inputs, targets = select(x, rows), select(y, rows)
-    if all(bool((leaf == leaf[:1]).all()) for leaf in leaves(inputs)):
-        return joined([inputs, made_up(select(inputs, slice(0, 1)))]), torch.cat([targets, targets[:1]])
-    return inputs, targets
+    """A few examples; if there is one only, or they are all the same, one is made up, so that mixing shows."""
+    if all(bool((leaf == leaf[:1]).all()) for leaf in leaves(x)):
+        return joined([x, made_up(select(x, slice(0, 1)))]), torch.cat([y, y[:1]])
+    return x, y
 
 
 def _perturb(model: torch.nn.Module) -> None:
@@ -172,8 +246,9 @@ class _Check:
             compared = self._compare(shown.of(i), self._gradient(value), _ALONE) or compared
         return compared
 
-    def in_training(self) -> None:
-        """In training mode, with the same random numbers throughout."""
+    def in_training(self) -> bool:
+        """In training mode, with the same random numbers throughout. Whether anything was compared."""
+        compared = False
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         changed = mapped(lambda own, other: torch.cat([own[:1], other[1:]]), self.x, self.others)
         seen, states = [], []
@@ -183,7 +258,7 @@ class _Check:
                 losses = loss_values(self.loss, call(self.model, x), self.y)
                 shown = _Shown(recorded.contributions(losses.sum(), retain_graph=True))
                 for i in range(rows_of(x)):
-                    self._compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN)
+                    compared = self._compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN) or compared
             seen.append(shown)
             states.append([buffer.clone() for buffer, _ in buffers])
             put_back(buffers)
@@ -196,6 +271,7 @@ class _Check:
                     f"buffer '{name}' is updated from the data in the forward pass, without any privacy. Freeze it, or put its "
                     "module in evaluation mode."
                 )
+        return compared
 
 
 class _Shown:
