@@ -25,7 +25,7 @@ class DatasetInfo:
     """What is public about a dataset, known without reading a record of it.
 
     Attributes:
-        name: what :func:`lipdp.data.load` calls it; also the name of its folder.
+        name: what :func:`lipdp.data.load` calls it.
         classes: how many there are; labels are 0 … classes−1.
         shape: of one example, e.g. (channels, rows, columns).
         train_size: examples of the training part.
@@ -53,8 +53,8 @@ class Availability:
 
     Attributes:
         name: of the dataset.
-        on_disk: whether all of its files are there; what is in them is not looked at.
-        path: the folder that has them or would get them; ``None``: it comes with an installed package.
+        on_disk: whether its files are there; what is in them is not looked at.
+        path: the folder or file, there or to come; ``None``: it comes with an installed package.
     """
 
     name: str

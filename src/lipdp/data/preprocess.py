@@ -78,7 +78,7 @@ def map_inputs(
         dataset: its first tensor holds the inputs; the other tensors stay as they are.
         function: from (batch, *shape) to (batch, *another shape), fixed and public.
         batch_size: examples that are computed together.
-        device: where to compute, by default where the inputs are; outputs come back there.
+        device: where to compute, by default where the inputs are; outputs end up with the inputs.
 
     Example:
         >>> import torch

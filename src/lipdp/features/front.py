@@ -112,6 +112,9 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
     The front is all that can be computed once: up to the first layer that is trained, that gets statistics of the data
     (Standardize), that bounds what enters the head, or that only repeats values (ToGrid). Training the head on the front's
     outputs is training the model; see :func:`extract_features`. Layers are shared.
+
+    Args:
+        model: a Sequential; only its own layers are divided, what is inside one of them stays together.
     """
     layers = list(model)
     stops = (ToGrid, nn.Standardize, nn.BoundedInput, nn.Boundary)

@@ -72,7 +72,7 @@ def sample_indices(size: int, sampling_rate: float, generator: Stream, sampling:
     Args:
         size: N, the number of records; at least the batch size where that is fixed.
         sampling_rate: q of Poisson sampling, before truncation; "fixed_size" has no use for it.
-        generator: a stream that nobody can predict; torch's generators are refused.
+        generator: a stream that nobody can predict.
         sampling: the scheme, with the batch size that it needs.
     """
     if sampling.batch_size is None:
