@@ -228,7 +228,11 @@ def reduce(values: Tensor, reduction: str) -> Tensor:
 
 
 def predict(outputs: torch.Tensor) -> torch.Tensor:
-    """The class with the largest output; for one output, whether it is positive."""
+    """The class with the largest output; for one output, whether it is positive.
+
+    Args:
+        outputs: of a model, (batch, classes); or (batch,) or (batch, 1), where the classes are 0 and 1.
+    """
     if outputs.ndim == 1 or outputs.shape[1] == 1:
         return (outputs.reshape(len(outputs)) > 0).long()
     return outputs.argmax(dim=1)
