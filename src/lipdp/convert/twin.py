@@ -34,7 +34,7 @@ class Row:
 
     Attributes:
         where: the module's name in the model, or which function of its forward.
-        before: the layer as it was; "" for most functions.
+        before: what it was; "" for a function that has no layer's name.
         outcome: "replaced", "kept", "removed" or "not converted".
         after: what stands there now, if it was replaced.
         note: why, or what to do.
@@ -80,7 +80,7 @@ class Conversion:
     """The Lipschitz twin of a model, and the report of how it came about. Unpacks as ``twin, report = lipdp.convert(…)``.
 
     Attributes:
-        model: the twin, a module of its own.
+        model: the twin, in training mode; the model it was made of is left as it is.
         report: what became of each layer, and whether the twin is bounded.
     """
 

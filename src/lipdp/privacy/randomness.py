@@ -65,7 +65,7 @@ def derive_key(key: bytes, *parts: Any) -> bytes:
     What Python writes for such values stands for no others, so no two uses share a message.
 
     Args:
-        key: the secret that the new one comes from; it can't be computed back.
+        key: the secret that the new one comes from; who knows the new one does not know it.
         parts: what the new key is for, in any number.
     """
     return hmac.digest(key, repr(parts).encode("utf-8", "surrogatepass"), "sha256")

@@ -37,7 +37,7 @@ class Prepared:
     Attributes:
         recipe: its settings.
         model: with its initial weights.
-        loss: with the bound on its gradient that the plan rests on.
+        loss: as the recipe sets it, one value per example.
         plan: steps, noise and cost.
         optimizer: over the model's weights; its learning rates are the recipe's ÷ the plan's sensitivity.
         scheduler: of the learning rate, over all steps of the plan; ``None`` where it is constant.

@@ -43,7 +43,7 @@ def get(name: str, epsilon: float | None = None) -> Recipe:
 
     Args:
         name: of a recipe, a dataset or a file; case, dashes and underscores of the first two do not matter.
-        epsilon: which of a dataset's recipes is meant; a recipe of that very name comes whatever it is.
+        epsilon: the budget that a dataset's recipe is wanted for; a recipe that is named itself does not change with it.
     """
     if isinstance(name, str) and (place := _IN_FILE.fullmatch(name)):
         return _of_file(place[1], place[2])
