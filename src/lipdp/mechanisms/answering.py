@@ -208,7 +208,7 @@ def answer(
         budget: what pays for it, before noise is drawn: a budget, the path of its file, or none.
         clamp: move values outside of ``bounds`` to the nearest bound instead.
         robustness: τ, as in :func:`~lipdp.mechanisms.learn`.
-        settings: how much work to do; by default, robust mechanisms are fitted to fewer datasets than by :func:`~lipdp.mechanisms.learn`.
+        settings: how much work to do; by default a robust mechanism is fitted to 800 datasets.
     """
     try:
         size = len(x)
