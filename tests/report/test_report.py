@@ -101,6 +101,10 @@ def test_a_run_that_ended_early_spent_less(copy) -> None:
     history = json.loads((copy / "history.json").read_text())
     history["metrics"] = {name: column[:3] for name, column in history["metrics"].items()}
     (copy / "history.json").write_text(json.dumps(history))
+    assert read_run(copy).epsilon == whole.epsilon  # result.json says otherwise, and who says less is not believed
+    assert read_run(copy).steps == whole.steps
+    result = json.loads((copy / "result.json").read_text())
+    (copy / "result.json").write_text(json.dumps(result | {"steps": int(history["metrics"]["step"][-1])}))
     part = read_run(copy)
     assert 0 < part.epsilon < whole.epsilon
     assert part.steps < whole.steps

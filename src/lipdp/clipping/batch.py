@@ -42,14 +42,23 @@ FLAT = ("reweight", "ghost")
 
 @dataclass(frozen=True)
 class Clipped:
-    """What clipping a batch gives. Only ``sums``, noised, may be released: all else is private."""
+    """What clipping a batch gives. Only ``sums``, noised, may be released: all else is private.
 
-    sums: dict[str, torch.Tensor]  # Σ_i ν_i·g_i by parameter name, in float64
-    norms: torch.Tensor  # ‖g_i‖ (batch, groups)
-    factors: torch.Tensor  # ν_i (batch, groups); 0 for an example that is left out
+    Attributes:
+        sums: Σ_i ν_i·g_i by parameter name, in float64.
+        norms: ‖g_i‖ (batch, groups).
+        factors: ν_i (batch, groups); 0 for an example that is left out.
+        groups: of parameters that are clipped together, in the order of the columns above.
+        kept: the mask (batch,).
+        bounds: C_g (groups,).
+    """
+
+    sums: dict[str, torch.Tensor]
+    norms: torch.Tensor
+    factors: torch.Tensor
     groups: tuple[Group, ...]
-    kept: torch.Tensor  # the mask (batch,)
-    bounds: torch.Tensor  # C_g (groups,)
+    kept: torch.Tensor
+    bounds: torch.Tensor
 
     @property
     def within(self) -> torch.Tensor:

@@ -165,7 +165,23 @@ def clip_batch(
     stability: float = 0.01,
     copies: int = 1,
 ) -> Clipped:
-    """:func:`clipped_gradients` with the norms and factors behind it, e.g. for adaptive clipping (which must account for them)."""
+    """:func:`clipped_gradients` with the norms and factors behind it, e.g. for adaptive clipping (which must account for them).
+
+    Args:
+        model: any model whose examples don't mix; in the mode it is in.
+        loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
+        x: inputs, batch first: a tensor, a tuple of tensors or a dict of them.
+        y: targets, a row for each example or for each row of ``x``.
+        max_norm: C, or C_g by group.
+        method: how; every method gives the same result.
+        mask: (batch,) of booleans; False leaves an example out.
+        clip: "clip": ν = min(1, C/‖g‖); "automatic": ν = C/(‖g‖ + γ).
+        form: how norms of layers with several positions are computed.
+        style: which parameters are clipped together: "flat", "per_layer" or "per_group".
+        groups: for "per_group": prefixes of parameter names.
+        stability: γ of "automatic", above 0.
+        copies: rows that make up one example.
+    """
     clipper = Clipper(model, loss, method, clip=clip, form=form, style=style, groups=groups, stability=stability, copies=copies)
     return clipper(x, y, max_norm, mask=mask)
 
@@ -196,6 +212,17 @@ class Clipper:
     Keep one for a model: on CUDA the work on a microbatch is recorded for its shape and replayed. Results are the caller's to keep.
     What the model reads from outside its modules' attributes and the loss's closure (a global number, say) stays as it was when
     recorded. A model that can't be recorded (one notice says why), the loops, and whatever is not on CUDA are called as they are.
+
+    Args:
+        model: any model whose examples don't mix; looked at anew when something about it changes.
+        loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
+        method: how; every method gives the same result. "bookkeeping" is the fastest.
+        clip: "clip": ν = min(1, C/‖g‖); "automatic": ν = C/(‖g‖ + γ).
+        form: how norms of layers with several positions are computed: "materialise", "gram", "auto", "measure".
+        style: which parameters are clipped together: "flat", "per_layer" or "per_group".
+        groups: for "per_group": prefixes of parameter names.
+        stability: γ of "automatic", above 0.
+        copies: rows that make up one example.
 
     Example:
         >>> model, loss = torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss(reduction="none")
@@ -378,15 +405,25 @@ class Clipper:
 
 @dataclass(frozen=True)
 class Pending:
-    """A batch that is being clipped; of one in parts, the last part."""
+    """A batch that is being clipped; of one in parts, the last part.
+
+    Attributes:
+        clipper: what does it, and does it again where that is needed.
+        groups: of parameters, with their C_g.
+        batch: inputs, targets and which examples count.
+        bounds: C_g (groups,), on the device.
+        computed: sums, norms and factors; not to be used before ``flag`` is read.
+        flag: whether some gradient is not finite, so that it has to be done again.
+        before: the parts that are done.
+    """
 
     clipper: Clipper
     groups: tuple[Group, ...]
     batch: Batch
     bounds: torch.Tensor
     computed: _Computed
-    flag: Flag  # whether it has to be done again
-    before: list[Clipped] = field(default_factory=list)  # the parts that are done
+    flag: Flag
+    before: list[Clipped] = field(default_factory=list)
 
     @uncompiled
     def finish(self) -> Clipped:

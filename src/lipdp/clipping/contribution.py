@@ -105,11 +105,17 @@ def _sum_rounding(squares: torch.Tensor, positions: int, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True)
 class PositionSum(Contribution):
-    """``g_i = Σ_t δ_it``: biases. δ: (B, T, p)."""
+    """``g_i = Σ_t δ_it``: biases. δ: (B, T, p).
+
+    Attributes:
+        cotangents: δ.
+        shape: of one g_i: p numbers in the parameter's shape.
+        squares: of the cotangents, if others need them too; computed here if not given.
+    """
 
     cotangents: torch.Tensor
     shape: tuple[int, ...]
-    squares: Squares | None = None  # of the cotangents, if others need them too
+    squares: Squares | None = None
 
     @property
     def batch(self) -> int:
@@ -160,7 +166,12 @@ class PositionSum(Contribution):
 
 @dataclass(frozen=True)
 class Dense(Contribution):
-    """Gradients that are small enough to hold: (B, *shape); ``slack`` (B,) is how far they may be off by rounding."""
+    """Gradients that are small enough to hold: (B, *shape); ``slack`` (B,) is how far they may be off by rounding.
+
+    Attributes:
+        gradients: g_i along the first dimension.
+        slack: as above; ``None``: they are taken as exact.
+    """
 
     gradients: torch.Tensor
     slack: torch.Tensor | None = None
@@ -211,7 +222,13 @@ def summed(terms: torch.Tensor, shape: tuple[int, ...]) -> Dense:
 
 @dataclass(frozen=True)
 class Scatter(Contribution):
-    """``g_i[v] = Σ_{t: token_it = v} δ_it``: embeddings. tokens: (B, T), δ: (B, T, d), 0 where a token has no gradient."""
+    """``g_i[v] = Σ_{t: token_it = v} δ_it``: embeddings. tokens: (B, T), δ: (B, T, d), 0 where a token has no gradient.
+
+    Attributes:
+        tokens: which row of the table each position has read.
+        cotangents: δ.
+        rows: of the embedding's table.
+    """
 
     tokens: torch.Tensor
     cotangents: torch.Tensor

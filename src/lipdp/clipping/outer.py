@@ -46,13 +46,21 @@ def gram_margin(features: int, positions: int, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class OuterSum(Contribution):
-    """``g_i = Σ_t δ_it ⊗ x_it``: dense layers, and convolutions by their patches. δ: (B, T, p), x: (B, T, d)."""
+    """``g_i = Σ_t δ_it ⊗ x_it``: dense layers, and convolutions by their patches. δ: (B, T, p), x: (B, T, d).
+
+    Attributes:
+        cotangents: δ, of the layer's outputs.
+        inputs: x, what went into the layer.
+        shape: of one g_i: p·d numbers in the parameter's shape.
+        convolution: whether the weighted sum will be computed by a convolution (which may use TF32 on its own).
+        squares: of the cotangents, if others need them too.
+    """
 
     cotangents: torch.Tensor
     inputs: torch.Tensor
     shape: tuple[int, ...]
-    convolution: bool = False  # whether the weighted sum will be computed by a convolution (which may use TF32 on its own)
-    squares: Squares | None = None  # of the cotangents, if others need them too
+    convolution: bool = False
+    squares: Squares | None = None
 
     @property
     def batch(self) -> int:

@@ -328,7 +328,11 @@ _REPARAMETRISED = ("WeightNorm", "SpectralNorm")
 
 
 def check_supported(model: torch.nn.Module) -> None:
-    """Raise :class:`~lipdp.errors.UnsupportedError` for the first thing that can't work."""
+    """Raise :class:`~lipdp.errors.UnsupportedError` for the first thing that can't work.
+
+    Args:
+        model: its parameters and modules are looked at; nothing is run.
+    """
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter '{name}' is not initialised (a lazy module). Run one forward pass first.")

@@ -30,11 +30,17 @@ MaxNorm = float | torch.Tensor | Mapping[str, float | torch.Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are clipped together, to ``max_norm``."""
+    """Parameters that are clipped together, to ``max_norm``.
+
+    Attributes:
+        name: "all", the module's name or the prefix, as the style has it.
+        parameters: their names in the model.
+        max_norm: C_g. A tensor stays where it is, and is not read: see :func:`group_bounds`.
+    """
 
     name: str
     parameters: tuple[str, ...]
-    max_norm: float | torch.Tensor  # a tensor stays where it is, and is not read: see group_bounds
+    max_norm: float | torch.Tensor
 
 
 def clipping_groups(

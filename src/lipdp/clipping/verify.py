@@ -159,7 +159,12 @@ def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
     parameters = [p for p in model.parameters() if p.requires_grad]
     with checking(model, device_of(x)):
         same_randomness()
-        losses = loss_values(loss, call(model, fitting(model, x)), y)
+        values = loss_values(loss, call(model, fitting(model, x)), y).detach()
+        finite = torch.nonzero(torch.isfinite(values)).flatten().cpu()
+        if not len(finite):
+            return []
+        same_randomness()  # without the others: 0·NaN is NaN
+        losses = loss_values(loss, call(model, fitting(model, select(x, finite))), select(y, finite))
         weights = torch.rand(len(losses), generator=torch.Generator().manual_seed(0)).to(losses) + 0.5
 
         def largest(rows: list[int]) -> float:
@@ -176,9 +181,12 @@ def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
             left = search(rows[: len(rows) // 2], wanted)
             return left + search(rows[len(rows) // 2 :], wanted - len(left))
 
-        finite = torch.nonzero(torch.isfinite(losses.detach())).flatten().tolist()
-        telling = [row for row in finite[:_EXAMPLES] if 0 < largest([row]) < math.inf]
-        return telling + search(finite[_EXAMPLES:], _EXAMPLES - len(telling))
+        everyone = list(range(len(losses)))
+        telling = [row for row in everyone[:_EXAMPLES] if 0 < largest([row]) < math.inf]
+        telling += search(everyone[_EXAMPLES:], _EXAMPLES - len(telling))
+        if not telling and largest(everyone) != 0:  # gradients that are not finite hide those that are
+            telling = everyone[:_EXAMPLES]
+    return [int(finite[row]) for row in telling]
 
 
 def _without_quiet(

@@ -20,7 +20,11 @@ _GROUPS, _CHANNELS = 32, 4  # at most so many groups, of at least so many channe
 
 @dataclass(frozen=True)
 class NormReport:
-    """What was replaced, in the order of the model's modules."""
+    """What was replaced, in the order of the model's modules.
+
+    Attributes:
+        rows: one for each layer that was replaced; none if nothing normalises over the batch.
+    """
 
     rows: tuple[Row, ...]
 
@@ -33,7 +37,12 @@ class NormReport:
 
 @dataclass(frozen=True)
 class Renormed:
-    """A copy of the model whose examples don't mix, and what was replaced. Unpacks as ``model, report = per_example_norms(…)``."""
+    """A copy of the model whose examples don't mix, and what was replaced. Unpacks as ``model, report = per_example_norms(…)``.
+
+    Attributes:
+        model: the copy.
+        report: what was replaced in it.
+    """
 
     model: torch.nn.Module
     report: NormReport

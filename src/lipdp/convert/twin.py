@@ -30,7 +30,15 @@ __all__ = ["FUNCTIONS", "Conversion", "ConversionReport", "Row", "convert", "dec
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: where it is, what it was, what became of it, and why."""
+    """One operation: where it is, what it was, what became of it, and why.
+
+    Attributes:
+        where: the module's name in the model, or which function of its forward.
+        before: what it was; "" for a function that has no layer's name.
+        outcome: "replaced", "kept", "removed" or "not converted".
+        after: what stands there now, if it was replaced.
+        note: why, or what to do.
+    """
 
     where: str
     before: str
@@ -69,7 +77,12 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The Lipschitz twin of a model, and the report of how it came about. Unpacks as ``twin, report = lipdp.convert(…)``."""
+    """The Lipschitz twin of a model, and the report of how it came about. Unpacks as ``twin, report = lipdp.convert(…)``.
+
+    Attributes:
+        model: the twin, in training mode; the model it was made of is left as it is.
+        report: what became of each layer, and whether the twin is bounded.
+    """
 
     model: torch.nn.Module
     report: ConversionReport

@@ -99,6 +99,11 @@ class Flip(FixedAugmentation):
 class Shifts(FixedAugmentation):
     """The image moved by each of ``offsets`` (rows down, columns right), and with ``flip`` the mirrors of these too.
 
+    Args:
+        offsets: in pixels, negative ones up and left; (0, 0) is the image as it is. One copy each.
+        flip: whether to add their mirrors, which doubles K.
+        mode: what moves in from outside: "reflect", the image's reflection, or "zeros".
+
     Example:
         >>> from lipdp.data import Shifts
         >>> Shifts([(0, 0), (2, 2), (-2, -2)], flip=True).copies
@@ -115,7 +120,11 @@ class Shifts(FixedAugmentation):
 
 
 class PrecomputedCopies(FixedAugmentation):
-    """For datasets whose examples already are K copies, (K, *shape), e.g. features of augmented images, computed once."""
+    """For datasets whose examples already are K copies, (K, *shape), e.g. features of augmented images, computed once.
+
+    Args:
+        copies: K, at least 1: the size of the first dimension of every example.
+    """
 
     def __init__(self, copies: int) -> None:
         count = whole("PrecomputedCopies copies", copies)
@@ -240,6 +249,10 @@ class TestTimeAverage(torch.nn.Module):
 
     Its Lipschitz constant is ℓ_model times the mean of the views' own constants (1 for mirrors and zero-filled shifts, √2 for each
     axis of a reflected shift). The calculus derives that from the views' rules, so certificates of the average are sound.
+
+    Args:
+        model: what is averaged; it is called once for each view.
+        augmentation: a fixed one, or a composition of fixed ones; random ones are refused.
     """
 
     __test__ = False  # not a test case, whatever its name says to test runners

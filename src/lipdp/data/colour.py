@@ -84,22 +84,42 @@ def _mix(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
 
 
 def rgb_to_grayscale(x: Tensor, dim: int = -3) -> Tensor:
-    """Luma, 0.299R + 0.587G + 0.114B, as one channel along ``dim``."""
+    """Luma, 0.299R + 0.587G + 0.114B, as one channel along ``dim``.
+
+    Args:
+        x: any tensor with red, green and blue along ``dim``.
+        dim: the dimension of the 3 channels; by default that of (…, 3, rows, columns).
+    """
     return _mix(x, _luma(), dim)
 
 
 def rgb_to_yuv(x: Tensor, dim: int = -3) -> Tensor:
-    """Luma and two colour differences (BT.601)."""
+    """Luma and two colour differences (BT.601).
+
+    Args:
+        x: any tensor with red, green and blue along ``dim``.
+        dim: the dimension of the 3 channels; by default that of (…, 3, rows, columns).
+    """
     return _mix(x, _yuv(), dim)
 
 
 def rgb_to_yiq(x: Tensor, dim: int = -3) -> Tensor:
-    """Luma, in-phase and quadrature colour differences (NTSC)."""
+    """Luma, in-phase and quadrature colour differences (NTSC).
+
+    Args:
+        x: any tensor with red, green and blue along ``dim``.
+        dim: the dimension of the 3 channels; by default that of (…, 3, rows, columns).
+    """
     return _mix(x, _yiq(), dim)
 
 
 def rgb_to_hsv(x: Tensor, dim: int = -3) -> Tensor:
-    """Hue (in turns, [0, 1)), saturation and value of colours in [0, 1]; others are clamped there first."""
+    """Hue (in turns, [0, 1)), saturation and value of colours in [0, 1]; others are clamped there first.
+
+    Args:
+        x: any tensor with red, green and blue along ``dim``.
+        dim: the dimension of the 3 channels; by default that of (…, 3, rows, columns).
+    """
     _check(x, dim)
     return _hsv(x, dim)
 
@@ -138,7 +158,12 @@ class RGB(torch.nn.Identity):
 
 
 class StandardRGB(Normalize):
-    """``(x − mean)/std`` of each channel by public constants, by default ImageNet's. ℓ = 1/min std."""
+    """``(x − mean)/std`` of each channel by public constants, by default ImageNet's. ℓ = 1/min std.
+
+    Args:
+        mean: one public number for each channel. One that is computed from private data has to be paid for.
+        std: the same, each above 0; the smallest sets the Lipschitz constant.
+    """
 
     def __init__(self, mean: Sequence[float] = _MEAN, std: Sequence[float] = _STD) -> None:
         super().__init__(mean, std)
@@ -177,28 +202,44 @@ def _linear_colour(layer: _LinearColour, call: Call) -> Transfer:
 
 
 class Grayscale(_LinearColour):
-    """One channel of luma (BT.601). In front of a BoundedInput it needs ``input_shape=(3, rows, columns)``."""
+    """One channel of luma (BT.601). In front of a BoundedInput it needs ``input_shape=(3, rows, columns)``.
+
+    Args:
+        input_shape: of one example as it enters, in colours.
+    """
 
     def __init__(self, input_shape: Sequence[int] | None = None) -> None:
         super().__init__(_luma(), input_shape)
 
 
 class YUV(_LinearColour):
-    """Luma and two colour differences (BT.601)."""
+    """Luma and two colour differences (BT.601).
+
+    Args:
+        input_shape: of one example, (3, rows, columns); only needed where a BoundedInput behind it has another one.
+    """
 
     def __init__(self, input_shape: Sequence[int] | None = None) -> None:
         super().__init__(_yuv(), input_shape)
 
 
 class YIQ(_LinearColour):
-    """Luma, in-phase and quadrature (NTSC)."""
+    """Luma, in-phase and quadrature (NTSC).
+
+    Args:
+        input_shape: of one example, (3, rows, columns); only needed where a BoundedInput behind it has another one.
+    """
 
     def __init__(self, input_shape: Sequence[int] | None = None) -> None:
         super().__init__(_yiq(), input_shape)
 
 
 class HSV(_Declares):
-    """Hue, saturation and value. Not Lipschitz, so no certificate passes through it; training does."""
+    """Hue, saturation and value. Not Lipschitz, so no certificate passes through it; training does.
+
+    Args:
+        input_shape: of one example, (3, rows, columns); only needed where a BoundedInput behind it has another one.
+    """
 
     lipschitz = math.inf
 
@@ -223,6 +264,9 @@ COLOUR_SPACES = MappingProxyType(
 
 def colour_space(name: str) -> torch.nn.Module:
     """The layer of a colour space, by name.
+
+    Args:
+        name: a key of ``COLOUR_SPACES``: "rgb", "standard_rgb", "hsv", "yiq", "yuv" or "grayscale".
 
     Example:
         >>> from lipdp.data import colour_space

@@ -22,11 +22,23 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What is public about a dataset, known without reading a record of it."""
+    """What is public about a dataset, known without reading a record of it.
+
+    Attributes:
+        name: what :func:`lipdp.data.load` calls it.
+        classes: how many there are; labels are 0 … classes−1.
+        shape: of one example, e.g. (channels, rows, columns).
+        train_size: examples of the training part.
+        test_size: examples of the test part.
+        class_names: in the order of the labels.
+        licence: as its publishers state it, if they do.
+        citation: the publication to cite.
+        source: where it comes from, mostly an address.
+    """
 
     name: str
     classes: int
-    shape: tuple[int, ...]  # of one example
+    shape: tuple[int, ...]
     train_size: int
     test_size: int
     class_names: tuple[str, ...]
@@ -37,11 +49,17 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a dataset can be loaded without the network, and where it is or would be put."""
+    """Whether a dataset can be loaded without the network, and where it is or would be put.
+
+    Attributes:
+        name: of the dataset.
+        on_disk: whether its files are there; what is in them is not looked at.
+        path: the folder or file, there or to come; ``None``: it comes with an installed package.
+    """
 
     name: str
     on_disk: bool
-    path: Path | None  # None: it comes with an installed package
+    path: Path | None
 
 
 Loaded = tuple[TensorDataset, TensorDataset, DatasetInfo]
@@ -89,6 +107,12 @@ def split(dataset: TensorDataset, fraction: float, seed: int = 0, stratify: bool
 
     A privacy guarantee speaks of the examples trained on: neighbouring datasets are two *training parts* that differ
     in one example. What is chosen by looking at the validation part has no guarantee towards its examples.
+
+    Args:
+        dataset: its last tensor holds the labels, one class per example, if `stratify`.
+        fraction: the share of the validation part, between 0 and 1; each part gets at least one example, or it is an error.
+        seed: a whole number, 0 or more.
+        stratify: keep the shares of the classes in both parts, as far as whole examples allow.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset

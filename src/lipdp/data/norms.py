@@ -28,7 +28,11 @@ _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 
 def input_norms(data: TensorDataset | Tensor) -> Tensor:
-    """‖x_i‖₂ of every example, (examples,) in float64 on the CPU. Not private."""
+    """‖x_i‖₂ of every example, (examples,) in float64 on the CPU. Not private.
+
+    Args:
+        data: a dataset, whose first tensor holds the inputs, or the inputs themselves, (examples, *shape).
+    """
     inputs = data.tensors[0] if isinstance(data, TensorDataset) else data
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise DataError("norms are those of a TensorDataset's inputs or of a tensor (examples, *shape)")
@@ -108,6 +112,11 @@ def norm_histogram(data: TensorDataset | Tensor, *, bins: int = 50, public: bool
     """The histogram of the inputs' norms. It is *not* private: say ``public=True`` where the data are public.
 
     For another colour space: ``norm_histogram(map_inputs(train, YUV()))``.
+
+    Args:
+        data: a dataset, whose first tensor holds the inputs, or the inputs themselves; norms that are not finite are left out.
+        bins: how many, of equal width from the smallest norm to the largest.
+        public: that the data are; else the histogram says wherever it is shown that it may not be published.
     """
     norms = input_norms(data)
     finite = norms[torch.isfinite(norms)]

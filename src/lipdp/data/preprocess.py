@@ -25,7 +25,13 @@ Mode = Literal["ball", "sphere"]
 
 
 def project_inputs(x: Tensor, norm: float = 1.0, mode: Mode = "ball") -> Tensor:
-    """Each example of a batch (batch, *shape) brought into the ball of radius ``norm``, or onto its sphere (0 stays 0)."""
+    """Each example of a batch (batch, *shape) brought into the ball of radius ``norm``, or onto its sphere (0 stays 0).
+
+    Args:
+        x: examples along the first dimension; an example's norm is taken over all its entries.
+        norm: the radius, above 0.
+        mode: "ball" only shortens what is longer than ``norm``; "sphere" gives every example but 0 that length.
+    """
     if mode not in ("ball", "sphere"):
         raise ConfigurationError(f"mode is {mode!r}: choose ball or sphere.")
     if x.ndim < 2:
@@ -37,7 +43,12 @@ def project_inputs(x: Tensor, norm: float = 1.0, mode: Mode = "ball") -> Tensor:
 
 
 class Projection:
-    """The same for one example at a time: a transform for datasets that take one, as torchvision's do."""
+    """The same for one example at a time: a transform for datasets that take one, as torchvision's do.
+
+    Args:
+        norm: the radius, above 0.
+        mode: "ball" only shortens what is longer than ``norm``; "sphere" gives every example but 0 that length.
+    """
 
     def __init__(self, norm: float = 1.0, mode: Mode = "ball") -> None:
         self.norm, self.mode = norm, mode
@@ -62,6 +73,12 @@ def map_inputs(
 
     ``function`` takes (batch, *shape) and must treat each example by itself. That is *checked* on the first examples: what mixes
     examples (a mean over the dataset, say) is a statistic of the data, and has to be paid for.
+
+    Args:
+        dataset: its first tensor holds the inputs; the other tensors stay as they are.
+        function: from (batch, *shape) to (batch, *another shape), fixed and public.
+        batch_size: examples that are computed together.
+        device: where to compute, by default where the inputs are; outputs end up with the inputs.
 
     Example:
         >>> import torch
@@ -114,6 +131,9 @@ def require_finite(dataset: TensorDataset) -> None:
     """Raise a `DataError` if a floating tensor of the dataset holds a NaN or an infinity.
 
     No bound on a gradient holds for such an example, so it has to be refused rather than trained on.
+
+    Args:
+        dataset: all of its floating tensors are looked at, targets too.
     """
     if not isinstance(dataset, TensorDataset):
         raise ConfigurationError(

@@ -29,6 +29,9 @@ def available(root: str | os.PathLike[str] | None = None) -> dict[str, Availabil
     """For each name, whether it can be loaded without the network, and where it is or would be put.
 
     Only looks whether the files are there; `load` checks what is in them.
+
+    Args:
+        root: the folder that holds one folder per dataset; by default as for `load`.
     """
     folder = data_root(root)
     return {name: source.availability(folder) for name, source in SOURCES.items()}
@@ -41,6 +44,9 @@ def _source(name: str) -> Source:
 
 def info(name: str) -> DatasetInfo:
     """What is public about a dataset: its shape, classes and sizes. Reads none of it.
+
+    Args:
+        name: one of `names()`; case, dashes and underscores do not matter.
 
     >>> import lipdp.data
     >>> lipdp.data.info("mnist").train_size
@@ -59,6 +65,11 @@ def load(name: str, *, root: str | os.PathLike[str] | None = None, download: boo
 
     Files are looked for under `root`, else under $LIPDP_DATA, else in the user's cache folder, in a folder of the
     dataset's name. Missing ones are downloaded there, unless `download` is False. All are checked when read.
+
+    Args:
+        name: one of `names()`.
+        root: the folder that holds one folder per dataset.
+        download: whether missing files may be fetched; without it they are an error.
 
     >>> import lipdp.data
     >>> train, test, metadata = lipdp.data.load("digits")

@@ -44,6 +44,12 @@ class Choice:
     settings: dict[str, Any]
 
 
+def _upwards(value: float) -> str:
+    """To four digits, rounded up: a guarantee must not look better than it is."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
+    return f"{math.ceil(value / unit - 1e-9) * unit:.4g}"
+
+
 def default_delta(records: int) -> float:
     """A power of ten, at most a tenth of 1/N and at most 1e-5."""
     return min(1e-5, 10.0 ** -math.ceil(math.log10(10 * max(1, records))))
@@ -175,7 +181,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             f"# {type(self).__name__}",
             "",
             *([] if self.private_ else [f"**{NOT_PRIVATE}**", ""]),
-            f"- **Guarantee**: ε = {self.epsilon_:.4g}{ranges} at δ = {self.delta_:g}, for {_NEIGHBOURS}; "
+            f"- **Guarantee**: ε = {_upwards(self.epsilon_)}{ranges} at δ = {self.delta_:g}, for {_NEIGHBOURS}; "
             f"{plan.accountant.upper()} "
             f"accounting of {plan.steps} steps at sampling rate {plan.sampling_rate:.3g}, noise multiplier "
             f"{plan.noise_multiplier:.4g}.",

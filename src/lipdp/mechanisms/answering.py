@@ -197,7 +197,19 @@ def answer(
     robustness: float | None = 0.25,
     settings: Settings | None = None,
 ) -> list[Answer]:
-    """Plan for as many records as there are (their number is public), charge, release: see :func:`plan`."""
+    """Plan for as many records as there are (their number is public), charge, release: see :func:`plan`.
+
+    Args:
+        x: the column, one number for each record; values outside of ``bounds`` are an error, see ``clamp``.
+        questions: one or several, as in :func:`plan`.
+        bounds: (lo, hi) that hold for every possible record, known without looking at ``x``.
+        epsilon: of all answers together.
+        distribution: a belief about such columns, as in :func:`~lipdp.mechanisms.learn`.
+        budget: what pays for it, before noise is drawn: a budget, the path of its file, or none.
+        clamp: move values outside of ``bounds`` to the nearest bound instead.
+        robustness: τ, as in :func:`~lipdp.mechanisms.learn`.
+        settings: how much work to do; by default a robust mechanism is fitted to 800 datasets.
+    """
     try:
         size = len(x)
     except TypeError:

@@ -30,6 +30,12 @@ class Mixture:
 
     With c = high − low: μ_j ~ U[low, high], σ_j ~ U[0.03c, 0.25c], weights ~ Dirichlet(1, …, 1), ``components`` of them;
     on [0, 10] this is μ ~ U[0, 10], σ ~ U[0.3, 2.5]. Truncation is by inverse CDF, so no draw is rejected.
+
+    Attributes:
+        components: Gaussians of one dataset, at least 1.
+        low: the lower end of the column, in its own units.
+        high: its upper end.
+        spread: the least and the largest σ_j, as parts of the width c; the default is the one above.
     """
 
     components: int = 4

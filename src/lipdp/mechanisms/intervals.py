@@ -159,9 +159,8 @@ class IntervalMechanism(Mechanism):
     def tilted(cls, problem: Problem, tilt: Tensor, shift: Tensor, rounds: bool = False) -> IntervalMechanism:
         """With tilts (any positive numbers; only their ratios count) and shifts."""
         whole = (tilt / tilt.max() * 2**30).round().to(torch.int64).clamp(min=1)
-        return cls(
-            problem, "exponential mechanism on all numbers, learned base measure and answers", whole, shift.to(torch.float64)
-        )
+        title = "exponential mechanism on all numbers, learned base measure and answers"
+        return cls(problem, title, whole, shift.to(torch.float64), rounds)
 
     @cached_property
     def lattice(self) -> Lattice:

@@ -33,6 +33,15 @@ class Settings:
     """How much work ``learn`` does. The defaults take well under a minute on two cores for n = 100, robust ones a few seconds.
 
     ``robust`` is the number of datasets that a robust mechanism is fitted to; the others are for ``robustness=None``.
+
+    Attributes:
+        training: datasets that mechanisms and experts are fitted to.
+        validation: datasets that choose among what was fitted.
+        held_out: datasets that decide whether the learned one or the expert is returned, and give its expected loss.
+        sums: how long and how wide learned sums are trained.
+        utility: the same for learned choices, which quantiles have besides sums.
+        expert: the strongest experts that are tried: "textbook", "tuned" or "strong".
+        robust: datasets, as above.
     """
 
     training: int = 16_000
@@ -119,7 +128,19 @@ def compare(
     settings: Settings | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """The same work as :func:`learn`, with all that was compared."""
+    """The same work as :func:`learn`, with all that was compared.
+
+    Args:
+        query: as in :func:`learn`, and so are the others.
+        epsilon: ε of each release.
+        n: size of the dataset, public.
+        bounds: (lo, hi) that hold for every possible record.
+        distribution: a belief about datasets.
+        loss: "squared" or "quantile".
+        robustness: τ; ``None``: only the belief counts.
+        settings: how much work to do.
+        seed: of training and evaluation; release noise has nothing to do with it.
+    """
     problem = Problem.of(query, epsilon, n, bounds, loss)
     work = settings if settings is not None else Settings()
     belief = None if distribution is None else as_distribution(distribution, problem.low, problem.high)

@@ -378,7 +378,11 @@ def _state_of(kind: str) -> type:
 
 
 def load(path: str | os.PathLike[str]) -> Mechanism:
-    """A mechanism that was saved. Nothing in the file is executed, what it promises is derived anew, and tried on neighbours."""
+    """A mechanism that was saved. Nothing in the file is executed, what it promises is derived anew, and tried on neighbours.
+
+    Args:
+        path: a file of :meth:`Mechanism.save`.
+    """
     from lipdp.mechanisms.neighbours import check_moves
 
     def build(content: Any) -> Mechanism:

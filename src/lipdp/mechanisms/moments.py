@@ -33,6 +33,7 @@ from lipdp.privacy.randomness import fresh_key
 __all__ = ["Moments", "contributions", "gaussian_multiplier", "release_moments", "sensitivities"]
 
 Floats = npt.NDArray[np.float64]
+_ROUNDING = 2.0**-46  # of a normal distribution's values, relatively
 _FINE = 2**24  # lattice steps in 1
 
 
@@ -118,7 +119,8 @@ def gaussian_multiplier(epsilon: float, delta: float) -> float:
 
     def curve(sigma: float) -> float:
         a, b = (torch.tensor(x, dtype=torch.float64) for x in (0.5 / sigma - epsilon * sigma, -0.5 / sigma - epsilon * sigma))
-        return float(torch.exp(log_ndtr(a)) - torch.exp(epsilon + log_ndtr(b)))
+        upper, lower = float(torch.exp(log_ndtr(a))), float(torch.exp(epsilon + log_ndtr(b)))
+        return upper - lower + _ROUNDING * upper  # what the difference may hide
 
     low, high = 1e-6, 1.0
     while curve(high) > delta:

@@ -94,6 +94,10 @@ class Query:
     Sensitivities on [0, 1]: mean 1/n; variance (n−1)/n² (from one point away from n−1 equal ones to none); quantile ½ for
     the midpoint, 1 elsewhere. Proof for the midpoint: replacing a point shifts the order by at most one place, so the answer
     moves by at most (x_{k+2} − x_k)/2 or (x_{k+1} − x_{k−1})/2 ≤ ½; half the points at 0 and half at 1 reach it.
+
+    Attributes:
+        kind: "mean", "variance" or "quantile".
+        p: the level of a quantile, from 0 to 1, as an exact fraction; other kinds have no use for it.
     """
 
     kind: Literal["mean", "variance", "quantile"]
@@ -172,7 +176,16 @@ def parse_query(query: str | Query) -> Query:
 
 @dataclass(frozen=True)
 class Problem:
-    """A query on n records of [lo, hi], to be answered with pure ε-differential privacy for replacing one record."""
+    """A query on n records of [lo, hi], to be answered with pure ε-differential privacy for replacing one record.
+
+    Attributes:
+        query: the statistic.
+        epsilon: ε of one answer.
+        n: number of records, public, at least 2.
+        low: lo, true of every possible record, in the user's units.
+        high: hi, likewise; at least 1e-60 above lo.
+        loss: "squared", or "quantile" (number of points between truth and answer; not for a variance).
+    """
 
     query: Query
     epsilon: Annotated[float, Range(least=1e-10, most=1e10)]

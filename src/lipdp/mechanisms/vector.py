@@ -173,7 +173,11 @@ def check_parts(parts: Sequence[Mechanism], epsilon: float) -> None:
 
 
 def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:
-    """A vector mechanism that was saved."""
+    """A vector mechanism that was saved.
+
+    Args:
+        path: a file of :meth:`VectorMechanism.save`; nothing in it is executed.
+    """
 
     def build(content: dict[str, Any]) -> VectorMechanism:
         own: _VectorContent = read(_VectorContent, content, "the mechanism")
@@ -183,7 +187,11 @@ def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:
 
 
 def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
-    """A column mechanism that was saved."""
+    """A column mechanism that was saved.
+
+    Args:
+        path: a file of :meth:`ColumnMechanism.save`; nothing in it is executed.
+    """
 
     def build(content: dict[str, Any]) -> ColumnMechanism:
         own: _ColumnContent = read(_ColumnContent, content, "the mechanism")
@@ -207,6 +215,16 @@ def learn_vector(
 
     They are compared by Σ loss_i / Var(q_i) on held-out draws. Joint sums are as good as the belief: with a ``robustness`` (see
     :func:`~lipdp.mechanisms.learn`), the budget is split.
+
+    Args:
+        queries: two or more different ones, as in :func:`~lipdp.mechanisms.learn`.
+        epsilon: ε of all answers together.
+        n: size of the dataset, public.
+        bounds: (lo, hi) that hold for every possible record.
+        distribution: a belief about datasets; without one and without a ``robustness``, four truncated Gaussians.
+        robustness: τ of each mechanism; ``None``: only the belief counts, and joint sums are tried too.
+        settings: how much work to do.
+        seed: of training and evaluation; release noise has nothing to do with it.
     """
     parsed = [parse_query(query) for query in queries]
     if len(parsed) < 2 or len({query.name for query in parsed}) < len(parsed):
@@ -248,7 +266,12 @@ def _share(epsilon: float, count: int) -> float:
 
 @dataclass(frozen=True)
 class ColumnMechanism:
-    """One mechanism for each column of datasets (n, d). Replacing one row may change every column: their ε add up."""
+    """One mechanism for each column of datasets (n, d). Replacing one row may change every column: their ε add up.
+
+    Attributes:
+        parts: one for each column, in their order, all for the same n.
+        epsilon: of one release of all columns; the parts' ε add up to no more.
+    """
 
     parts: tuple[Mechanism, ...]
     epsilon: float
@@ -319,6 +342,17 @@ def learn_columns(
 
     ``distribution`` is one belief for all columns, or a list with one for each (None: the default). Where columns have different
     bounds, one belief has to lie inside all of them.
+
+    Args:
+        query: as in :func:`~lipdp.mechanisms.learn`.
+        epsilon: ε of all columns together.
+        n: number of rows, public.
+        bounds: for each column, what holds for every possible record.
+        distribution: as above; columns with the same bounds and the same belief share a mechanism.
+        loss: "squared" or "quantile", for every column.
+        robustness: τ of each column's mechanism; ``None``: only the belief counts.
+        settings: how much work to do, for each mechanism.
+        seed: of training and evaluation; release noise has nothing to do with it.
     """
     if not bounds:
         raise ConfigurationError("bounds is empty: give one (lo, hi) for each column.")

@@ -116,7 +116,13 @@ KINDS: dict[str, Callable[[_Draw], Tensor]] = {
 
 @dataclass(frozen=True)
 class World:
-    """A belief for a column of which nothing is known but its range: each dataset is of one of nine kinds (:data:`KINDS`)."""
+    """A belief for a column of which nothing is known but its range: each dataset is of one of nine kinds (:data:`KINDS`).
+
+    Attributes:
+        low: the lower end of the column, in its own units.
+        high: its upper end.
+        kinds: those that occur, in equal shares.
+    """
 
     low: float = 0.0
     high: float = 1.0
@@ -136,7 +142,12 @@ class World:
 
 @dataclass(frozen=True)
 class Everyday:
-    """The default belief of robust mechanisms: half of the datasets from four Gaussians, half from a :class:`World`."""
+    """The default belief of robust mechanisms: half of the datasets from four Gaussians, half from a :class:`World`.
+
+    Attributes:
+        low: the lower end of the column, in its own units.
+        high: its upper end.
+    """
 
     low: float = 0.0
     high: float = 1.0

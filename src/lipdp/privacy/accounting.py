@@ -75,7 +75,13 @@ def _reckoned(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def event(noise_multiplier: float, sampling_rate: float, steps: int) -> Any:
-    """The dp-accounting ``DpEvent`` of a run: T × Poisson(q, Gaussian(σ)); no event for 0 steps."""
+    """The dp-accounting ``DpEvent`` of a run: T × Poisson(q, Gaussian(σ)); no event for 0 steps.
+
+    Args:
+        noise_multiplier: σ, the noise's std ÷ the bound Δ on one record's part of the sum; above 0.
+        sampling_rate: q, the probability that a record is in a step's sample.
+        steps: T, 0 or more.
+    """
     sigma, q = positive("noise_multiplier", noise_multiplier), rate(sampling_rate)
     count, dp = whole("steps", steps, least=0), _dp()
     if count == 0:
@@ -110,6 +116,15 @@ def epsilon(
     """The ε that T steps spend at this δ: min{ε : P(S) ≤ e^ε·P'(S) + δ for all neighbours and all S}; 0 for 0 steps.
 
     An upper bound, within about 0.1% of the smallest (a warning says where it may be more).
+
+    Args:
+        noise_multiplier: σ, the noise's std ÷ the bound Δ on one record's part of the sum; s/Δ for either adjacency.
+        sampling_rate: q, the probability that a record is in a step's sample.
+        steps: T, 0 or more.
+        delta: δ, between 0 and 1.
+        accountant: "pld" or "rdp", which is looser and does not know every sampling and adjacency; see the top of the module.
+        adjacency: neighbours differ in one record more or less ("add_remove"), or in one that is changed ("replace_one").
+        sampling: how the records of a step are drawn; Poisson by default.
     """
     run = PrivateRun(sampling_rate, ((noise_multiplier, steps),), sampling=sampling)
     return run_epsilon(run, delta, accountant, adjacency)
@@ -117,7 +132,14 @@ def epsilon(
 
 @_reckoned
 def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove") -> float:
-    """The ε of a whole run at this δ: its Gaussian parts composed by the accountant, plus Σε of its pure releases."""
+    """The ε of a whole run at this δ: its Gaussian parts composed by the accountant, plus Σε of its pure releases.
+
+    Args:
+        run: its steps and one-off releases.
+        delta: δ, between 0 and 1; all of it is for the Gaussian parts.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+    """
     d, how = probability(delta), _analysis(accountant, adjacency, run.sampling)
     idle = run.steps == 0 and not run.gaussian_releases
     return run.pure_epsilon + (0.0 if idle else _figure(run, d, *how).told("epsilon"))
@@ -182,6 +204,15 @@ def delta(
     """The δ that T steps spend at this ε: sup over neighbours and S of P(S) − e^ε·P'(S); 0 for 0 steps.
 
     Its grid is halved until that moves δ by less than 1%.
+
+    Args:
+        noise_multiplier: σ, see :func:`epsilon`.
+        sampling_rate: q, the probability that a record is in a step's sample.
+        steps: T, 0 or more.
+        epsilon: ε, above 0.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+        sampling: how the records of a step are drawn; Poisson by default.
     """
     budget, how = positive("epsilon", epsilon), _analysis(accountant, adjacency, sampling)
     run = PrivateRun(sampling_rate, ((noise_multiplier, steps),), sampling=sampling)
@@ -210,6 +241,16 @@ def calibrate_noise(
     answer is within that relative tolerance of the smallest (it does not look below 1e-3). Where ε itself is loose, which a warning
     says, it is not sought more exactly than that.
     BudgetError when not even σ = 1e8 fits.
+
+    Args:
+        epsilon: the ε that may be spent, above 0.
+        delta: δ, between 0 and 1.
+        sampling_rate: q, the probability that a record is in a step's sample.
+        steps: T, at least 1.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+        tolerance: how far above the smallest σ the answer may be, relative to it; from 1e-9 to below 1.
+        sampling: how the records of a step are drawn; Poisson by default.
     """
     count, q = whole("steps", steps), rate(sampling_rate)
     return calibrate_run(
@@ -235,6 +276,14 @@ def calibrate_run(
     """The smallest σ for which the run ``describe(σ)`` costs at most (ε, δ); see :func:`calibrate_noise`.
 
     The cost has to fall as σ grows; what does not depend on σ (one-off releases) must leave something of the budget.
+
+    Args:
+        describe: the run at a noise multiplier σ; it is called for many of them.
+        epsilon: the ε that the whole run may spend, one-off releases included.
+        delta: δ, between 0 and 1.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+        tolerance: how far above the smallest σ the answer may be, relative to it; from 1e-9 to below 1.
     """
     target, d = positive("epsilon", epsilon), probability(delta)
     if not (is_number(tolerance) and 1e-9 <= tolerance < 1):
@@ -315,6 +364,15 @@ def max_steps(
 
     T has been seen to fit and T + 1 not to. BudgetError when even one step is too many; ConfigurationError when more
     than :data:`MAX_STEPS` fit, for then the budget is no limit and the length of the run has to be said.
+
+    Args:
+        epsilon: the ε that may be spent, above 0.
+        delta: δ, between 0 and 1.
+        noise_multiplier: σ, see :func:`epsilon`.
+        sampling_rate: q, the probability that a record is in a step's sample.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+        sampling: how the records of a step are drawn; Poisson by default.
     """
     sigma, q = positive("noise_multiplier", noise_multiplier), rate(sampling_rate)
     return longest_run(
@@ -335,7 +393,15 @@ def longest_run(
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
 ) -> int:
-    """The largest T for which the run ``describe(T)`` costs at most (ε, δ); see :func:`max_steps`."""
+    """The largest T for which the run ``describe(T)`` costs at most (ε, δ); see :func:`max_steps`.
+
+    Args:
+        describe: the run of so many steps; it is called for many lengths, and a longer one has to cost more.
+        epsilon: the ε that the whole run may spend, one-off releases included.
+        delta: δ, between 0 and 1.
+        accountant: see :func:`epsilon`.
+        adjacency: see :func:`epsilon`.
+    """
     target, d = positive("epsilon", epsilon), probability(delta)
     one = describe(1)
     how = _analysis(accountant, adjacency, one.sampling)

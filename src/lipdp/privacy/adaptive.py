@@ -29,6 +29,11 @@ def gradient_multiplier(total: float, count_noise: float, counts: int = 1) -> fl
     """z_Δ = (z⁻² − k(2σ_b)⁻²)^(-1/2): what is left for the gradient when k counts are released with standard deviation σ_b.
 
     Larger than ``total``: the gradient must be noised more, since the counts use a part of the budget. Needs 2σ_b > √k·z.
+
+    Args:
+        total: z, the noise multiplier of the whole step, which is accounted for.
+        count_noise: σ_b, in examples.
+        counts: k, one for each clipping norm.
     """
     z, sigma_b = positive("total multiplier", total), positive("count_noise", count_noise)
     least = z * COUNT_SENSITIVITY * math.sqrt(counts)

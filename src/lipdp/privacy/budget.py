@@ -263,7 +263,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A training run that is paid for, held by one process."""
+    """A training run that is paid for, held by one process.
+
+    Attributes:
+        budget: what it is paid from.
+        run: its name in the budget for all time, a secret drawn for it alone.
+        holder: a random name for this hold of it; a run that is resumed gets another one.
+    """
 
     budget: Budget
     run: str

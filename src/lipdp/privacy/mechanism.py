@@ -48,6 +48,13 @@ def allocate(
 
     Proof that it is least: by Cauchy–Schwarz (Σ p s²)(Σ Δ²/s²) ≥ (Σ √p·Δ)², with equality for s² ∝ Δ/√p.
     A group with Δ = 0 is untouched by the data: it gets no noise and does not count.
+
+    Args:
+        sensitivities: Δ_d by group, finite, 0 or above.
+        sizes: p_d, the number of scalars, by group.
+        noise_multiplier: σ of the whole step.
+        allocation: one of the four.
+        weights: w_d by group, above 0; given with "weights", and only with it.
     """
     _same_names("sensitivities", sensitivities, "sizes", sizes)
     sigma = positive("noise_multiplier", noise_multiplier)
@@ -86,6 +93,10 @@ def effective_multiplier(sensitivities: Mapping[str, float], stds: Mapping[str, 
     """The noise multiplier of the whole step, σ = (Σ Δ_d²/s_d²)^(-1/2), over the groups with Δ > 0.
 
     0 (no privacy) when some group with Δ > 0 has no noise; infinite when every Δ is 0.
+
+    Args:
+        sensitivities: Δ_d by group, finite, 0 or above.
+        stds: s_d by group, finite, 0 or above.
     """
     _same_names("sensitivities", sensitivities, "stds", stds)
     ratios = []
@@ -98,7 +109,12 @@ def effective_multiplier(sensitivities: Mapping[str, float], stds: Mapping[str, 
 
 
 def noise_energy(stds: Mapping[str, float], sizes: Mapping[str, int]) -> float:
-    """The expected squared norm of the step's noise, Σ p_d·s_d²."""
+    """The expected squared norm of the step's noise, Σ p_d·s_d².
+
+    Args:
+        stds: s_d by group, finite, 0 or above.
+        sizes: p_d, the number of scalars, by group.
+    """
     _same_names("stds", stds, "sizes", sizes)
     return math.fsum(whole(f"the size of group {name!r}", sizes[name], 0) * _std(name, stds[name]) ** 2 for name in stds)
 

@@ -63,6 +63,10 @@ def derive_key(key: bytes, *parts: Any) -> bytes:
     """The key for one use: HMAC-SHA-256 of what it is for: texts, numbers, bytes, ``None``, tuples and lists of them.
 
     What Python writes for such values stands for no others, so no two uses share a message.
+
+    Args:
+        key: the secret that the new one comes from; who knows the new one does not know it.
+        parts: what the new key is for, in any number.
     """
     return hmac.digest(key, repr(parts).encode("utf-8", "surrogatepass"), "sha256")
 
@@ -71,6 +75,11 @@ def derive_seed(seed: int, step: int, purpose: str) -> int:
     """The seed of a torch generator for one use in one step: the first 63 bits of SHA-256(seed, step, purpose).
 
     For what needs no secret: augmentation, dropout. Noise and samples come from a :class:`Stream`.
+
+    Args:
+        seed: of the run, a whole number, 0 or more.
+        step: its number, 0 or more.
+        purpose: what is drawn, a text that is not empty; different ones give unrelated seeds.
     """
     return int.from_bytes(hashlib.sha256(_message(seed, step, purpose)).digest()[:8], "big") >> 1
 
@@ -79,6 +88,11 @@ def generator(seed: int, step: int, purpose: str) -> Stream:
     """The stream for one use (``"sample"``, ``"noise"``, …) in one step, a function of (seed, step, purpose).
 
     The seed has to be secret and hard to guess: take :func:`fresh_seed`. One that a person chose is for tests only.
+
+    Args:
+        seed: of the run, a whole number, 0 or more.
+        step: its number, 0 or more.
+        purpose: what is drawn, a text that is not empty; different ones give unrelated streams.
     """
     return Stream(hashlib.blake2b(_message(seed, step, purpose), digest_size=KEY_BYTES, person=b"lipdp stream").digest())
 

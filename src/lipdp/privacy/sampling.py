@@ -35,6 +35,11 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
     A uniform has 32 bits, and 512 more where those do not tell it from q: each record's probability is q, the very number that is
     accounted for, to within 2⁻⁵⁴⁴ however small it is. Of very many records the gaps are drawn instead, one number for each record
     of the sample (:func:`_by_gaps`). The result (int64) is on the processor, and may be empty.
+
+    Args:
+        size: N, the number of records, 0 or more.
+        sampling_rate: q, each record's probability; at 1 all are in.
+        generator: a stream that nobody can predict; torch's generators are refused.
     """
     count, q = whole("size", size, least=0), rate(sampling_rate)
     if not isinstance(generator, Stream):
@@ -62,7 +67,14 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
 
 
 def sample_indices(size: int, sampling_rate: float, generator: Stream, sampling: Sampling) -> Tensor:
-    """The indices, ascending, of a sample of 0 … size−1, drawn as ``sampling`` says. It is for datasets that it admits."""
+    """The indices, ascending, of a sample of 0 … size−1, drawn as ``sampling`` says. It is for datasets that it admits.
+
+    Args:
+        size: N, the number of records; at least the batch size where that is fixed.
+        sampling_rate: q of Poisson sampling, before truncation; "fixed_size" has no use for it.
+        generator: a stream that nobody can predict.
+        sampling: the scheme, with the batch size that it needs.
+    """
     if sampling.batch_size is None:
         return poisson_indices(size, sampling_rate, generator)
     if sampling.scheme == "fixed_size":

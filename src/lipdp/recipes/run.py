@@ -32,7 +32,16 @@ AUROC = "validation_auroc"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe made concrete: model, loss, optimiser and plan, with no data read yet."""
+    """A recipe made concrete: model, loss, optimiser and plan, with no data read yet.
+
+    Attributes:
+        recipe: its settings.
+        model: with its initial weights.
+        loss: as the recipe sets it, one value per example.
+        plan: steps, noise and cost.
+        optimizer: over the model's weights; its learning rates are the recipe's ÷ the plan's sensitivity.
+        scheduler: of the learning rate, over all steps of the plan; ``None`` where it is constant.
+    """
 
     recipe: Recipe
     model: torch.nn.Module
@@ -47,6 +56,21 @@ class Result:
     """What a run gave. Figures are on the test set, which nothing else has touched, or on what was held out of the training set.
 
     A reproducible run is not ``private``. ``auroc`` is there for recipes that are judged by it.
+
+    Attributes:
+        recipe: its name.
+        accuracy: share of right predictions, from 0 to 1; with the recipe's copies at test time, if it has such.
+        epsilon: ε that was spent, at ``delta``.
+        delta: δ of the plan.
+        steps: those that were made.
+        seconds: of the training alone: not of reading the data, planning, or judging the result.
+        method: how one record's part of a step is bounded, as the plan says.
+        seed: of the initial weights; ``None``: drawn by the system.
+        history: metrics and ε along the run.
+        model: the trained one.
+        plan: what was decided before the first step.
+        private: False for a reproducible run.
+        auroc: from 0 to 1; ``None`` for recipes that are judged by their accuracy.
     """
 
     recipe: str

@@ -100,7 +100,7 @@ class RunRecord:
     @property
     def steps(self) -> int:
         """Steps that were taken."""
-        return int(self.history.last.get("step", 0))
+        return _steps(self.plan, self.history, self.result)
 
     def figure(self, name: str) -> float | None:
         """A number of the result; ``None`` where there is none."""
@@ -129,14 +129,21 @@ def read_run(folder: str | Path) -> RunRecord:
         about = read(About, parse_json(_text(own), "about the run"), "about the run") if own.is_file() else About()
     except LipdpError as error:
         raise ConfigurationError(f"'{place}' can't be read as a run: {error}") from error
-    steps = min(int(history.last.get("step", 0)), plan.steps)
-    releases = [release.name for release in plan.releases] if steps else []
+    steps = _steps(plan, history, result)
+    releases = [release.name for release in plan.releases]  # paid for before the first step
     ledger = Ledger(plan.run, plan.delta, math.inf, plan.accountant, plan.adjacency, steps, releases)
     # Of what was released, not of the plan's own figure: ∞ stands for a plan that is not asked.
     epsilon = dataclasses.replace(ledger, planned_epsilon=math.inf).epsilon if steps < plan.steps else _cost(plan)
     return RunRecord(
         place.resolve().name, plan, history, result, about, epsilon, tuple(_contradictions(plan, history, result, epsilon))
     )
+
+
+def _steps(plan: PrivacyPlan, history: History, result: dict[str, Any]) -> int:
+    """How many were taken, if the files agree; else all that the plan pays for: no file is believed that says less than another."""
+    said = result.get("steps")
+    taken = int(history.last.get("step", 0))
+    return min(taken, plan.steps) if said == taken else plan.steps
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,13 @@ __all__ = ["Callback", "ProgressBar", "Run"]
 
 @dataclass
 class Run:
-    """What callbacks are given. Setting ``stop`` ends the run after the present step; what is unspent stays unspent."""
+    """What callbacks are given. Setting ``stop`` ends the run after the present step; what is unspent stays unspent.
+
+    Attributes:
+        engine: what makes the steps: its model, its plan, the steps made and the ε spent.
+        history: the rows so far.
+        stop: as above.
+    """
 
     engine: PrivacyEngine
     history: History
@@ -46,6 +52,9 @@ class ProgressBar(Callback):
 
     An ε takes its time to compute. So it is computed now and then, for a step a little ahead: what is shown is never below what is
     spent, and "≤" says that it may be above.
+
+    Args:
+        console: a ``rich.console.Console`` to draw on; by default rich's own.
     """
 
     def __init__(self, console: Any = None) -> None:

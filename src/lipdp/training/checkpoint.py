@@ -122,7 +122,12 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state in ``path``. A damaged file is an error that leaves everything as it is."""
+    """The state in ``path``. A damaged file is an error that leaves everything as it is.
+
+    Args:
+        path: a file that :func:`save_checkpoint` wrote.
+        device: where its tensors are put.
+    """
     path = Path(path)
     advice = f" The one before it may be at '{previous_path(path)}'." if previous_path(path).exists() else ""
     try:

@@ -40,6 +40,10 @@ def get(name: str, epsilon: float | None = None) -> Recipe:
     """A recipe by name; a dataset's name means the best recipe for it, at the budget nearest to ``epsilon`` (by default 3).
 
     ``FILE.toml:NAME`` is a recipe of a file, and ``FILE.toml`` its only one.
+
+    Args:
+        name: of a recipe, a dataset or a file; case, dashes and underscores of the first two do not matter.
+        epsilon: the budget that a dataset's recipe is wanted for; a recipe that is named itself does not change with it.
     """
     if isinstance(name, str) and (place := _IN_FILE.fullmatch(name)):
         return _of_file(place[1], place[2])
@@ -85,7 +89,11 @@ def _shipped_recipe(name: str) -> Recipe:
 
 
 def read_recipes(file: str | Path) -> dict[str, Recipe]:
-    """The recipes of a file, by name; what it holds is checked field by field."""
+    """The recipes of a file, by name; what it holds is checked field by field.
+
+    Args:
+        file: TOML, as :func:`save_recipe` writes it.
+    """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError, TypeError) as error:  # no such file, no text, no name that a file can have
@@ -137,6 +145,10 @@ def save_recipe(recipe: Recipe, file: str | Path) -> None:
     """Add the recipe to a file, which is made where there is none. A recipe of its name there is an error: nothing is lost.
 
     The file is written whole, next to its place, and then moved into it.
+
+    Args:
+        recipe: what to add, under its own name.
+        file: TOML; recipes that it holds already stay as they are.
     """
     path = Path(file)
     before = path.read_text(encoding="utf-8") if path.exists() else ""
