@@ -114,11 +114,7 @@ def split_front(model: torch.nn.Sequential) -> tuple[torch.nn.Sequential, torch.
     outputs is training the model; see :func:`extract_features`. Layers are shared.
 
     Args:
-<<<<<<< HEAD
         model: is left as it is; the two parts hold its layers, not copies.
-=======
-        model: a Sequential; only its own layers are divided, what is inside one of them stays together.
->>>>>>> wt-docb
     """
     layers = list(model)
     stops = (ToGrid, nn.Standardize, nn.BoundedInput, nn.Boundary)

@@ -231,11 +231,7 @@ def predict(outputs: torch.Tensor) -> torch.Tensor:
     """The class with the largest output; for one output, whether it is positive.
 
     Args:
-<<<<<<< HEAD
         outputs: (batch, K); or (batch, 1) or (batch,) of a network with one output, for classes 0 and 1.
-=======
-        outputs: of a model, (batch, classes); or (batch,) or (batch, 1), where the classes are 0 and 1.
->>>>>>> wt-docb
     """
     if outputs.ndim == 1 or outputs.shape[1] == 1:
         return (outputs.reshape(len(outputs)) > 0).long()
