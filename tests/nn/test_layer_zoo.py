@@ -371,3 +371,10 @@ def test_operator_norm_is_at_most_one_by_svd(make: Any, shape: tuple[int, ...]) 
         assert largest <= 1 + 1e-13
     assert largest > 0.3
     attack(layer, 1.0, input_shape=shape, input_norm=1.0, steps=4, draws=2, starts=("constant", "random"))
+
+
+@pytest.mark.parametrize("init", [3.0, -5.0, 0.25])
+def test_a_slope_is_in_its_set_from_the_start(init: float) -> None:
+    """Bounds and certificates of a model that was never trained rest on it."""
+    layer = nn.BoundedPReLU(2, init=init)
+    assert torch.equal(layer.weight.detach(), torch.full((2,), max(-1.0, min(init, 1.0))))

@@ -32,10 +32,15 @@ class BoundedPReLU(Constrained, torch.nn.PReLU):
 
     Args:
         num_parameters: 1 for one slope a for all entries, or the number of channels (dimension 1) for one each.
-        init: the slope a at the start, in [−1, 1]; the first projection, before the first step, brings another one there.
+        init: the slope a at the start, brought to [−1, 1].
         device: as in torch.nn.
         dtype: as in torch.nn.
     """
+
+    def reset_parameters(self) -> None:
+        """The slope of the constructor, in [−1, 1]: what is said of the layer holds from the start."""
+        super().reset_parameters()
+        self.project_()
 
     def project_(self) -> None:
         """Back to |a| ≤ 1."""
