@@ -50,7 +50,7 @@ def lengths(*counts):
     return torch.stack([torch.arange(LENGTH) < count for count in counts])
 
 
-@pytest.mark.parametrize("first", [(4,) * ROWS, (1, 7, 2, 6, 3, 5)])
+@pytest.mark.parametrize("first", [(4,) * ROWS, (1, 7, 2, 6, 3, 5), (2,) * ROWS])
 def test_packed_tokens_of_other_lengths(first):
     """As many tokens as in the first batch, and not as many of each example."""
     torch.manual_seed(0)
@@ -60,6 +60,35 @@ def test_packed_tokens_of_other_lengths(first):
     x[-1] = 0.3 * torch.randn(1, WIDTH)
     batch = {"x": x, "mask": lengths(1, 1, 1, 1, 1, 19)}
     assert_same(clipping.clipped_gradients(model, cross_entropy, batch, y, CLIP), looped(model, batch, y, cross_entropy))
+
+
+class Chosen(nn.Module):
+    """Of the two tokens of an example those with a positive entry go through one layer, the others through another."""
+
+    def __init__(self):
+        super().__init__()
+        self.positive, self.negative = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 3).requires_grad_(False)
+
+    def forward(self, x):
+        chosen = x[..., 0] > 0
+        out = torch.zeros_like(x)
+        out[chosen], out[~chosen] = self.positive(x[chosen]).tanh(), self.negative(x[~chosen]).tanh()
+        return self.head(out.sum(1))
+
+
+def test_tokens_that_are_chosen_one_of_each_example_at_first():
+    """As many rows as examples, one of each: by its shapes that is a batch."""
+    torch.manual_seed(0)
+    model, y = Chosen(), torch.randint(0, 3, (ROWS,))
+    x = torch.randn(ROWS, 2, WIDTH)
+    x[:, 0, 0], x[:, 1, 0] = 1.0, -1.0
+    clipping.clipped_gradients(model, cross_entropy, x, y, CLIP)
+    other = 1e-3 * torch.randn(ROWS, 2, WIDTH)
+    other[-1] = 0.3 * torch.randn(1, WIDTH)
+    other[:, 0, 0], other[:, 1, 0] = 1e-3, -1e-3
+    other[0, :, 0], other[-1, :, 0] = -1e-3, 0.3  # both tokens of the last, none of the first
+    assert_same(clipping.clipped_gradients(model, cross_entropy, other, y, CLIP), looped(model, other, y, cross_entropy))
 
 
 class TokenMajor(nn.Module):

@@ -17,7 +17,7 @@ of the example alone. Where it does not, the next larger module is tried.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lipdp.errors import UnsupportedError
-from lipdp.inputs import Inputs, call, named_leaves, rows_of, select
+from lipdp.inputs import Inputs, call, leaves, mapped, named_leaves, rows_of, select
 
 __all__ = [
     "FIRST",
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _SIZES = (2, 3)
+_CONTENTS = 3  # other contents that shapes are looked at with
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
         try:
             model.eval()  # without what is random: layers that are left out, masks of other shapes
             few, more = (_calls(model, select(x, torch.arange(size) % rows)) for size in _SIZES)
-            found = Layouts({name: _compared(few[name], more[name]) for name in few.keys() & more.keys()})
+            others = [seen for other in _others(select(x, torch.arange(_SIZES[1]) % rows)) if (seen := _tried(model, other))]
+            found = Layouts({name: _compared(few[name], more[name], others, name) for name in few.keys() & more.keys()})
             found.repeated = _repeated(model, select(x, torch.arange(_SIZES[1]) % rows), found)
         except _FAILS:
             found = Layouts()
@@ -316,18 +318,75 @@ def _calls(model: torch.nn.Module, x: Inputs) -> dict[str, list[_Seen]]:
     return seen
 
 
-def _compared(few: list[_Seen], more: list[_Seen]) -> list[Call]:
-    """The different calls of a module; none is known where two runs do not call it alike (a mask that is left out, say)."""
+def _others(x: Inputs) -> Iterator[Inputs]:
+    """As many examples with other contents: their numbers in other places, in two ways; of masks one place less for some."""
+
+    def elsewhere(seed: int) -> Inputs:
+        draw = torch.Generator().manual_seed(seed)
+
+        def other(leaf: torch.Tensor) -> torch.Tensor:
+            if _is_mask(leaf):
+                return leaf
+            order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
+            moved = leaf.reshape(-1)[order].reshape(leaf.shape)
+            return -moved if leaf.is_floating_point() and seed % 2 else moved
+
+        changed: Inputs = mapped(other, x)
+        return changed
+
+    def shorter(leaf: torch.Tensor) -> torch.Tensor:
+        if not _is_mask(leaf):
+            return leaf
+        cut = leaf.clone().reshape(len(leaf), -1)
+        for row in range(0, len(cut), 2):
+            places = torch.nonzero(cut[row]).flatten()
+            if len(places) > 1:
+                cut[row, places[-1]] = 0
+        return cut.reshape(leaf.shape)
+
+    yield from map(elsewhere, range(_CONTENTS))
+    if any(_is_mask(leaf) for leaf in leaves(x)):
+        yield mapped(shorter, x)
+
+
+def _is_mask(leaf: torch.Tensor) -> bool:
+    """Whole numbers of 0 and 1, several for each example."""
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.ndim < 2 or not leaf.numel():
+        return False
+    return leaf.dtype == torch.bool or int(leaf.max()) <= 1
+
+
+def _tried(model: torch.nn.Module, x: Inputs) -> dict[str, list[_Seen]]:
+    """:func:`_calls`; nothing where the model does not take such contents."""
+    try:
+        return _calls(model, x)
+    except _FAILS:
+        return {}
+
+
+def _compared(few: list[_Seen], more: list[_Seen], others: Sequence[Mapping[str, list[_Seen]]], name: str) -> list[Call]:
+    """The different calls of a module; none is known where two runs do not call it alike (a mask that is left out, say).
+
+    ``others``: calls with as many examples as the second run, of other contents. A tensor whose shape follows the contents (tokens
+    that some layer has chosen) is no place to tell examples apart by.
+    """
     if len(few) != len(more):
         return []
     calls: list[Call] = []
-    for (inputs, outputs), (more_inputs, more_outputs) in zip(few, more, strict=True):
+    for number, ((inputs, outputs), (more_inputs, more_outputs)) in enumerate(zip(few, more, strict=True)):
         if len(inputs) != len(more_inputs) or len(outputs) != len(more_outputs):
             return []
-        made = Call(tuple(map(_where, inputs, more_inputs)), tuple(map(_where, outputs, more_outputs)))
+        alike = [seen[name][number] for seen in others if len(seen.get(name, ())) == len(more)]
+        steady = all(seen == (more_inputs, more_outputs) for seen in alike) and len(alike) == len(others)
+        wheres = tuple(map(_where, inputs, more_inputs)), tuple(map(_where, outputs, more_outputs))
+        made = Call(*wheres) if steady else Call(*(tuple(map(_unless_placed, side)) for side in wheres))
         if made not in calls:
             calls.append(made)
     return calls
+
+
+def _unless_placed(where: Where) -> Where:
+    return _ODD if isinstance(where, Place) else where
 
 
 def _where(few: torch.Size, more: torch.Size) -> Where:
