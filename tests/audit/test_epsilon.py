@@ -49,10 +49,10 @@ def test_clipping_to_too_large_a_norm_is_refuted():
 
 
 def test_sampled_runs_of_several_steps():
-    """Who is in a batch is not known of the canary that is guessed at."""
+    """Who is in a batch is not known of the canary that is guessed at. (At 95 % a bound may be above ε now and then.)"""
     model, loss, plan = line(64, dataset_size=128, batch_size=64, steps=2, delta=1e-3, noise_multiplier=1.0, accountant="rdp")
-    result = audit.run(plan, model, loss, guesses=512, confidence=0.95)
-    assert 0 < result.epsilon < plan.epsilon
+    result = audit.run(plan, model, loss, guesses=512, confidence=0.9999)
+    assert 0 <= result.epsilon < plan.epsilon
     assert result.correct > 0.55 * result.guesses
     assert not result.refuted
 

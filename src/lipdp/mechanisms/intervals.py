@@ -157,7 +157,7 @@ class IntervalMechanism(Mechanism):
 
     @classmethod
     def tilted(cls, problem: Problem, tilt: Tensor, shift: Tensor, rounds: bool = False) -> IntervalMechanism:
-        """With tilts (any positive numbers; only their ratios count) and shifts."""
+        """With tilts (any positive numbers; only their ratios count) and shifts; ``rounds``: round numbers come first."""
         whole = (tilt / tilt.max() * 2**30).round().to(torch.int64).clamp(min=1)
         title = "exponential mechanism on all numbers, learned base measure and answers"
         return cls(problem, title, whole, shift.to(torch.float64), rounds)

@@ -250,11 +250,12 @@ def _fit(base: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMec
     """Tilt and shift of a base measure; none where the base measure alone is above 1 + τ on some dataset."""
     for _ in range(2):
         tilt, shift = _fitted(base, pool, robustness)
-        pool.attack(IntervalMechanism.tilted(base.problem, tilt, shift, base.rounds))
+        pool.attack(IntervalMechanism.tilted(base.problem, tilt, shift))
     for _ in range(2):  # what is left of them is attacked once more
         logs = tilt.log()
         for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0):
-            mechanism = IntervalMechanism.tilted(base.problem, (part * logs).exp(), part * shift, base.rounds)
+            # Not on the lattice with round numbers first: there heavy tails lost up to 1.4 times what they lose without a belief.
+            mechanism = IntervalMechanism.tilted(base.problem, (part * logs).exp(), part * shift)
             if pool.worst(mechanism)[0] <= 1 + _MARGIN * robustness:
                 break
         else:
