@@ -39,6 +39,11 @@ LOG = ROOT / "benchmarks/results/lockbox.jsonl"
 CATALOG = "src/lipdp/recipes/catalog"
 
 
+def _without_folder(argument: str) -> str:
+    """A word of a command line; of a path that begins at the root, only its name: the log tells nothing of the machine."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def committed() -> str:
     """The commit that holds the catalogue as it is now."""
     changed = subprocess.run(["git", "status", "--porcelain", CATALOG], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -155,7 +160,7 @@ def main() -> None:
                 **result,
                 "device": torch.cuda.get_device_name() if "cuda" in arguments.device else "cpu",
                 "torch": torch.__version__,
-                "command": " ".join(["python", *sys.argv]),
+                "command": " ".join(["python", *map(_without_folder, sys.argv)]),
             }
             with arguments.log.open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
