@@ -54,16 +54,16 @@ def test_many_blocks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_same_noise_as_on_the_processor(std, dtype):
     sums = (torch.linspace(-1, 1, COUNT, dtype=torch.float64) * 7 * std).to(dtype)
-    found = noise_cuda.noised_on_device([(sums.to(DEVICE), std, dtype)], KEY, [], bound=False)[0]
+    found = noise_cuda.noised_on_device([([sums.to(DEVICE)], std, dtype)], KEY, [], bound=False)[0]
     assert found.dtype == dtype
     assert torch.equal(found.cpu(), torch.from_numpy(noised_on_processor(sums.double().numpy(), std, KEY)).to(dtype))
 
 
 def test_segments_small_parts_and_odd_sums():
     parts = [torch.tensor([0.5]), torch.empty(0), torch.tensor([np.nan, np.inf, -np.inf, 1e30, -1e30, 3.5, -2.5] * 3)]
-    given = [(part.double().to(DEVICE), std, torch.float64) for part, std in zip(parts, (1.0, 3.0, 1.3), strict=True)]
+    given = [([part.double().to(DEVICE)], std, torch.float64) for part, std in zip(parts, (1.0, 3.0, 1.3), strict=True)]
     found = noise_cuda.noised_on_device(given, KEY, [], bound=False)
-    for number, (part, std, _) in enumerate(given):
+    for number, ([part], std, _) in enumerate(given):
         assert np.array_equal(found[number].cpu().numpy(), noised_on_processor(part.cpu().numpy(), std, KEY, number))
 
 
@@ -72,7 +72,7 @@ def test_every_place_can_be_settled_from_all_bits(monkeypatch):
     monkeypatch.setattr(noise_cuda, "cells_of", lambda ends, bits: np.full(1 << bits, noise.SLOW, dtype=np.int16))
     noise_cuda._tables.cache_clear()
     sums = torch.zeros(600, dtype=torch.float64)
-    found = noise_cuda.noised_on_device([(sums.to(DEVICE), 1.3, torch.float64)], KEY, [], bound=False)[0]
+    found = noise_cuda.noised_on_device([([sums.to(DEVICE)], 1.3, torch.float64)], KEY, [], bound=False)[0]
     noise_cuda._tables.cache_clear()
     noise_cuda._release_of.cache_clear()
     assert np.array_equal(found.cpu().numpy(), noised_on_processor(sums.numpy(), 1.3, KEY))
@@ -149,7 +149,7 @@ def test_releases_that_are_replayed_are_those_that_are_called(bound):
     sums = [torch.randn(5000, generator=draw).to(DEVICE) for _ in range(10)]
     stream, again = privacy.Stream(KEY, bound=bound), privacy.Stream(KEY, bound=bound)
     replayed = [privacy.add_noise({"a": part, "b": part[:7]}, {"a": 1.0, "b": 3.0}, stream) for part in sums]
-    assert noise_cuda._release_of(((1.0, torch.float32), (3.0, torch.float32)), sums[0].device, bound).recordings == 1
+    assert noise_cuda._release_of(((1, 1.0, torch.float32), (1, 3.0, torch.float32)), sums[0].device, bound).recordings == 1
     for part, found in zip(sums, replayed, strict=True):
         noise_cuda._release_of.cache_clear()
         expected = privacy.add_noise({"a": part, "b": part[:7]}, {"a": 1.0, "b": 3.0}, again)

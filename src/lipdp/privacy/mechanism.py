@@ -10,8 +10,9 @@ Accounting needs that one scalar; how the noise is spread over the groups is fre
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, UnboundedError
 from lipdp.privacy import noise_cuda
-from lipdp.privacy.noise import noised_on_processor
+from lipdp.privacy.noise import Segment, noised_on_processor, pieces_of
 from lipdp.privacy.randomness import Stream, derive_key, mix_key
 
 __all__ = ["Allocation", "add_noise", "allocate", "effective_multiplier", "noise_energy"]
@@ -29,7 +30,6 @@ __all__ = ["Allocation", "add_noise", "allocate", "effective_multiplier", "noise
 Allocation = Literal["global", "per_layer", "optimal", "weights"]
 
 _LEAST_STD = 2.0**-900  # below, the grid leaves float64
-_LONGEST = 2**30  # values of a draw
 
 
 def allocate(
@@ -176,35 +176,34 @@ def _check_sum(name: str, total: Tensor) -> torch.dtype:
 def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> dict[str, Tensor]:
     """Sums on one device, in the order of their names: those of one std are one long vector."""
     key, seen = stream.begin("noise", [(name, stds[name], tuple(total.shape)) for name, total in sums.items()])
-    segments: dict[tuple[float, torch.dtype], list[str]] = {}
+    names_of: dict[tuple[float, torch.dtype], list[str]] = {}
     for name, total in sums.items():
-        segments.setdefault((stds[name], torch.float64 if total.dtype == torch.float64 else torch.float32), []).append(name)
-    flat = {at: torch.cat([sums[name].reshape(-1).to(at[1]) for name in names]) for at, names in segments.items()}
-    # Places in a piece are numbered with 32 bits.
-    pieces = [(piece, std, dtype) for (std, dtype), whole in flat.items() for piece in torch.split(whole, _LONGEST)]
-    device = next(iter(sums.values())).device
-    if noise_cuda.available(device):
-        noised = noise_cuda.noised_on_device(pieces, key, seen, bound=stream.bound)
-    else:
-        ready = [piece.to("cpu", torch.float64).numpy() for piece, _, _ in pieces]
-        key = mix_key(key, seen)
-        if stream.bound:
-            hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
-            for part in ready:
-                hasher.update(part.data.cast("B"))
-            key = derive_key(key, "bound", hasher.finalize())
-        drawn = [
-            noised_on_processor(part, std, key, number)
-            for number, (part, (_, std, _)) in enumerate(zip(ready, pieces, strict=True))
-        ]
-        noised = [torch.from_numpy(part).to(device, dtype) for part, (_, _, dtype) in zip(drawn, pieces, strict=True)]
+        names_of.setdefault((stds[name], torch.float64 if total.dtype == torch.float64 else torch.float32), []).append(name)
+    segments: list[Segment] = [([sums[name] for name in names], *at) for at, names in names_of.items()]
+    on_device = noise_cuda.available(next(iter(sums.values())).device)
+    draw = noise_cuda.noised_on_device if on_device else _noised_on_processor
     released: dict[str, Tensor] = {}
-    joined = iter(noised)
-    for at, names in segments.items():
-        whole = torch.cat([next(joined) for _ in torch.split(flat[at], _LONGEST)])
-        parts = torch.split(whole, [sums[name].numel() for name in names])
+    for names, vector in zip(names_of.values(), draw(segments, key, seen, bound=stream.bound), strict=True):
+        parts = torch.split(vector, [sums[name].numel() for name in names])
         released |= {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
     return released
+
+
+def _noised_on_processor(segments: Sequence[Segment], key: bytes, seen: list[Tensor], *, bound: bool) -> list[Tensor]:
+    """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere."""
+    ready = [[piece.to("cpu", torch.float64).numpy() for piece in pieces_of(*segment)] for segment in segments]
+    key = mix_key(key, seen)
+    if bound:
+        hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
+        for part in itertools.chain(*ready):
+            hasher.update(part.data.cast("B"))
+        key = derive_key(key, "bound", hasher.finalize())
+    number = itertools.count()
+    wholes = []
+    for pieces, (tensors, std, dtype) in zip(ready, segments, strict=True):
+        drawn = [torch.from_numpy(noised_on_processor(piece, std, key, next(number))) for piece in pieces]
+        wholes.append(torch.cat([part.to(tensors[0].device, dtype) for part in drawn]))
+    return wholes
 
 
 def _same_names(left: str, a: Mapping[str, object], right: str, b: Mapping[str, object]) -> None:

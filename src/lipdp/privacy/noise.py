@@ -26,7 +26,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -39,7 +39,7 @@ import torch
 from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import chacha_bytes, chacha_words, fill_with_chacha
 
-__all__ = ["DISTANCE", "GRID_LOSS", "Table", "grid", "grid_factor", "noised_on_processor", "table"]
+__all__ = ["DISTANCE", "GRID_LOSS", "Segment", "Table", "grid", "grid_factor", "noised_on_processor", "pieces_of", "table"]
 
 DISTANCE = 2.0**-110
 """Total variation between the noise of one value and exact noise is below this, given uniform bits."""
@@ -66,6 +66,9 @@ _SURE, _ROUNDING = 2.0**-34, 2.0**-46
 Ints = npt.NDArray[np.int64]
 Wide = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
+Segment = tuple[Sequence[torch.Tensor], float, torch.dtype]
+"""Sums that get noise of one std and are released in one type: as one long vector."""
+_LONGEST = 2**30  # values of a draw: its places are numbered with 32 bits
 
 
 def grid(std: float) -> float:
@@ -150,6 +153,11 @@ def cells_of(ends: tuple[int, ...], bits: int) -> npt.NDArray[np.int16]:
     cells[: last[-1]] = np.repeat(np.arange(len(ends), dtype=np.int16), np.diff(last, prepend=0))
     cells[last] = SLOW
     return np.concatenate([cells, np.where(cells == SLOW, SLOW, ~cells).astype(np.int16)])
+
+
+def pieces_of(tensors: Sequence[torch.Tensor], std: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The vector of a segment, in pieces that are one draw each."""
+    return torch.split(torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]), _LONGEST)
 
 
 def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import struct
 import warnings
@@ -17,7 +18,18 @@ from torch import Tensor
 from lipdp.digest import keyed_words
 from lipdp.errors import LipdpNotice
 from lipdp.graphs import GraphedFunction
-from lipdp.privacy.noise import SERIES, TERMS, Table, cells_of, grid, mantissa_of, noised_on_processor, table
+from lipdp.privacy.noise import (
+    SERIES,
+    TERMS,
+    Segment,
+    Table,
+    cells_of,
+    grid,
+    mantissa_of,
+    noised_on_processor,
+    pieces_of,
+    table,
+)
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
 __all__ = ["available", "chacha_on_device", "noised_on_device", "words_of"]
@@ -83,7 +95,7 @@ def _right(device: torch.device) -> bool:
     key = bytes(range(32))
     found = chacha_on_device(key, 5, (1, 2, 3), 7, device).cpu().numpy().astype("<i4").tobytes()
     sums = torch.linspace(-3.0, 3.0, 20_000, dtype=torch.float64)
-    drawn = noised_on_device([(sums.to(device), 0.7, torch.float64)], key, [], bound=False)[0].cpu().numpy()
+    drawn = noised_on_device([([sums.to(device)], 0.7, torch.float64)], key, [], bound=False)[0].cpu().numpy()
     expected = noised_on_processor(sums.numpy(), 0.7, key)
     return found == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn, expected))
 
@@ -97,34 +109,52 @@ def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count:
     return out
 
 
-def noised_on_device(
-    parts: Sequence[tuple[Tensor, float, torch.dtype]], key: bytes, seen: Sequence[Tensor], *, bound: bool
-) -> list[Tensor]:
-    """(round(S/g) + N + ½)·g of each part (flat sums, their noise's std, the type of the result), all on one device.
+def noised_on_device(segments: Sequence[Segment], key: bytes, seen: Sequence[Tensor], *, bound: bool) -> list[Tensor]:
+    """(round(S/g) + N + ½)·g of each segment, all on one device: one long vector each, of its type.
 
     The key depends on the words that were ``seen``, and with ``bound`` on the sums themselves, without the host knowing them.
     """
-    device = parts[0][0].device
-    kinds = tuple((std, dtype) for _, std, dtype in parts)
+    device = segments[0][0][0].device
+    kinds = tuple((len(tensors), std, dtype) for tensors, std, dtype in segments)
     words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen] or [torch.empty(0, 2, dtype=torch.int64, device=device)]
     with torch.cuda.device(device):
         secret = _moved(np.frombuffer(key + derive_key(key, "digest"), dtype="<i4").copy(), device)
         release = _release_of(kinds, device, bound)
-        return release(secret, words[0] if len(words) == 1 else torch.cat(words), *(flat for flat, _, _ in parts))
+        sums = [tensor for tensors, _, _ in segments for tensor in tensors]
+        wholes = release(secret, words[0] if len(words) == 1 else torch.cat(words), *sums)
+        sizes: dict[torch.dtype, list[int]] = {}
+        for tensors, _, dtype in segments:
+            sizes.setdefault(dtype, []).append(sum(tensor.numel() for tensor in tensors))
+        # A copy: the recording's memory is overwritten by the next release.
+        split = {dtype: iter(torch.split(wholes[dtype].clone(), counts)) for dtype, counts in sizes.items()}
+        return [next(split[dtype]) for _, _, dtype in segments]
 
 
 @lru_cache(maxsize=32)
-def _release_of(kinds: tuple[tuple[float, torch.dtype], ...], device: torch.device, bound: bool) -> GraphedFunction[list[Tensor]]:
-    """The work of a release, on the device from the key to the end: recorded once and replayed. It keeps its tables alive."""
-    tables = [_tables(mantissa_of(std), device) for std, _ in kinds]
+def _release_of(
+    kinds: tuple[tuple[int, float, torch.dtype], ...], device: torch.device, bound: bool
+) -> GraphedFunction[dict[torch.dtype, Tensor]]:
+    """The work of a release, on the device from the key to the end: recorded once and replayed. It keeps its tables alive.
 
-    def work(secret: Tensor, words: Tensor, *flats: Tensor) -> list[Tensor]:
+    ``kinds``: of each segment, how many tensors it has, its std and its type. The vectors of one type come end to end.
+    """
+    tables = [_tables(mantissa_of(std), device) for _, std, _ in kinds]
+
+    def work(secret: Tensor, words: Tensor, *sums: Tensor) -> dict[torch.dtype, Tensor]:
+        given = iter(sums)
+        pieces = [
+            (piece, std, dtype, with_bins)
+            for (count, std, dtype), with_bins in zip(kinds, tables, strict=True)
+            for piece in pieces_of(list(itertools.islice(given, count)), std, dtype)
+        ]
         if bound:
-            words = torch.cat([words, _digests(flats, secret[8:])])
+            words = torch.cat([words, _digests([piece for piece, *_ in pieces], secret[8:])])
         key = torch.empty(8, dtype=torch.int32, device=device)
         _kernels().absorb[(1,)](secret, words, len(words), key, num_warps=1)
-        each = enumerate(zip(flats, kinds, tables, strict=True))
-        return [_noised(flat, std, dtype, key, segment, with_bins) for segment, (flat, (std, dtype), with_bins) in each]
+        drawn: dict[torch.dtype, list[Tensor]] = {}
+        for number, (piece, std, dtype, with_bins) in enumerate(pieces):
+            drawn.setdefault(dtype, []).append(_noised(piece, std, dtype, key, number, with_bins))
+        return {dtype: torch.cat(parts) for dtype, parts in drawn.items()}
 
     return GraphedFunction(work, state=lambda: None, limit=2)
 
