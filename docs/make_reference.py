@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent / "reference"
 PACKAGES = (
     "lipdp", "audit", "bounds", "clipping", "convert", "data", "diagnose", "errors", "estimators", "export", "features", "losses",
-    "mechanisms", "models", "nn", "parametrize", "privacy", "recipes", "report", "training",
+    "mechanisms", "models", "nn", "parametrize", "planning", "privacy", "recipes", "report", "training",
 )  # fmt: skip
 
 

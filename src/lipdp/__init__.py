@@ -15,6 +15,7 @@ from lipdp import (
     models,
     nn,
     parametrize,
+    planning,
     privacy,
     recipes,
     training,
@@ -23,8 +24,9 @@ from lipdp.bounds import sensitivities
 from lipdp.certify import attack, certified_accuracy, certified_auroc, certify
 from lipdp.convert import convert
 from lipdp.export import export
+from lipdp.planning import Clipping, PrivacyPlan, Schedule, plan, suggest_optimizer
 from lipdp.saved import load, save_model
-from lipdp.training import History, PrivacyEngine, PrivacyPlan, evaluate, fit, plan, suggest_optimizer
+from lipdp.training import History, PrivacyEngine, evaluate, fit
 
 if TYPE_CHECKING:
     from lipdp import estimators
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Clipping",
     "History",
     "PrivacyEngine",
     "PrivacyPlan",
     "PrivateClassifier",
     "PrivateImageClassifier",
     "PrivateRegressor",
+    "Schedule",
     "attack",
     "audit",
     "bounds",
@@ -62,6 +66,7 @@ __all__ = [
     "nn",
     "parametrize",
     "plan",
+    "planning",
     "privacy",
     "recipes",
     "save_model",

@@ -37,7 +37,7 @@ def model_of(width: int, method: str) -> torch.nn.Module:
 
 def engine_of(model: torch.nn.Module, method: str, records: int, **changes: object) -> lipdp.PrivacyEngine:
     clip = {} if method == "clipless" else {"max_grad_norm": math.sqrt(2)}
-    clip |= {"clipped": ["1.weight"]} if method == "mixed" else {}
+    clip |= {"clipping": lipdp.Clipping(clipped=["1.weight"])} if method == "mixed" else {}
     loss = losses.CrossEntropy()
     settings = {
         "dataset_size": records,
@@ -156,7 +156,7 @@ def test_others_are_the_same_to_the_bit(method):
     model = torch.nn.Sequential(nn.BoundedInput((5,)), nn.SpectralLinear(5, 8), nn.GroupSort(2), nn.SpectralLinear(8, 2))
     x, y = torch.randn(count, 5), torch.randint(2, (count,))
     clip = {} if method == "clipless" else {"max_grad_norm": 0.1}
-    clip |= {"clipped": ["3"]} if method == "mixed" else {}
+    clip |= {"clipping": lipdp.Clipping(clipped=["3"])} if method == "mixed" else {}
     loss = losses.CrossEntropy()
     plan = lipdp.plan(
         model, loss, dataset_size=count, batch_size=count, delta=1e-3, noise_multiplier=1.0, steps=1, method=method, **clip

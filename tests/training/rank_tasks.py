@@ -32,7 +32,7 @@ CASES = {
     "bookkeeping": (free, {"method": "bookkeeping", "max_grad_norm": 0.5}),
     "bookkeeping, adaptive": (
         lambda: free(seed=1),
-        {"method": "bookkeeping", "max_grad_norm": 0.5, "adaptive": AdaptiveClip(quantile=0.5)},
+        {"method": "bookkeeping", "max_grad_norm": 0.5, "clipping": lipdp.Clipping(adaptive=AdaptiveClip(quantile=0.5))},
     ),
     "mixed": (_mixed, {"method": "mixed", "max_grad_norm": 0.5}),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lipdp
-from lipdp import losses, nn
+from lipdp import Clipping, Schedule, losses, nn
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.privacy import AdaptiveClip, effective_multiplier
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
@@ -47,7 +47,7 @@ def clipped_plan(model, **changes):
 def test_the_same_epsilon_with_and_without_at_the_same_total_multiplier():
     model = adaptive_model()
     fixed = nn.Sequential(*list(model)[:-1], nn.ClipGradient(0.5))
-    with_it, without = planned(model, adaptive=CLIP), planned(fixed)
+    with_it, without = planned(model, clipping=Clipping(adaptive=CLIP)), planned(fixed)
     assert with_it.epsilon == without.epsilon
     assert with_it.noise_multiplier == without.noise_multiplier
     # What the counts take, the gradient's noise pays for: together they are one mechanism of the same multiplier.
@@ -60,7 +60,7 @@ def test_the_same_epsilon_with_and_without_at_the_same_total_multiplier():
 def test_an_engine_refuses_a_plan_that_forgets_to_pay_for_the_count():
     """Fails if the accounting of the count is removed: the noise of a plan without adaptation is too little for one with it."""
     model = adaptive_model()
-    plan = planned(model, adaptive=CLIP)
+    plan = planned(model, clipping=Clipping(adaptive=CLIP))
     fixed = planned(nn.Sequential(*list(model)[:-1], nn.ClipGradient(0.5)))
     cheap = {group.name: group.noise_std for group in fixed.groups}
     groups = tuple(dataclasses.replace(group, noise_std=cheap[group.name]) for group in plan.groups)
@@ -72,10 +72,10 @@ def test_an_engine_refuses_a_plan_that_forgets_to_pay_for_the_count():
 def test_when_the_clip_halves_the_noise_halves_in_the_same_step(kind):
     if kind == "proved":
         model = adaptive_model()
-        plan, loss = planned(model, adaptive=CLIP), None
+        plan, loss = planned(model, clipping=Clipping(adaptive=CLIP)), None
     else:
         model = plain_model()
-        plan, loss = clipped_plan(model, adaptive=CLIP), CROSS_ENTROPY
+        plan, loss = clipped_plan(model, clipping=Clipping(adaptive=CLIP)), CROSS_ENTROPY
     engine = engine_of(model, plan, loss=loss)
     before = engine._mechanism.at(0)
     (name,) = plan.adaptive_clips
@@ -90,10 +90,10 @@ def test_when_the_clip_halves_the_noise_halves_in_the_same_step(kind):
 def test_the_noise_that_is_really_drawn_follows_the_clip(kind):
     if kind == "proved":
         model = adaptive_model()
-        plan, loss = planned(model, adaptive=CLIP, steps=400), None
+        plan, loss = planned(model, clipping=Clipping(adaptive=CLIP), steps=400), None
     else:
         model = plain_model()
-        plan, loss = clipped_plan(model, adaptive=CLIP, steps=400), CROSS_ENTROPY
+        plan, loss = clipped_plan(model, clipping=Clipping(adaptive=CLIP), steps=400), CROSS_ENTROPY
     engine = engine_of(model, plan, loss=loss)
     (name,) = plan.adaptive_clips
     for step in range(400):  # empty batches: b̃ = ½ < 0.9 on average, so the norm drifts up from step to step; pin it
@@ -109,7 +109,7 @@ def test_the_noise_that_is_really_drawn_follows_the_clip(kind):
 def test_the_released_count_is_really_noised():
     """Fails if the count's noise is removed: on empty batches b̃ is ½ plus nothing but noise of the planned size."""
     model = adaptive_model()
-    plan = planned(model, adaptive=CLIP, steps=300)
+    plan = planned(model, clipping=Clipping(adaptive=CLIP), steps=300)
     engine = engine_of(model, plan)
     shares = []
     for _ in range(300):
@@ -147,7 +147,9 @@ def test_the_norm_converges_to_the_true_quantile_of_the_loss_gradients():
     data = toy(2000)
     model = adaptive_model(clip=0.05)
     loss = losses.CrossEntropy(tau=8.0)
-    plan = planned(model, loss, dataset_size=2000, batch_size=400, steps=60, adaptive=AdaptiveClip(quantile=0.9, rate=0.3))
+    plan = planned(
+        model, loss, dataset_size=2000, batch_size=400, steps=60, clipping=Clipping(adaptive=AdaptiveClip(quantile=0.9, rate=0.3))
+    )
     assert plan.adaptive.count_noise == pytest.approx(20.0)
 
     def norms_of(dataset):
@@ -169,7 +171,7 @@ def test_the_norm_converges_to_the_true_quantile_of_whole_gradients():
         dataset_size=2000,
         batch_size=400,
         steps=60,
-        adaptive=AdaptiveClip(quantile=0.9, rate=0.3),
+        clipping=Clipping(adaptive=AdaptiveClip(quantile=0.9, rate=0.3)),
         method="bookkeeping",
         max_grad_norm=0.05,
     )
@@ -182,7 +184,7 @@ def test_the_norm_converges_to_the_true_quantile_of_whole_gradients():
 def test_it_resumes_exactly():
     def run(split):
         model = adaptive_model()
-        plan = planned(model, adaptive=CLIP)
+        plan = planned(model, clipping=Clipping(adaptive=CLIP))
         engine = engine_of(model, plan, torch.optim.SGD(model.parameters(), lr=0.1))
         for number, batch in enumerate(engine.batches(toy())):
             engine.step(*batch)
@@ -203,7 +205,7 @@ def test_it_resumes_exactly():
 
 def test_a_clip_schedule_scales_the_noise_and_costs_nothing():
     model = nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3, bias=False), nn.ClipGradient(0.5))
-    plan = planned(model, clip_schedule=((0.0, 1.0), (0.5, 0.25)))
+    plan = planned(model, schedule=Schedule(clip=((0.0, 1.0), (0.5, 0.25))))
     assert plan.epsilon == planned(model).epsilon
     engine = engine_of(model, plan)
     first, last = engine._mechanism.at(0), engine._mechanism.at(plan.steps - 1)
@@ -217,7 +219,7 @@ def test_the_history_shows_the_clipping_norm_and_the_released_share_only_when_pa
     data = toy()
     for adaptive in (None, CLIP):
         model = plain_model()
-        plan = clipped_plan(model, adaptive=adaptive)
+        plan = clipped_plan(model, clipping=Clipping(adaptive=adaptive))
         history = lipdp.fit(
             model, CROSS_ENTROPY, torch.optim.SGD(model.parameters(), lr=0.1), plan, data, seed=0, reproducible=True
         )
@@ -234,13 +236,13 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ConfigurationError, match="say how"):
         planned(adaptive_model())
     with pytest.raises(ConfigurationError, match="this plan has none"):
-        planned(nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3)), adaptive=CLIP)
+        planned(nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3)), clipping=Clipping(adaptive=CLIP))
     with pytest.raises(ConfigurationError, match="this plan has none"):
-        planned(nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3)), clip_schedule=linear_schedule(0.5))
+        planned(nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3)), schedule=Schedule(clip=linear_schedule(0.5)))
     with pytest.raises(ConfigurationError, match="automatic"):
-        clipped_plan(plain_model(), adaptive=CLIP, clip="automatic")
+        clipped_plan(plain_model(), clipping=Clipping(adaptive=CLIP, clip="automatic"))
     with pytest.raises(ConfigurationError, match="leaves nothing for the gradient"):
-        planned(adaptive_model(), adaptive=AdaptiveClip(count_noise=0.1))
+        planned(adaptive_model(), clipping=Clipping(adaptive=AdaptiveClip(count_noise=0.1)))
 
 
 def test_normalised_cotangents_have_exactly_the_norm_and_the_bound_says_so():
@@ -313,7 +315,7 @@ def _opaque(layer, call):
 def test_a_clipping_layer_that_the_calculus_does_not_see_is_refused_or_its_bound_follows(model):
     """Where C grows and the bound stayed, the noise would be too little."""
     try:
-        engine = engine_of(model, planned(model, adaptive=CLIP))
+        engine = engine_of(model, planned(model, clipping=Clipping(adaptive=CLIP)))
     except UnsupportedError as error:
         assert "does not see it" in str(error)  # noqa: PT017
         return

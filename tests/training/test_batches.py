@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from lipdp import losses, nn
 from lipdp._sums import MOST_ROWS
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
+from lipdp.planning.settings import usual_seats
 from lipdp.training.batches import check_dataset, check_finite, even_rows, gather, gather_lazily, microbatches, slices
-from lipdp.training.seats import usual_seats
 
 from .common import BATCH, SIZE, empty, engine_of, free, planned, small, toy
 

@@ -12,7 +12,7 @@ import torch
 import lipdp
 from lipdp import losses, nn
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpWarning
-from lipdp.training.plan import PrivacyPlan
+from lipdp.planning.plan import PrivacyPlan
 
 from .common import BATCH, Spy, empty, engine_of, first_gradient, free, planned, same, small, toy, weights
 

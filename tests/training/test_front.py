@@ -69,7 +69,7 @@ def test_clipping_methods_and_mixed_ones_too():
     data = TensorDataset(records().tensors[0] / 4, records().tensors[1])
     for settings in (
         {"method": "bookkeeping", "max_grad_norm": 0.3},
-        {"method": "mixed", "max_grad_norm": 0.3, "clipped": ["4"]},
+        {"method": "mixed", "max_grad_norm": 0.3, "clipping": lipdp.Clipping(clipped=["4"])},
     ):
         models = []
         for settle in (False, True):

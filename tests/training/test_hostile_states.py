@@ -47,7 +47,7 @@ def adam(model):
 
 
 CASES = {
-    "adaptive": (adapting, momentum, {"adaptive": AdaptiveClip()}, {"ema_decay": 0.9}),
+    "adaptive": (adapting, momentum, {"clipping": lipdp.Clipping(adaptive=AdaptiveClip())}, {"ema_decay": 0.9}),
     "statistics": (standardised, adam, {"epsilon": 3.0, "statistics_budget": 0.1}, {}),
     "plain": (small, momentum, {}, {"tail_average": 0.5}),
 }

@@ -87,7 +87,7 @@ def test_no_example_exceeds_any_group_and_the_sum_is_right(head):
 
 def test_it_trains_and_a_forced_layer_is_clipped():
     model = mixed_model()
-    plan = mixed_plan(model, clipped=("3", "0.bias"))
+    plan = mixed_plan(model, clipping=lipdp.Clipping(clipped=("3", "0.bias")))
     clipped = next(group for group in plan.groups if group.source == "clipped")
     assert clipped.parameters == ("0.weight", "0.bias", "3.weight")
     history = lipdp.fit(
@@ -104,4 +104,4 @@ def test_a_model_that_is_all_of_one_kind_is_sent_to_the_method_for_it():
     with pytest.raises(ConfigurationError, match=r"nothing to prove.*bookkeeping"):
         planned(plain, method="mixed", max_grad_norm=1.0, input_shape=(6,))
     with pytest.raises(ConfigurationError, match="clipped"):
-        planned(proved, clipped=("1",))
+        planned(proved, clipping=lipdp.Clipping(clipped=("1",)))

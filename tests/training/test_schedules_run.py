@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import lipdp
-from lipdp import nn
+from lipdp import Clipping, Schedule, nn
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.parametrize import Cayley
+from lipdp.planning.phases import make_phases
 from lipdp.privacy import AdaptiveClip, PrivateRun, effective_multiplier, run_epsilon
-from lipdp.training.phases import make_phases
 
 from .common import engine_of, planned, small, toy
 
@@ -46,11 +46,11 @@ def _options(kind):
     return {
         "clipless": {},
         "map": {"allocation": "per_layer"},
-        "adaptive": {"adaptive": AdaptiveClip(0.5)},
+        "adaptive": {"clipping": Clipping(adaptive=AdaptiveClip(0.5))},
         "mixed": {"method": "mixed", "max_grad_norm": 0.5},
         "flat": clipped,
-        "per_layer": {**clipped, "clipping_style": "per_layer", "allocation": "optimal"},
-        "quantile": {**clipped, "adaptive": AdaptiveClip(0.5)},
+        "per_layer": {**clipped, "clipping": Clipping(style="per_layer"), "allocation": "optimal"},
+        "quantile": {**clipped, "clipping": Clipping(adaptive=AdaptiveClip(0.5))},
     }[kind]
 
 
@@ -65,12 +65,12 @@ def _options(kind):
 def test_what_a_plan_accepts_runs(kind, steps, clip, noise, freeze):
     model = _model(kind)
     try:
-        plan = planned(model, steps=steps, clip_schedule=clip, noise_schedule=noise, freeze=freeze, **_options(kind))
+        plan = planned(model, steps=steps, schedule=Schedule(clip, noise, freeze), **_options(kind))
     except ConfigurationError as refusal:
         if not any(known in str(refusal) for known in ("nothing to train", "no finite epsilon")):
             raise
         assume(False)
-    assert plan.phases[0] == lipdp.training.phases.Phase(0)
+    assert plan.phases[0] == lipdp.planning.phases.Phase(0)
     read = lipdp.PrivacyPlan.from_json(plan.to_json())
     assert read == plan
     engine = engine_of(copy.deepcopy(model), read)
@@ -94,7 +94,7 @@ def test_what_a_plan_accepts_runs(kind, steps, clip, noise, freeze):
 
 
 def test_a_change_near_the_start_leaves_the_first_step_as_planned():
-    plan = planned(small(clip=0.3), steps=2, noise_schedule=((0, 1), (0.2, 1.5)), clip_schedule=((0, 1), (0.01, 2.0)))
+    plan = planned(small(clip=0.3), steps=2, schedule=Schedule(((0, 1), (0.01, 2.0)), ((0, 1), (0.2, 1.5))))
     assert [(p.start, p.noise, p.clip) for p in plan.phases] == [(0, 1.0, 1.0), (1, 1.5, 2.0)]
     assert [(p.start, p.noise) for p in make_phases(3, ["a"], noise=((0, 1), (0.1, 2), (0.2, 3), (0.99, 4)))] == [(0, 1), (1, 3)]
     assert len(make_phases(1, ["a"], noise=((0, 1), (0.2, 1.5)), clip=((0, 1), (0.9, 2)), freeze={"a": 0.5})) == 1
@@ -102,15 +102,15 @@ def test_a_change_near_the_start_leaves_the_first_step_as_planned():
 
 def test_a_schedule_may_be_a_generator_and_hold_numbers_of_numpy():
     pairs = ((0.0, 1.0), (0.5, 2.0))
-    once = planned(small(), epsilon=2.0, noise_schedule=(pair for pair in pairs))
-    assert once == planned(small(), epsilon=2.0, noise_schedule=pairs)
+    once = planned(small(), epsilon=2.0, schedule=Schedule(noise=(pair for pair in pairs)))
+    assert once == planned(small(), epsilon=2.0, schedule=Schedule(noise=pairs))
     assert len(once.phases) == 2
     typed = planned(
         small(clip=0.3),
         steps=70_000,
         noise_multiplier=np.float32(20.0),
         delta=np.float32(1e-4),
-        clip_schedule=((np.float16(0), np.float16(1)), (np.float16(0.9), np.float16(0.5))),
+        schedule=Schedule(((np.float16(0), np.float16(1)), (np.float16(0.9), np.float16(0.5)))),
     )
     assert typed.phases[1].start == round(float(np.float16(0.9)) * 70_000)
     assert lipdp.PrivacyPlan.from_json(typed.to_json()) == typed
@@ -140,7 +140,7 @@ def test_what_would_fail_on_the_way_is_refused_when_planning(options, text, meth
 @pytest.mark.parametrize("factor", ["1e309", "1e308", "-1.0", "0.0"])
 def test_an_engine_looks_at_every_phase_of_a_plan(factor):
     """A plan from a file whose later phase has no meaning is refused before the first step, not when it comes to it."""
-    options = {"method": "bookkeeping", "max_grad_norm": 20.0, "clip_schedule": ((0, 1), (0.5, 0.5))}
+    options = {"method": "bookkeeping", "max_grad_norm": 20.0, "schedule": Schedule(((0, 1), (0.5, 0.5)))}
     plan = planned(small(), **options)
     text = plan.to_json().replace('"clip": 0.5', f'"clip": {factor}')
     assert text != plan.to_json()
@@ -151,4 +151,4 @@ def test_an_engine_looks_at_every_phase_of_a_plan(factor):
 @pytest.mark.parametrize("stability", [-1.0, 0.0, math.nan, "a"])
 def test_a_stability_without_meaning_is_refused_when_planning(stability):
     with pytest.raises(ConfigurationError, match="stability"):
-        planned(small(), method="bookkeeping", max_grad_norm=0.5, clip="automatic", stability=stability)
+        planned(small(), method="bookkeeping", max_grad_norm=0.5, clipping=Clipping(clip="automatic", stability=stability))

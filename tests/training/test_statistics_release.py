@@ -10,8 +10,8 @@ import lipdp
 from lipdp import losses, nn
 from lipdp.data import PrecomputedCopies
 from lipdp.errors import BudgetError, ConfigurationError, DataError
+from lipdp.planning.decide import STATISTICS
 from lipdp.privacy import PrivateRun, Release, run_epsilon
-from lipdp.training.planning import STATISTICS
 
 from .common import engine_of, planned
 

@@ -24,25 +24,24 @@ def model_of():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("norm", "options"),
     [
-        {"clipping_style": "per_layer", "max_grad_norm": 1.0},
-        {"clipping_style": "per_layer", "max_grad_norm": {"0": 0.2, "2": 0.7}},
-        {"clipping_style": "per_group", "max_grad_norm": 1.0, "clipping_groups": ["0", "2"]},
-        {"clip": "automatic", "max_grad_norm": 1.0, "stability": 0.1},
+        (1.0, lipdp.Clipping(style="per_layer")),
+        ({"0": 0.2, "2": 0.7}, lipdp.Clipping(style="per_layer")),
+        (1.0, lipdp.Clipping(style="per_group", groups=["0", "2"])),
+        (1.0, lipdp.Clipping(clip="automatic", stability=0.1)),
     ],
 )
 @pytest.mark.parametrize("method", ["bookkeeping", "multiloss"])
-def test_the_engine_sums_what_the_plan_says(options, method):
+def test_the_engine_sums_what_the_plan_says(norm, options, method):
     model = model_of()
-    plan = planned(model, LOSS, method=method, **options)
+    plan = planned(model, LOSS, method=method, max_grad_norm=norm, clipping=options)
     assert math.hypot(*(g.sensitivity for g in plan.groups)) == pytest.approx(plan.max_grad_norm)
     engine = engine_of(model, plan, loss=LOSS)
     x, y = toy(20).tensors
     sample = lipdp.training.query.Sample(x.double(), y, 7, torch.device("cpu"))
     found = engine._query.ask(dict(model.named_parameters()), sample, {}).sums
-    style = options.get("clipping_style", "flat")
-    norms = {g.name: g.sensitivity for g in plan.groups} if style != "flat" else 1.0
+    norms = {g.name: g.sensitivity for g in plan.groups} if options.style != "flat" else 1.0
     expected = clipped_gradients(
         model,
         LOSS,
@@ -50,9 +49,9 @@ def test_the_engine_sums_what_the_plan_says(options, method):
         y,
         norms,
         "naive",
-        style=style,
-        clip=options.get("clip", "clip"),
-        stability=options.get("stability", 0.01),
+        style=options.style,
+        clip=options.clip,
+        stability=options.stability,
     )
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12)
@@ -61,12 +60,12 @@ def test_the_engine_sums_what_the_plan_says(options, method):
 
 def test_a_method_that_scales_whole_gradients_is_refused_for_other_styles_when_planning():
     with pytest.raises(ConfigurationError, match="flat"):
-        planned(model_of(), LOSS, method="reweight", clipping_style="per_layer", max_grad_norm=1.0)
+        planned(model_of(), LOSS, method="reweight", clipping=lipdp.Clipping(style="per_layer"), max_grad_norm=1.0)
 
 
 def test_groups_that_are_not_those_of_the_style_are_refused():
     model = model_of()
-    plan = planned(model, LOSS, method="bookkeeping", clipping_style="per_layer", max_grad_norm=1.0)
+    plan = planned(model, LOSS, method="bookkeeping", clipping=lipdp.Clipping(style="per_layer"), max_grad_norm=1.0)
     with pytest.raises(ConfigurationError, match="not those of its style"):
         engine_of(model, dataclasses.replace(plan, clipping_style="flat"), loss=LOSS)
 

@@ -29,7 +29,7 @@ from lipdp.bounds import Analysis, analyse
 from lipdp.errors import AuditError, ConfigurationError
 from lipdp.losses import as_loss
 from lipdp.parametrize import effective_leaves, project_
-from lipdp.training.plan import PrivacyPlan
+from lipdp.planning.plan import PrivacyPlan
 
 __all__ = ["ParameterAttack", "SensitivityReport", "sensitivities"]
 

@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipdp import nn
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.parametrize import Reparametrised, project_
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.program import find_input_dtype, find_input_shape
 from lipdp.program.dtypes import Types
-from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Sample, query_of
 
 __all__ = ["Canaries", "Contributions", "craft", "strongest", "target_choices"]

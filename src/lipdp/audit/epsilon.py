@@ -21,13 +21,13 @@ from lipdp.audit.watching import MakeOptimizer, Step, audited_plan, hold_still, 
 from lipdp.data.norms import NOT_PRIVATE
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import project_
+from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.suggest import suggest_optimizer
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import several_runs
 from lipdp.training.batches import check_dataset, gather_tensors
-from lipdp.training.plan import PrivacyPlan
-from lipdp.training.suggest import suggest_optimizer
 
 __all__ = ["run"]
 

@@ -17,7 +17,7 @@ from lipdp.audit.epsilon import run
 from lipdp.audit.release import ReleaseReport, release_path
 from lipdp.audit.results import AuditResult
 from lipdp.errors import AuditError
-from lipdp.training.plan import PrivacyPlan
+from lipdp.planning.plan import PrivacyPlan
 
 __all__ = ["FullAudit", "check"]
 

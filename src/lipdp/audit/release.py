@@ -27,9 +27,9 @@ from lipdp.audit.statistics import check_confidence
 from lipdp.audit.watching import Step, audited_plan, draw_samples, hold_still, watch_run
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Constrained, project_
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.program import find_input_shape
 from lipdp.training.account import several_runs
-from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["Check", "ReleaseReport", "release_path"]
 

@@ -21,9 +21,9 @@ from lipdp.audit.statistics import (
     one_run_bound,
     one_run_epsilon,
 )
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.accounting import privacy_profile, run_epsilon
 from lipdp.privacy.runs import PrivateRun
-from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses", "table_text"]
 

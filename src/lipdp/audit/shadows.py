@@ -13,10 +13,10 @@ from torch.utils.data import Subset
 
 from lipdp._checks import whole
 from lipdp.errors import CheckpointError, ConfigurationError, DataError
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.training.account import several_runs
 from lipdp.training.batches import check_dataset
 from lipdp.training.fit import fit
-from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["train_shadows"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp.errors import ConfigurationError, LipdpWarning
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget
 from lipdp.training.batches import gather
 from lipdp.training.engine import PrivacyEngine
-from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["MakeOptimizer", "Step", "audited_plan", "draw_samples", "hold_still", "watch_run"]
 

@@ -117,8 +117,8 @@ def print_fields(where: Console, fields: Iterable[tuple[str, str]]) -> None:
 
 def print_plan(where: Console, plan: PrivacyPlan) -> None:
     """A plan: what it guarantees, what it does, and a row for each parameter."""
-    from lipdp.training.plan_table import grid_line, signal_line
-    from lipdp.training.plan_table import table as groups
+    from lipdp.planning.table import grid_line, signal_line
+    from lipdp.planning.table import table as groups
 
     where.print("[bold]Privacy plan[/bold]")
     print_fields(

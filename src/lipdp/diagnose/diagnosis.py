@@ -20,9 +20,9 @@ from lipdp.data.norms import NOT_PRIVATE
 from lipdp.diagnose.norms import Measured, measure_gradients
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import as_loss
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors
-from lipdp.training.plan import PrivacyPlan
 
 __all__ = ["Diagnosis", "ParameterDiagnosis", "diagnose", "first_examples"]
 

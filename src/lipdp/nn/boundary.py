@@ -173,7 +173,7 @@ class ClipGradient(torch.nn.Module):
         max_norm: C. A public constant; with ``adaptive``, where it starts.
         normalise: bring every cotangent to norm *exactly* C (0 stays 0): G ← C. Confident examples then weigh as much as the
             others, and the bounds of the layers below are nearly reached.
-        adaptive: C follows a private quantile of the cotangents' norms during the run; how is ``lipdp.plan(adaptive=…)``.
+        adaptive: C follows a private quantile of the cotangents' norms during the run; how is ``lipdp.Clipping(adaptive=…)``.
     """
 
     def __init__(self, max_norm: float, *, normalise: bool = False, adaptive: bool = False) -> None:

@@ -347,6 +347,11 @@ class Standardize(torch.nn.Module):
         self.register_buffer("std", torch.ones(channels))
         self.register_buffer("ready", torch.tensor(False))
 
+    @property
+    def mean_share(self) -> float:
+        """Share of the release's privacy that the means have; the rest is the mean squares'."""
+        return 1.0 if self.moments == 1 else 0.5
+
     def set_statistics(self, mean: torch.Tensor, variance: torch.Tensor | None = None) -> None:
         """Use these: private statistics, or public ones. No variance for a layer of one moment."""
         if (variance is None) != (self.moments == 1):

@@ -21,17 +21,17 @@ from lipdp.data import Augmentation, Shifts
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Count, Positive, Probability, Range, read
 from lipdp.losses import CrossEntropy, Loss, Squares
+from lipdp.planning.plan import Method
 from lipdp.privacy import AdaptiveClip, Allocation
-from lipdp.training.plan import Method
 
-__all__ = ["OPTION", "Metric", "Recipe", "Schedule", "settings_of"]
+__all__ = ["OPTION", "Metric", "RateSchedule", "Recipe", "settings_of"]
 
 OPTION = "options."
 """What stands before the name of a model's option, where settings are named."""
 
 Front = Literal["computed", "stored"]
 Metric = Literal["accuracy", "auroc"]
-Schedule = Literal["constant", "cosine", "linear"]
+RateSchedule = Literal["constant", "cosine", "linear"]
 TestCopies = Literal["one", "flip", "all"]
 Share = Annotated[float, Range(above=0, most=1)]
 Decay = Annotated[float, Range(least=0, below=1)]
@@ -91,7 +91,7 @@ class Recipe:
     learning_rate: Positive = 1.0
     hidden_rate: Positive = 1.0
     momentum: Decay = 0.9
-    schedule: Schedule = "constant"
+    schedule: RateSchedule = "constant"
     ema_decay: Decay | None = None
     tail_average: Share | None = None
     method: Method = "clipless"

@@ -17,11 +17,12 @@ from lipdp.data import DatasetInfo, TestTimeAverage
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.features.front import rows_through
 from lipdp.losses import Loss
+from lipdp.planning import Clipping, PrivacyPlan, Schedule, plan
 from lipdp.privacy import Accountant, Adjacency
 from lipdp.privacy.budget import AnyBudget
 from lipdp.recipes.catalog import get
-from lipdp.recipes.recipe import Metric, Recipe, Schedule
-from lipdp.training import Callback, History, PrivacyPlan, evaluate, fit, plan
+from lipdp.recipes.recipe import Metric, RateSchedule, Recipe
+from lipdp.training import Callback, History, evaluate, fit
 from lipdp.training.callbacks import Run
 
 __all__ = ["AUROC", "Prepared", "Result", "auroc", "class_margins", "fit_prepared", "prepare", "train"]
@@ -155,10 +156,8 @@ def prepare(
         method=chosen.method,
         max_grad_norm=chosen.max_grad_norm,
         statistics_budget=chosen.statistics_budget,
-        adaptive=chosen.adaptive,
-        clip_schedule=chosen.clip_schedule,
-        noise_schedule=chosen.noise_schedule,
-        freeze=chosen.freeze,
+        clipping=Clipping(adaptive=chosen.adaptive),
+        schedule=Schedule(chosen.clip_schedule, chosen.noise_schedule, chosen.freeze),
         **budget,
     )
     optimizer = _optimizer(chosen, model, decided.sensitivity)
@@ -310,7 +309,7 @@ def _optimizer(recipe: Recipe, model: torch.nn.Module, sensitivity: float) -> to
     return torch.optim.SGD(groups, momentum=recipe.momentum)
 
 
-def _scheduler(kind: Schedule, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR | None:
+def _scheduler(kind: RateSchedule, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR | None:
     """The learning rate over a run of ``steps``: constant, or along half a cosine or a line down to 0."""
     if kind == "constant":
         return None

@@ -1,6 +1,15 @@
-"""Private training: the plan, the engine, the whole run in one call."""
+"""Private training: the engine, the whole run in one call. (Plans are :mod:`lipdp.planning`'s; their names still work here.)"""
 
 from lipdp.losses import predict
+from lipdp.planning import (
+    ParameterGroup,
+    Phase,
+    PrivacyPlan,
+    cosine_schedule,
+    linear_schedule,
+    plan,
+    suggest_optimizer,
+)
 from lipdp.training.account import several_runs
 from lipdp.training.callbacks import Callback, ProgressBar, Run
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
@@ -9,10 +18,6 @@ from lipdp.training.evaluation import evaluate
 from lipdp.training.fit import fit
 from lipdp.training.history import History
 from lipdp.training.loggers import Logger, MLflowLogger, TensorBoardLogger, WandbLogger
-from lipdp.training.phases import Phase, cosine_schedule, linear_schedule
-from lipdp.training.plan import ParameterGroup, PrivacyPlan
-from lipdp.training.planning import plan
-from lipdp.training.suggest import suggest_optimizer
 
 __all__ = [
     "Callback",

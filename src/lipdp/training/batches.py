@@ -15,8 +15,9 @@ from lipdp.data.stored import Stored
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large, is_recording
 from lipdp.inputs import Inputs, leaves, mapped, per_row, plain, rows_of
+from lipdp.planning.settings import usual_seats
 from lipdp.program.dtypes import Types
-from lipdp.training.seats import Shuffled, usual_seats
+from lipdp.training.seats import Shuffled
 from lipdp.training.totals import Turn
 
 __all__ = [

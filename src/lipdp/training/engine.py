@@ -22,6 +22,12 @@ from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.inputs import leaves, plain, rows_of
 from lipdp.parametrize import project_, project_outside_
+from lipdp.planning.checks import check_plan_fits
+from lipdp.planning.decide import STATISTICS
+from lipdp.planning.grouping import clip_layers
+from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import describe_loss, usual_seats
+from lipdp.planning.suggest import check_optimizer
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
@@ -34,20 +40,14 @@ from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
 from lipdp.training.distributed import check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
-from lipdp.training.grouping import clip_layers
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
-from lipdp.training.plan import PrivacyPlan
-from lipdp.training.plan_checks import check_plan_fits
-from lipdp.training.planning import STATISTICS
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
-from lipdp.training.seats import Copies, Seating, shuffle, usual_seats
-from lipdp.training.settings import describe_loss
+from lipdp.training.seats import Copies, Seating, shuffle
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, try_optimizer
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, parts_of_run, secret_of
-from lipdp.training.suggest import check_optimizer
 from lipdp.training.totals import Turn, carried, check_range, exact, floating, unit_of
 from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
 

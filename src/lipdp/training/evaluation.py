@@ -11,10 +11,10 @@ import torch
 from lipdp.errors import DataError
 from lipdp.inputs import call, logits_of, loss_of, mapped
 from lipdp.losses import predict
+from lipdp.planning.settings import per_example_loss
 from lipdp.program.dtypes import Types
 from lipdp.program.reading import undisturbed
 from lipdp.training.batches import check_dataset, gather
-from lipdp.training.settings import per_example_loss
 
 __all__ = ["check_of_targets", "evaluate"]
 

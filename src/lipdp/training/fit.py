@@ -15,6 +15,8 @@ from torch.utils.data import Subset
 from lipdp._checks import positive, whole
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError
+from lipdp.planning.decide import STATISTICS
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
@@ -25,8 +27,6 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import check_of_targets, evaluate
 from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
-from lipdp.training.plan import PrivacyPlan
-from lipdp.training.planning import STATISTICS
 from lipdp.training.positions import Progress
 from lipdp.training.reading import read_ahead
 from lipdp.training.state import check_scheduler_state

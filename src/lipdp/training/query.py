@@ -23,13 +23,9 @@ from lipdp.fingerprint import storages
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
-from lipdp.program import Program, check_program, find_input_shape
-from lipdp.training.batches import microbatches
-from lipdp.training.gradients import LayerCounts, Part, Sums, centred_count, microbatch_sum, pending_sum, zeros_like_sum
-from lipdp.training.grouping import clip_layers
-from lipdp.training.plan import CLIPPED_GROUP, PrivacyPlan
-from lipdp.training.seats import Copies
-from lipdp.training.settings import (
+from lipdp.planning.grouping import clip_layers
+from lipdp.planning.plan import CLIPPED_GROUP, PrivacyPlan
+from lipdp.planning.settings import (
     clipped_rounding,
     has_convolutions,
     per_example_loss,
@@ -37,6 +33,10 @@ from lipdp.training.settings import (
     rows_within,
     slack_of,
 )
+from lipdp.program import Program, check_program, find_input_shape
+from lipdp.training.batches import microbatches
+from lipdp.training.gradients import LayerCounts, Part, Sums, centred_count, microbatch_sum, pending_sum, zeros_like_sum
+from lipdp.training.seats import Copies
 from lipdp.training.totals import Turn
 
 __all__ = ["Answer", "ClippedQuery", "MixedQuery", "ProvedQuery", "Query", "Sample", "query_of"]

@@ -19,7 +19,6 @@ moves at most, to a seat of the next bank: its gradient is then computed at anot
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +30,7 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import DataError
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["Copies", "Seating", "Shuffled", "choose_seats", "random_order", "seats_in_order", "shuffle", "usual_seats"]
-
-
-# Seats beyond the records, where all of them are in every batch: a neighbouring dataset has one record more.
-_SPARE = 2
-# Seats of a Poisson batch above its mean, in standard deviations.
-_DEVIATIONS = 4
-
-
-def usual_seats(batch_size: int, *, whole: bool) -> int:
-    """How many seats a step has: a public number. ``whole``: all records are in every batch."""
-    return batch_size + _SPARE if whole else batch_size + math.ceil(_DEVIATIONS * math.sqrt(batch_size))
+__all__ = ["Copies", "Seating", "Shuffled", "choose_seats", "random_order", "seats_in_order", "shuffle"]
 
 
 def random_order(count: int, draw: Stream) -> torch.Tensor:

@@ -20,8 +20,8 @@ import torch
 from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, LipdpError
 from lipdp.fields import Count, Range, Scale, Size, check_weights, read
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.training.averaging import Average
-from lipdp.training.plan import PrivacyPlan
 
 __all__ = [
     "CLIP_RANGE",

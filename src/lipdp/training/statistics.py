@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from lipdp import nn
-from lipdp.bounds import Analysis
 from lipdp.data.augment import Augmentation, is_fixed
 from lipdp.errors import ConfigurationError
-from lipdp.privacy.moments import Moments, moment_stds, private_moments
+from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.randomness import Stream
 from lipdp.program import Program
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import gather_tensors, rows_at_once, slices
 
-__all__ = ["describe_release", "find_standardize", "release_moments"]
+__all__ = ["find_standardize", "release_moments"]
 
 
 def find_standardize(model: torch.nn.Module) -> nn.Standardize:
@@ -71,23 +70,8 @@ def release_moments(
         radius=layer.radius,
         multiplier=multiplier,
         dataset_size=dataset_size,
-        mean_share=_mean_share(layer),
+        mean_share=layer.mean_share,
         generator=draw,
         copies=True,
         device=device,
     )
-
-
-def _mean_share(layer: nn.Standardize) -> float:
-    return 1.0 if layer.moments == 1 else 0.5
-
-
-def describe_release(model: torch.nn.Module, analysis: Analysis, multiplier: float, dataset_size: int) -> Iterator[tuple[str, str]]:
-    """(layer, what will be released for it and with which noise): notes for a plan."""
-    shapes = {row.where: row.output for row in analysis.layers}
-    for name, layer in model.named_modules():
-        shape = shapes.get(f"layer '{name}' ({type(layer).__name__})")
-        if isinstance(layer, nn.Standardize) and shape is not None:
-            stds = moment_stds(layer.radius, math.prod(shape[1:]), multiplier, _mean_share(layer), layer.channels)
-            each = [f"{std / dataset_size:.3g} on each {what}" for what, std in zip(("mean", "mean square"), stds, strict=True)]
-            yield name, f"statistics of {layer.channels} channels, released with noise {' and '.join(each[: layer.moments])}"

@@ -9,10 +9,10 @@ import torch
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Range
+from lipdp.planning.phases import NoiseSettings, Phase
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.mechanism import add_noise
 from lipdp.privacy.randomness import Stream
-from lipdp.training.phases import NoiseSettings, Phase
-from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Answer, Query
 from lipdp.training.state import CLIP_RANGE
 

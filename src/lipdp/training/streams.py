@@ -23,9 +23,9 @@ from lipdp._checks import whole
 from lipdp.data.augment import Augmentation
 from lipdp.digest import Tag, content_digest
 from lipdp.errors import ConfigurationError
+from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, mix_key
-from lipdp.training.plan import PrivacyPlan
 from lipdp.training.positions import (
     Progress,
     batch_digest,

@@ -19,13 +19,13 @@ import torch
 import lipdp
 from lipdp import losses, nn
 from lipdp.bounds import analyse
+from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import clipped_rounding, has_convolutions, proved_rounding, slack_of
 from lipdp.privacy import AdaptiveClip, PrivateRun, Release, run_epsilon
-from lipdp.training.plan import PrivacyPlan
 from lipdp.training.query import Sample
-from lipdp.training.settings import clipped_rounding, has_convolutions, proved_rounding, slack_of
 
 from ..hostile import all_edits, at, places, put, refused_or
-from .common import free, planned, small
+from ..training.common import free, planned, small
 
 LOSS = losses.CrossEntropy(tau=4.0)
 
@@ -62,16 +62,20 @@ CASES = {
     "changing": (
         clipping_model,
         {
-            "adaptive": AdaptiveClip(quantile=0.5),
-            "clip_schedule": SCHEDULE,
-            "noise_schedule": ((0.0, 1.0), (0.75, 1.25)),
-            "freeze": {"1": 0.6},
+            "clipping": lipdp.Clipping(adaptive=AdaptiveClip(quantile=0.5)),
+            "schedule": lipdp.Schedule(SCHEDULE, ((0.0, 1.0), (0.75, 1.25)), {"1": 0.6}),
         },
     ),
     "statistics": (standardised, {"epsilon": 3.0, "statistics_budget": 0.1, "releases": (Release("mean", "pure", 0.1),)}),
-    "clipped": (half_proved, {**BOOKKEEPING, "adaptive": AdaptiveClip(), "clip_schedule": SCHEDULE}),
-    "by layer": (half_proved, {**BOOKKEEPING, "clipping_style": "per_layer", "clip": "automatic", "allocation": "optimal"}),
-    "mixed": (half_proved, {"method": "mixed", "max_grad_norm": 0.7, "clipped": ["1"]}),
+    "clipped": (
+        half_proved,
+        {**BOOKKEEPING, "clipping": lipdp.Clipping(adaptive=AdaptiveClip()), "schedule": lipdp.Schedule(SCHEDULE)},
+    ),
+    "by layer": (
+        half_proved,
+        {**BOOKKEEPING, "clipping": lipdp.Clipping(style="per_layer", clip="automatic"), "allocation": "optimal"},
+    ),
+    "mixed": (half_proved, {"method": "mixed", "max_grad_norm": 0.7, "clipping": lipdp.Clipping(clipped=["1"])}),
     "ghost": (half_proved, {"method": "ghost", "max_grad_norm": 0.7, "accountant": "pld"}),
 }
 

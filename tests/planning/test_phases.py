@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import lipdp
-from lipdp import nn
+from lipdp import Clipping, Schedule, nn
 from lipdp.errors import ConfigurationError
+from lipdp.planning.phases import make_phases, segments
 from lipdp.privacy import PrivateRun, effective_multiplier, run_epsilon
 from lipdp.training import cosine_schedule, linear_schedule
-from lipdp.training.phases import make_phases, segments
 
-from .common import engine_of, free, planned, small, toy, weights
+from ..training.common import engine_of, free, planned, small, toy, weights
 
 
 def test_phases_are_cut_where_something_changes():
@@ -32,13 +32,13 @@ def test_phases_are_cut_where_something_changes():
 
 def test_a_noise_schedule_is_accounted_for_phase_by_phase():
     model = small()
-    plan = planned(model, noise_schedule=((0.0, 1.0), (0.5, 2.0)), noise_multiplier=1.0, accountant="pld")
+    plan = planned(model, schedule=Schedule(noise=((0.0, 1.0), (0.5, 2.0))), noise_multiplier=1.0, accountant="pld")
     half = plan.steps // 2
     run = PrivateRun(plan.sampling_rate, ((1.0, half), (2.0, plan.steps - half)))
     assert plan.epsilon == pytest.approx(run_epsilon(run, plan.delta))
     low, high = (planned(model, noise_multiplier=s, accountant="pld").epsilon for s in (2.0, 1.0))
     assert low < plan.epsilon < high
-    tight = planned(model, noise_schedule=cosine_schedule(0.5, levels=3), epsilon=2.0, steps=12, accountant="pld")
+    tight = planned(model, schedule=Schedule(noise=cosine_schedule(0.5, levels=3)), epsilon=2.0, steps=12, accountant="pld")
     assert 1.99 < tight.epsilon <= 2.0
 
 
@@ -55,7 +55,7 @@ def test_composition_over_phases_is_that_of_dp_accounting():
 
 def test_the_noise_of_each_phase_has_the_multiplier_that_is_accounted_for():
     model = free()
-    plan = planned(model, noise_schedule=linear_schedule(3.0, levels=3), freeze={"1": 0.5}, allocation="optimal")
+    plan = planned(model, schedule=Schedule(noise=linear_schedule(3.0, levels=3), freeze={"1": 0.5}), allocation="optimal")
     engine = engine_of(model, plan)
     seen = set()
     for step in range(plan.steps):
@@ -69,8 +69,8 @@ def test_the_noise_of_each_phase_has_the_multiplier_that_is_accounted_for():
 @pytest.mark.parametrize("method", ["clipless", "bookkeeping"])
 def test_a_frozen_group_gets_no_noise_leaves_the_sensitivity_and_stays(method):
     model = free()
-    options = {} if method == "clipless" else {"method": method, "max_grad_norm": 1.0, "clipping_style": "per_layer"}
-    plan = planned(model, freeze={"1": 0.5}, **options)
+    options = {} if method == "clipless" else {"method": method, "max_grad_norm": 1.0, "clipping": Clipping(style="per_layer")}
+    plan = planned(model, schedule=Schedule(freeze={"1": 0.5}), **options)
     engine = engine_of(model, plan, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     kept = None
     for number, batch in enumerate(engine.batches(toy())):
@@ -86,17 +86,17 @@ def test_a_frozen_group_gets_no_noise_leaves_the_sensitivity_and_stays(method):
 
 def test_longest_run_with_a_schedule_is_the_longest():
     model = small()
-    plan = planned(model, noise_schedule=((0.0, 1.0), (0.5, 0.8)), epsilon=4.0, noise_multiplier=1.0, steps=None)
+    plan = planned(model, schedule=Schedule(noise=((0.0, 1.0), (0.5, 0.8))), epsilon=4.0, noise_multiplier=1.0, steps=None)
 
     def cost(count):
-        return planned(model, noise_schedule=((0.0, 1.0), (0.5, 0.8)), noise_multiplier=1.0, steps=count).epsilon
+        return planned(model, schedule=Schedule(noise=((0.0, 1.0), (0.5, 0.8))), noise_multiplier=1.0, steps=count).epsilon
 
     assert cost(plan.steps) <= 4.0 < cost(plan.steps + 1)
 
 
 def test_the_plan_goes_through_json_and_its_table_shows_the_phases():
     model = nn.Sequential(*list(small()), nn.ClipGradient(0.3))
-    plan = planned(model, noise_schedule=linear_schedule(2.0, levels=2), clip_schedule=((0, 1), (0.3, 0.5)), freeze={"1": 0.8})
+    plan = planned(model, schedule=Schedule(((0, 1), (0.3, 0.5)), linear_schedule(2.0, levels=2), {"1": 0.8}))
     assert lipdp.PrivacyPlan.from_json(plan.to_json()) == plan
     text = str(plan)
     assert "frozen" in text

@@ -20,7 +20,7 @@ import torch
 
 from lipdp._checks import is_number, positive
 from lipdp.errors import ConfigurationError, LipdpWarning
-from lipdp.training.plan import PrivacyPlan
+from lipdp.planning.plan import PrivacyPlan
 
 __all__ = ["check_optimizer", "suggest_optimizer"]
 

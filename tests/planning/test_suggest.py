@@ -11,7 +11,7 @@ import lipdp
 from lipdp import losses, nn
 from lipdp.errors import ConfigurationError
 
-from .common import free, planned, small
+from ..training.common import free, planned, small
 
 
 def rate(model, plan, **options):
@@ -34,7 +34,7 @@ def drift(model, plan, noise_to_weights, momentum, seed):
     return math.sqrt(sum(m * m for m in moved) / len(moved))
 
 
-@pytest.mark.parametrize("options", [{}, {"allocation": "optimal"}, {"noise_schedule": ((0, 1), (0.5, 3.0))}])
+@pytest.mark.parametrize("options", [{}, {"allocation": "optimal"}, {"schedule": lipdp.Schedule(noise=((0, 1), (0.5, 3.0)))}])
 @pytest.mark.parametrize(("share", "momentum"), [(2.0, 0.9), (0.5, 0.0)])
 def test_noise_alone_carries_the_weights_as_far_as_asked(options, share, momentum):
     """By simulation: nothing of the formula is used here."""

@@ -13,12 +13,12 @@ from lipdp._checks import positive
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import check_supported, clipping_groups
 from lipdp.clipping.batch import check_style
-from lipdp.clipping.styles import Clip, Style
+from lipdp.clipping.styles import Style
 from lipdp.errors import ConfigurationError
 from lipdp.losses import as_loss
-from lipdp.privacy import AdaptiveClip
-from lipdp.training.plan import CLIPPED_GROUP, ParameterGroup
-from lipdp.training.settings import Method, per_example_loss
+from lipdp.planning.options import Clipping
+from lipdp.planning.plan import CLIPPED_GROUP, ParameterGroup
+from lipdp.planning.settings import Method, per_example_loss
 
 __all__ = ["adaptive_names", "clip_layers", "clips_of", "make_groups", "matches", "weights_by_group"]
 
@@ -31,13 +31,12 @@ def make_groups(
     method: Method,
     *,
     max_grad_norm: MaxNorm | None,
-    style: Style,
-    prefixes: Sequence[str] | None,
-    clipped: Sequence[str],
+    clipping: Clipping,
     input_shape: tuple[int, ...] | None,
 ) -> tuple[tuple[ParameterGroup, ...], Analysis | None]:
     """The groups (without noise yet) and, where something is proved, the analysis that proves it."""
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    clipped, style, prefixes = clipping.clipped, clipping.style, clipping.groups
     if clipped and method != "mixed":
         raise ConfigurationError("clipped= chooses the parameters that method='mixed' clips; other methods prove or clip them all")
     if method == "clipless":
@@ -119,21 +118,20 @@ def clips_of(
     model: torch.nn.Module,
     groups: Sequence[ParameterGroup],
     method: Method,
-    adaptive: AdaptiveClip | None,
+    clipping: Clipping,
     *,
     scheduled: bool,
-    clip: Clip,
 ) -> tuple[tuple[str, float], ...]:
     """(name, C) of the clipping norms that change during the run: adaptive ones, or all of them where there is a schedule."""
-    layers = clip_layers(model)
+    layers, adaptive = clip_layers(model), clipping.adaptive
     enforced = {group.name: group.sensitivity for group in groups if group.source == "clipped"}
     marked = {name: layer for name, layer in layers.items() if layer.adaptive}
     if method in ("clipless", "mixed") and marked and adaptive is None:
         raise ConfigurationError(
             f"the ClipGradient '{next(iter(marked))}' is adaptive: say how, with "
-            "plan(adaptive=lipdp.privacy.AdaptiveClip(quantile=…))"
+            "plan(clipping=lipdp.Clipping(adaptive=lipdp.privacy.AdaptiveClip(quantile=…)))"
         )
-    if adaptive is not None and clip == "automatic" and enforced:
+    if adaptive is not None and clipping.clip == "automatic" and enforced:
         raise ConfigurationError(
             "adaptive clipping has nothing to adapt with clip='automatic': every gradient is normalised, whatever its norm. Use "
             "one of the two."
@@ -145,7 +143,7 @@ def clips_of(
         )
     if scheduled and not layers and not enforced:
         raise ConfigurationError(
-            "clip_schedule changes clipping norms, and this plan has none: put nn.ClipGradient(C) into the model, or use a "
+            "the clip schedule changes clipping norms, and this plan has none: put nn.ClipGradient(C) into the model, or use a "
             "clipping method."
         )
     chosen = layers if scheduled else marked if adaptive is not None else {}

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import lipdp
 from lipdp import losses, nn, privacy
 from lipdp.errors import BudgetError, ConfigurationError, LipdpError, LipdpWarning, UnsupportedError
+from lipdp.planning.plan import ParameterGroup, PrivacyPlan
 from lipdp.privacy.noise import grid_factor
-from lipdp.training.plan import ParameterGroup, PrivacyPlan
 
-from .common import BATCH, SIZE, free, planned, small
+from ..training.common import BATCH, SIZE, free, planned, small
 
 Q = BATCH / SIZE
 
@@ -236,7 +236,7 @@ def test_a_budget_too_small_for_one_step():
 def test_an_infinite_cost_is_refused(monkeypatch):
     """There is a finite one for every noise and δ; an accountant that has none is not believed to have spent nothing."""
     assert planned(small(), noise_multiplier=1.0, steps=3, delta=1e-300).epsilon > 50
-    monkeypatch.setattr("lipdp.training.planning.run_epsilon", lambda *_: math.inf)
+    monkeypatch.setattr("lipdp.planning.decide.run_epsilon", lambda *_: math.inf)
     with pytest.raises(LipdpError, match="epsilon"):
         planned(small(), noise_multiplier=1.0, steps=3)
 
@@ -287,3 +287,18 @@ def test_the_plan_says_which_bound_each_convolution_has_and_how_tight_it_is():
 def test_a_delta_below_what_the_noise_adds_is_refused():
     with pytest.raises(ConfigurationError, match="delta=1e-40"):
         planned(small(), epsilon=3.0, steps=3, delta=1e-40)
+
+
+def test_arguments_in_groups_and_under_their_earlier_names():
+    factors = ((0.0, 1.0), (0.5, 0.5))
+    clipping = {"method": "bookkeeping", "max_grad_norm": 1.0}
+    grouped = planned(
+        small(), **clipping, clipping=lipdp.Clipping(style="per_layer"), schedule=lipdp.Schedule(clip=factors, freeze={"1": 0.5})
+    )
+    with pytest.warns(DeprecationWarning, match=r"clip_schedule= is schedule=lipdp.Schedule\(clip=…\)"):
+        earlier = planned(small(), **clipping, clipping_style="per_layer", clip_schedule=factors, freeze={"1": 0.5})
+    assert earlier == grouped
+    with pytest.raises(TypeError, match="clip_shedule"):
+        planned(small(), clip_shedule=factors)
+    with pytest.raises(ConfigurationError, match=r"lipdp\.Clipping\(…\)"):
+        planned(small(), clipping="per_layer")

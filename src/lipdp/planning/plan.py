@@ -12,11 +12,11 @@ from typing import Annotated, Any
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
+from lipdp.planning.phases import Phase, segments
+from lipdp.planning.settings import Method, Precision, Source, check_counts, check_method
 from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, PrivateRun, Release, Sampling, allocate, noise_energy
 from lipdp.privacy.noise import DISTANCE, grid, grid_factor
 from lipdp.privacy.runs import Scheme
-from lipdp.training.phases import Phase, segments
-from lipdp.training.settings import Method, Precision, Source, check_counts, check_method
 
 __all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPlan"]
 
@@ -237,7 +237,7 @@ class PrivacyPlan:
         return found if self.allocation != "weights" else {**found, "weights": self.noise_energy}
 
     def __str__(self) -> str:
-        from lipdp.training.plan_table import render
+        from lipdp.planning.table import render
 
         return render(self)
 

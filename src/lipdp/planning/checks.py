@@ -7,10 +7,10 @@ import math
 import torch
 
 from lipdp.errors import ConfigurationError
-from lipdp.training.grouping import clip_layers
-from lipdp.training.plan import PrivacyPlan
-from lipdp.training.planning import STATISTICS
-from lipdp.training.settings import ROUNDOFF, model_roundoff
+from lipdp.planning.decide import STATISTICS
+from lipdp.planning.grouping import clip_layers
+from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import ROUNDOFF, model_roundoff
 
 __all__ = ["check_plan_fits"]
 

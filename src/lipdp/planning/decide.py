@@ -5,34 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lipdp._checks import is_number, positive, whole
+from lipdp import nn
+from lipdp._checks import is_number, whole
 from lipdp.bounds import Analysis, convolution_notes
-from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError, LipdpError, LipdpNotice, LipdpWarning
 from lipdp.losses import as_loss
-from lipdp.privacy import (
-    Accountant,
-    AdaptiveClip,
-    Adjacency,
-    Allocation,
-    PrivateRun,
-    Release,
-    Sampling,
-    calibrate_noise,
-    calibrate_run,
-    longest_run,
-    run_epsilon,
-)
-from lipdp.privacy.runs import Scheme
-from lipdp.training.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
-from lipdp.training.phases import NoiseSettings, Phase, Schedule, make_phases, read_schedule, segments
-from lipdp.training.plan import PrivacyPlan
-from lipdp.training.settings import (
+from lipdp.planning.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
+from lipdp.planning.options import Clipping, Schedule, with_earlier_names
+from lipdp.planning.phases import NoiseSettings, Phase, make_phases, segments
+from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import (
     Method,
     Precision,
     check_counts,
@@ -44,7 +31,20 @@ from lipdp.training.settings import (
     rounding_of,
     slack_of,
 )
-from lipdp.training.statistics import describe_release
+from lipdp.privacy import (
+    Accountant,
+    Adjacency,
+    Allocation,
+    PrivateRun,
+    Release,
+    Sampling,
+    calibrate_noise,
+    calibrate_run,
+    longest_run,
+    run_epsilon,
+)
+from lipdp.privacy.moments import moment_stds
+from lipdp.privacy.runs import Scheme
 
 __all__ = ["STATISTICS", "plan"]
 
@@ -68,15 +68,8 @@ def plan(
     steps: int | None = None,
     method: Method = "clipless",
     max_grad_norm: float | Mapping[str, float] | None = None,
-    clipping_style: Style = "flat",
-    clipping_groups: Sequence[str] | None = None,
-    clip: Clip = "clip",
-    stability: float = 0.01,
-    clipped: Sequence[str] = (),
-    adaptive: AdaptiveClip | None = None,
-    clip_schedule: Schedule | None = None,
-    noise_schedule: Schedule | None = None,
-    freeze: Mapping[str, float] | None = None,
+    clipping: Clipping | None = None,
+    schedule: Schedule | None = None,
     statistics_budget: float | None = None,
     releases: Sequence[Release] = (),
     allocation: Allocation | Mapping[str, float] = "global",
@@ -86,6 +79,7 @@ def plan(
     input_shape: Sequence[int] | None = None,
     sampling: Scheme = "poisson",
     largest_batch: int | None = None,
+    **earlier: Any,
 ) -> PrivacyPlan:
     """Decide a private training run: its sensitivities, noise, length and cost. No data are read.
 
@@ -108,18 +102,10 @@ def plan(
             "bookkeeping" (the fastest), "ghost", "reweight", "multiloss", "naive"; see :mod:`lipdp.clipping`. Or "mixed":
             proved where there is a proof, the other parameters clipped together (by book-keeping).
         max_grad_norm: C, the norm that clipping methods clip each example's gradient to; C_g by group for other styles.
-        clipping_style: "flat", "per_layer" or "per_group", see :func:`lipdp.clipping.clipping_groups`.
-        clipping_groups: for "per_group": prefixes of parameter names.
-        clip: "clip" scales long gradients down, "automatic" normalises all of them: ν = C/(‖g‖ + γ).
-        stability: γ of "automatic".
-        clipped: for "mixed": prefixes of parameters to clip even where there is a proof.
-        adaptive: let clipping norms follow a private quantile: max_grad_norm for clipping methods, every
-            ``nn.ClipGradient(…, adaptive=True)`` for the others. Its cost is inside the step's own mechanism: the same ε.
-        clip_schedule: factor on all clipping norms over the run, e.g. ``((0.0, 1.0), (0.5, 0.5))``: halved from half-time on.
-            The noise follows. See :func:`lipdp.training.cosine_schedule`.
-        noise_schedule: factor on σ over the run; its phases are accounted for one by one.
-        freeze: prefix of parameter names → fraction of the run after which they are no longer trained. They get no noise from
-            then on and leave the sensitivity.
+        clipping: how gradients are clipped, beside that norm: style, groups, normalisation, adaptive norms; see
+            :class:`lipdp.Clipping`.
+        schedule: what changes during the run: factors on clipping norms and noise, layers that are frozen on the way; see
+            :class:`lipdp.Schedule`.
         statistics_budget: share of ε set aside for the statistics of :class:`lipdp.nn.Standardize`: alone they would be
             (share·ε, δ)-private; composed with the training the whole is still (ε, δ).
         releases: other one-off releases to pay for, see :class:`lipdp.privacy.Release`.
@@ -134,6 +120,8 @@ def plan(
             has more than ``largest_batch`` records, for a fixed memory; "fixed_size": every batch has ``batch_size`` records, drawn
             without replacement (with ``adjacency="replace_one"`` and ``accountant="rdp"``, for which dp-accounting has it).
         largest_batch: for "truncated_poisson"; by default six standard deviations above ``batch_size``, which costs next to none.
+        earlier: fields of ``clipping`` and ``schedule`` under their old names (``clipping_style``, ``clip_schedule``, …): they
+            still work, and say what they are called now.
 
     Example:
         >>> import lipdp
@@ -144,25 +132,24 @@ def plan(
         >>> 1.5 < p.epsilon < 3.5
         True
     """
+    clipping, schedule = with_earlier_names(clipping, schedule, earlier)
+    adaptive = clipping.adaptive
     check_method(method, max_grad_norm)
     check_counts(dataset_size, batch_size, steps, epochs)
     _check_privacy(epsilon, delta, dataset_size, noise_multiplier)
     # numpy's numbers, too, become what JSON can hold.
-    delta, stability = float(delta), positive("stability", stability)
+    delta = float(delta)
     epsilon, noise_multiplier = (None if value is None else float(value) for value in (epsilon, noise_multiplier))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
     shape = None if input_shape is None else tuple(input_shape)
-    clip_schedule, noise_schedule = read_schedule("clip_schedule", clip_schedule), read_schedule("noise_schedule", noise_schedule)
     groups, analysis = make_groups(
         model,
         loss,
         method,
         max_grad_norm=max_grad_norm,
-        style=clipping_style,
-        prefixes=clipping_groups,
-        clipped=clipped,
+        clipping=clipping,
         input_shape=shape,
     )
     arithmetic = choose_precision(precision, model_roundoff(model) if analysis is None else analysis.roundoff)
@@ -174,13 +161,13 @@ def plan(
     length = steps if steps is not None else None if epochs is None else math.ceil(epochs / q - 1e-9)
 
     def phases(count: int) -> tuple[Phase, ...]:
-        return make_phases(count, trained, clip=clip_schedule, noise=noise_schedule, freeze=freeze)
+        return make_phases(count, trained, clip=schedule.clip, noise=schedule.noise, freeze=schedule.freeze)
 
     def run(sigma: float, count: int) -> PrivateRun:
         return PrivateRun(q, segments(phases(count), count, sigma), paid, sampler)
 
     sigma, length, spent = _solve(epsilon, noise_multiplier, length, delta, accountant, adjacency, run)
-    clips = clips_of(model, groups, method, adaptive, scheduled=clip_schedule is not None, clip=clip)
+    clips = clips_of(model, groups, method, clipping, scheduled=schedule.clip is not None)
     if analysis is not None:  # refuses a layer whose norm could change without its bounds
         analysis.at_limits({name: value for name, value in clips if name in clip_layers(model)})
     followed = () if adaptive is None else adaptive_names(model, groups, clips)
@@ -215,9 +202,9 @@ def plan(
         output_norm=math.inf if analysis is None else analysis.output.norm,
         groups=tuple(dataclasses.replace(group, noise_std=stds[group.name]) for group in groups),
         max_grad_norm=None if method == "clipless" else math.hypot(*(g.sensitivity for g in groups if g.source == "clipped")),
-        clipping_style=clipping_style,
-        clip=clip,
-        stability=stability,
+        clipping_style=clipping.style,
+        clip=clipping.clip,
+        stability=clipping.stability,
         noise_weights=() if weights is None else tuple(weights.items()),
         phases=phases(length),
         clips=clips,
@@ -287,7 +274,18 @@ def _notes(
     tightness = [(note.layer, str(note)) for note in convolution_notes(model, input_shape=shape)]
     amounts = [release.amount for release in paid if release.name == STATISTICS]
     program = [("program", text) for text in analysis.program.summary()]
-    return (*program, *tightness, *(note for amount in amounts for note in describe_release(model, analysis, amount, dataset_size)))
+    return (*program, *tightness, *(note for amount in amounts for note in _statistics(model, analysis, amount, dataset_size)))
+
+
+def _statistics(model: torch.nn.Module, analysis: Analysis, multiplier: float, dataset_size: int) -> Iterator[tuple[str, str]]:
+    """(layer, what will be released for it and with which noise)."""
+    shapes = {row.where: row.output for row in analysis.layers}
+    for name, layer in model.named_modules():
+        shape = shapes.get(f"layer '{name}' ({type(layer).__name__})")
+        if isinstance(layer, nn.Standardize) and shape is not None:
+            stds = moment_stds(layer.radius, math.prod(shape[1:]), multiplier, layer.mean_share, layer.channels)
+            each = [f"{std / dataset_size:.3g} on each {what}" for what, std in zip(("mean", "mean square"), stds, strict=True)]
+            yield name, f"statistics of {layer.channels} channels, released with noise {' and '.join(each[: layer.moments])}"
 
 
 def _paid_releases(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lipdp.training.plan import PrivacyPlan
+    from lipdp.planning.plan import PrivacyPlan
 
 __all__ = ["grid_line", "render", "signal_line", "table"]
 

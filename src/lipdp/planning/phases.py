@@ -19,10 +19,10 @@ from lipdp.privacy import AdaptiveClip, Allocation, allocate, effective_multipli
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.privacy.noise import GRID_LOSS, grid_factor
 
-__all__ = ["NoiseSettings", "Phase", "Schedule", "cosine_schedule", "linear_schedule", "make_phases", "read_schedule", "segments"]
+__all__ = ["Factors", "NoiseSettings", "Phase", "cosine_schedule", "linear_schedule", "make_phases", "read_factors", "segments"]
 
 
-Schedule = Iterable[tuple[float, float]]
+Factors = Iterable[tuple[float, float]]
 """(from this fraction of the run on, this factor), in order; it starts with (0.0, 1.0)."""
 
 
@@ -71,8 +71,8 @@ def make_phases(
     steps: int,
     names: Iterable[str],
     *,
-    clip: Schedule | None = None,
-    noise: Schedule | None = None,
+    clip: Factors | None = None,
+    noise: Factors | None = None,
     freeze: Mapping[str, float] | None = None,
 ) -> tuple[Phase, ...]:
     """The phases of a run of ``steps`` steps.
@@ -89,7 +89,7 @@ def make_phases(
     is left out.
     """
     trained = list(names)
-    clips, noises = (_factors(read_schedule(n, s), steps) for n, s in (("clip_schedule", clip), ("noise_schedule", noise)))
+    clips, noises = (_factors(read_factors(n, s), steps) for n, s in (("the clip schedule", clip), ("the noise schedule", noise)))
     if not isinstance(freeze, Mapping | None):
         raise ConfigurationError(f"freeze gives prefixes of parameter names fractions of the run, as a mapping, not {freeze!r}")
     frozen_from: dict[str, int] = {}
@@ -117,7 +117,7 @@ def make_phases(
     )
 
 
-def read_schedule(name: str, schedule: Schedule | None) -> tuple[tuple[float, float], ...] | None:
+def read_factors(name: str, schedule: Factors | None) -> tuple[tuple[float, float], ...] | None:
     """The schedule as plain pairs of numbers: it is read more than once, and a generator can be read once only."""
     if schedule is None:
         return None

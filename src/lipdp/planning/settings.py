@@ -14,7 +14,6 @@ from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError
 from lipdp.losses import Loss
-from lipdp.training.seats import usual_seats
 
 __all__ = [
     "ROUNDOFF",
@@ -34,6 +33,7 @@ __all__ = [
     "rounding_of",
     "rows_within",
     "slack_of",
+    "usual_seats",
 ]
 
 Method = Literal["clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping", "mixed"]
@@ -51,8 +51,17 @@ ROUNDOFF = {
 _INSIDE = {"float64": ROUNDOFF["float64"], "float32": ROUNDOFF["float32"], "tf32": 2.0**-22, "bfloat16": 2.0**-22}
 # u of a microbatch's sum as autograd hands it on.
 _STORED = {**ROUNDOFF, "tf32": ROUNDOFF["float32"]}
+# Seats beyond the records, where all of them are in every batch: a neighbouring dataset has one record more.
+_SPARE = 2
+# Seats of a Poisson batch above its mean, in standard deviations.
+_DEVIATIONS = 4
 # Of a clipped gradient, whose norm is measured with all margins: its factor and the product with it.
 _SCALED = 16
+
+
+def usual_seats(batch_size: int, *, whole: bool) -> int:
+    """How many seats a step has: a public number. ``whole``: all records are in every batch."""
+    return batch_size + _SPARE if whole else batch_size + math.ceil(_DEVIATIONS * math.sqrt(batch_size))
 
 
 def most_rows(precision: str, batch_size: int, sampling_rate: float) -> int:
