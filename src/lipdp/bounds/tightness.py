@@ -82,6 +82,8 @@ def convolution_notes(model: torch.nn.Module, *, input_shape: Shape | None = Non
         >>> note.layer, note.bound, 0.3 < note.tightness < 0.95
         ('1', 1.0, True)
     """
+    if not any(isinstance(module, _CONVOLUTION) for module in model.modules()):
+        return ()
     program = program_of(model, input_shape)
     forward = forward_pass(program, math.inf)
     notes: dict[str, ConvolutionNote] = {}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipdp._numerics import HALF, no_autocast
+from lipdp._numerics import HALF, no_autocast, seed_torch
 from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.layouts import layouts_of
@@ -280,7 +280,7 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
 
 def same_randomness() -> None:
     """From here on, random numbers are those that followed the last call."""
-    torch.manual_seed(0)
+    seed_torch(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
 

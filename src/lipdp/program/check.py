@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lipdp._numerics import seed_torch
 from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.program.program import TABLES, Program
 from lipdp.program.reading import undisturbed
@@ -149,7 +150,7 @@ def _refuse_differences(
 
 def _evaluate(function: Callable[[torch.Tensor], Any], program: Program, x: torch.Tensor, gradients: bool) -> _Evaluated:
     trained = {program.names[id(p)]: p for p in program.model.parameters() if id(p) in program.names}
-    torch.manual_seed(0)  # inside undisturbed: dropout draws the same in both
+    seed_torch(0)  # inside undisturbed: dropout draws the same in both
     with torch.set_grad_enabled(gradients), torch.autocast(x.device.type, enabled=False):
         try:
             output = function(x.clone())
@@ -182,7 +183,7 @@ def _compare_alone(program: Program, x: torch.Tensor) -> None:
 
 
 def _output(program: Program, x: torch.Tensor, seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)
+    seed_torch(seed)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         output: torch.Tensor = program.fused(x.clone())
     return output
