@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ class Average(ABC):
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self.weights[name])
+
+    @contextmanager
+    def applied_to(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The average in ``parameters`` inside the block; afterwards what was there."""
+        kept = {name: p.detach().clone() for name, p in parameters.items()}
+        try:
+            self.copy_to(parameters)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(kept[name])
 
     def state_dict(self) -> dict[str, Any]:
         """The average and how many weights went into it."""

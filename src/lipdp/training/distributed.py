@@ -8,6 +8,7 @@ was planned. Without a process group there is one rank, and nothing here costs a
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,12 @@ import torch.distributed as dist
 from lipdp import errors
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import usual_seats
+from lipdp.training.query import Answer
+from lipdp.training.totals import Turn, carried, check_range, exact, floating, unit_of
 
-__all__ = ["Ranks", "check_unwrapped", "present_ranks"]
+__all__ = ["Ranks", "added_up", "check_unwrapped", "present_ranks"]
 
 T = TypeVar("T")
 _DIGEST = 32  # bytes
@@ -123,10 +128,37 @@ class Ranks:
         content = self.shared(buffer.getvalue())
         return state if self.is_first else torch.load(BytesIO(content), map_location="cpu", weights_only=True)
 
+    def turn(self, stds: Mapping[str, float], begin: Callable[[int], None]) -> Turn:
+        """Which microbatches this one computes: all, or every so many of a group's, whose sums are then whole numbers."""
+        units = {name: unit_of(std) for name, std in stds.items()} if self.grouped else None
+        return Turn(self.number, self.count, begin, units)
+
+    def agree_on_run(self, plan: PrivacyPlan, parts: Mapping[str, Any], microbatch_size: int) -> None:
+        """Refuse ranks that were not given the same, and runs whose sums could not be added up exactly."""
+        why = "Build it in the same way on every rank (torch.manual_seed with one seed before the model), or load one state_dict."
+        self.agree(parts, why)
+        seats = usual_seats(plan.batch_size, whole=plan.sampling_rate == 1)
+        least = plan.noise_multiplier * min(phase.noise for phase in plan.phases)
+        check_range(plan.dataset_size, math.ceil(seats / microbatch_size), self.count, least)
+
     @property
     def _carrier(self) -> torch.device:
         """Where tensors have to be to be sent."""
         return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def added_up(ranks: Ranks, answer: Answer, units: Mapping[str, float], count_std: float) -> Answer:
+    """The answer of all ranks together, the same to the bit on each, however many they are; the noise will be the same too."""
+    unit = unit_of(count_std)
+    sums = {name: carried(pair) for name, pair in answer.sums.items()}
+    counts = {name: carried(exact(value, unit)) for name, value in answer.counts.items()}
+    clipped = [] if answer.clipped is None else [answer.clipped[0].to(torch.int64)]
+    ranks.add([*sums.values(), *counts.values(), *clipped])
+    return Answer(
+        {name: floating(pair, units[name]) for name, pair in sums.items()},
+        {name: floating(pair, unit) for name, pair in counts.items()},
+        None if answer.clipped is None else (clipped[0], answer.clipped[1]),
+    )
 
 
 def present_ranks() -> Ranks:

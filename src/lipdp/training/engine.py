@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import math
 import os
 import warnings
 import weakref
@@ -38,7 +37,7 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, data_marks, record_run
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
-from lipdp.training.distributed import check_unwrapped, present_ranks
+from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
 from lipdp.training.positions import Progress, layout
@@ -48,7 +47,7 @@ from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, 
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, parts_of_run, secret_of
-from lipdp.training.totals import Turn, carried, check_range, exact, floating, unit_of
+from lipdp.training.totals import Turn
 from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
@@ -165,7 +164,10 @@ class PrivacyEngine:
         project_(model)
         self._apply_clips()
         self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
-        self._agree_on_run(secret, (reproducible, microbatch_size, ema_decay, tail_average, bool(public), budget is None))
+        if self._ranks.grouped:
+            parts = parts_of_run(secret, plan, model, self.loss, optimizer, augmentation)
+            settings = [reproducible, microbatch_size, ema_decay, tail_average, bool(public), budget is None]
+            self._ranks.agree_on_run(plan, {**parts, "an argument of the engine": settings}, self.microbatch_size)
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
@@ -413,7 +415,7 @@ class PrivacyEngine:
                 answer, noised = answer.again(), None
                 self._constants.refuse(read_flags(self._constants.same()))
         if unchanged:
-            return _Asked(self._over_ranks(answer, turn, prepared), settings, prepared, noised)
+            return _Asked(self._over_ranks(answer, turn, settings, prepared), settings, prepared, noised)
         if attempts == 0:
             raise ConfigurationError(
                 "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
@@ -423,43 +425,22 @@ class PrivacyEngine:
         return self._ask(batch, attempts - 1)
 
     def _turn(self, settings: StepSettings, number: int, begin: Callable[[int], None], copies: Copies) -> Turn:
-        """Which microbatches this process computes: all, or every so many of a group's, whose sums are then whole numbers."""
+        """Which microbatches this process computes; each begins with random draws of its own."""
 
         def started(microbatch: int) -> None:
             begin(microbatch)
             if copies.generator is not None:
                 self._streams.draw(number, "augment", copies.generator, microbatch)
 
-        units = {name: unit_of(std) for name, std in settings.stds.items()} if self._ranks.grouped else None
-        return Turn(self._ranks.number, self._ranks.count, started, units)
+        return self._ranks.turn(settings.stds, started)
 
-    def _over_ranks(self, answer: Answer, turn: Turn, prepared: Prepared) -> Answer:
-        """The answer of all ranks together, the same to the bit on each, however many they are; the noise will be the same too."""
+    def _over_ranks(self, answer: Answer, turn: Turn, settings: StepSettings, prepared: Prepared) -> Answer:
+        """The answer of all ranks together."""
         if turn.units is None:
             return answer
         why = "Their weights, batches or settings have come apart: were all of them loaded with one state, on equal devices?"
         self._ranks.agree({f"what step {self.steps} depends on": self._streams.told(prepared, self._values)}, why)
-        unit = unit_of(self._mechanism.at(self.steps).count_std)
-        sums = {name: carried(pair) for name, pair in answer.sums.items()}
-        counts = {name: carried(exact(value, unit)) for name, value in answer.counts.items()}
-        clipped = [] if answer.clipped is None else [answer.clipped[0].to(torch.int64)]
-        self._ranks.add([*sums.values(), *counts.values(), *clipped])
-        return Answer(
-            {name: floating(pair, turn.units[name]) for name, pair in sums.items()},
-            {name: floating(pair, unit) for name, pair in counts.items()},
-            None if answer.clipped is None else (clipped[0], answer.clipped[1]),
-        )
-
-    def _agree_on_run(self, secret: bytes, settings: tuple[Any, ...]) -> None:
-        """Refuse ranks that were not given the same, and runs whose sums could not be added up exactly."""
-        if not self._ranks.grouped:
-            return
-        plan, parts = self.plan, parts_of_run(secret, self.plan, self.model, self.loss, self.optimizer, self._augmentation)
-        why = "Build it in the same way on every rank (torch.manual_seed with one seed before the model), or load one state_dict."
-        self._ranks.agree({**parts, "an argument of the engine": list(settings)}, why)
-        seats = usual_seats(plan.batch_size, whole=plan.sampling_rate == 1)
-        least = plan.noise_multiplier * min(phase.noise for phase in plan.phases)
-        check_range(plan.dataset_size, math.ceil(seats / self.microbatch_size), self._ranks.count, least)
+        return added_up(self._ranks, answer, turn.units, settings.count_std)
 
     def _release(self, asked: _Asked) -> dict[str, torch.Tensor]:
         """The one place where something about the data leaves in a step: its position is taken, it is charged, it has its noise."""
@@ -631,15 +612,9 @@ class PrivacyEngine:
         if self.average is None or self.steps == 0:
             yield self.model
             return
-        kept = {name: p.detach().clone() for name, p in self._parameters.items()}
-        try:
-            self.average.copy_to(self._parameters)
+        with self.average.applied_to(self._parameters):
             project_trained(self.model)
             yield self.model
-        finally:
-            with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    parameter.copy_(kept[name])
 
     def use_average(self) -> None:
         """Replace the weights by their average for good (at the end of a run)."""
