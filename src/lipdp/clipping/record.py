@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from lipdp._numerics import no_autocast
 from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_layers
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.fallback import per_example_fallback
+from lipdp.clipping.draws import Drawn
+from lipdp.clipping.fallback import ModuleCall, per_example_fallback
 from lipdp.clipping.layouts import SECOND, Layouts, without_caches
 from lipdp.clipping.outer import combine
 from lipdp.clipping.registry import (
@@ -235,11 +237,15 @@ def recording(
     owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
     recorded = Recording(batch, trained.names, copies, owners)
     handles: list[Any] = []
-    patched: list[torch.nn.Module] = []
+    patched: list[tuple[torch.nn.Module, Any]] = []
 
     def watch(module: torch.nn.Module, hook: Any) -> None:
         # First of all hooks: what the user's own hooks make of the output is not the layer's output.
         handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+
+    def patch(module: torch.nn.Module, forward: Any) -> None:
+        patched.append((module, vars(module).get("forward")))
+        module.forward = forward
 
     try:
         for name, module in trained.layers:
@@ -247,36 +253,43 @@ def recording(
                 continue
             factory = find_watched_forward(module)
             if factory is not None:
-                module.forward = types.MethodType(factory(recorded, name), module)
-                patched.append(module)
+                patch(module, types.MethodType(factory(recorded, name), module))
             else:
                 watch(module, _hook(recorded, name, layouts))
         for name, own in replayed.own.items():
-            watch(owners[name], _replaying(recorded, name, own, layouts))
+            patch(owners[name], _replayed_forward(recorded, name, own, layouts))
         with without_caches(model):
             yield recorded
     finally:
         recorded.open = False
         for handle in handles:
             handle.remove()
-        for module in patched:
+        for module, own_forward in reversed(patched):
             del module.forward  # the instance's; the class's shows again
+            if own_forward is not None:
+                module.forward = own_forward
 
 
-def _replaying(recorded: Recording, owner: str, own: Mapping[str, torch.nn.Parameter], layouts: Layouts | None) -> Any:
-    """A hook on a module that is evaluated again for each example, for these parameters."""
+def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.nn.Parameter], layouts: Layouts | None) -> Any:
+    """The forward of a module that is evaluated again for each example, for these parameters, with its own random numbers."""
+    module = recorded.owners[owner]
+    plain = module.forward
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
-            return None
+            return plain(*args, **kwargs)
+        with Drawn() as drawn:
+            output = plain(*args, **kwargs)
         known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
-        replaced, taps = per_example_fallback(module, own, args, kwargs, output, recorded.batch, known)
+        called = ModuleCall(module, args, kwargs, output, drawn.numbers)
+        replaced, taps = per_example_fallback(called, own, recorded.batch, known)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for part, make in taps:
             recorded.tap(owner, part, make, leaves)
         return replaced
 
-    return hook
+    return forward
 
 
 def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
