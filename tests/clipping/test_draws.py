@@ -23,7 +23,7 @@ class Scaled(nn.Module):
         self.scale, self.draw = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), draw
 
     def forward(self, x):
-        return (self.draw(x, self.training) * self.scale).tanh()
+        return torch.einsum("btd,d->btd", self.draw(x, self.training), self.scale).tanh()
 
 
 def path(x, training):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -50,13 +50,17 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module's call on a batch: its arguments, what it gave, and the random numbers that it drew."""
+    """A module's call on a batch: its arguments, what it gave, and the random numbers that it drew.
+
+    ``plain``: parameters inside of which the batch has copies for each example, by name.
+    """
 
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
     numbers: Sequence[tuple[Kind, torch.Tensor]] = ()
+    plain: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def per_example_fallback(
@@ -131,7 +135,8 @@ class _Replay:
     """One call of a module, to be evaluated again for each example alone."""
 
     def __init__(self, called: ModuleCall, own: Mapping[str, torch.Tensor], batch: int, known: Call | None) -> None:
-        self.module, self.numbers, self.batch, self.known = called.module, called.numbers, batch, known
+        self.module, self.numbers, self.plain = called.module, called.numbers, called.plain
+        self.batch, self.known = batch, known
         self.own, self.parameters = {name: p.detach() for name, p in own.items()}, list(own.values())
         values, self.structure = tree_flatten((called.args, dict(called.kwargs)))
         self.values = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
@@ -228,7 +233,8 @@ class _Replay:
             def run(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
                 # Not tied: another use of the same parameter, in a layer below, has a tap of its own.
                 with Redrawn(self.numbers, self.batch, example) as redrawn:
-                    result = functional_call(self.module, {**buffers, **parameters}, args, kwargs, tie_weights=False)
+                    tensors = {**self.plain, **buffers, **parameters}
+                    result = functional_call(self.module, tensors, args, kwargs, tie_weights=False)
                 redrawn.check_finished()
                 found: torch.Tensor = tree_leaves(result)[which]
                 return found

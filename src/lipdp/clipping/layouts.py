@@ -2,7 +2,8 @@
 
 A dimension that grows with the examples, by one row each, holds them. One that stays the same does not, whatever its size happens
 to be in some batch. One that grows by several rows for each (windows, tokens) may hold as many of every example, or those that some
-layer has chosen, of one example more than of another, from batch to batch: shapes do not tell, so nobody goes by it. So a layer is
+layer has chosen, of one example more than of another, from batch to batch: shapes do not tell, so nobody goes by it. Nor by shapes
+behind an operation that chooses (:mod:`lipdp.clipping.chosen`). So a layer is
 
 * ordinary: dimension 0 of its tensors holds the examples; or dimension 1 does (length first);
 * shared: it sees no example at all and gives a tensor of one row, (1, …), that every example uses: a table of positions. Its
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lipdp.clipping.chosen import Suspects
+from lipdp.clipping.spread import Spreading, spreadable
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, call, leaves, mapped, named_leaves, rows_of, select
 
@@ -120,6 +123,11 @@ class Call:
             return False
         return self.shared or (self.sees_examples and all(w[:1] == (1,) for w in self.outputs if not isinstance(w, Place)))
 
+    def doubted(self) -> Call:
+        """The same, where no dimension is believed to hold the examples."""
+        sides = ((_ODD if isinstance(where, Place) else where for where in side) for side in (self.inputs, self.outputs))
+        return Call(*map(tuple, sides))
+
     @property
     def place(self) -> Place | None:
         """Where the examples are, if they are at the same place in all its tensors."""
@@ -151,11 +159,13 @@ class Layouts:
         calls: the different calls of each, by name.
         repeated: names of modules whose rows for all examples may be repeated for each of them, with the same result.
         risen: by layer: how many modules around it would do, and did not.
+        spread: by module: how its own parameters are given to each example (:mod:`lipdp.clipping.spread`).
     """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     risen: dict[str, int] = field(default_factory=dict)
+    spread: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def find(self, name: str, inputs: Any, output: Any, batch: int) -> Call | None:
         """The call that these arguments and this output are one of."""
@@ -166,6 +176,11 @@ class Layouts:
         """Whether a norm rule can be used: in every call the examples are first, or second, or it is shared."""
         calls, repeated = self.calls.get(name, ()), name in self.repeated
         return all((known.shared and repeated) or (known.place is not None and _usual(known.place)) for known in calls)
+
+    def is_regular(self, name: str) -> bool:
+        """Whether nothing that it sees or gives changes with the contents, or otherwise than the examples do."""
+        calls = self.calls.get(name, ())
+        return bool(calls) and not any(_ODD in (*known.inputs, *known.outputs) for known in calls)
 
     def can_replay(self, name: str) -> bool:
         """Whether the module can be evaluated for one example at a time, in every call."""
@@ -210,17 +225,24 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
     with torch.no_grad(), without_caches(model):
         try:
             model.eval()  # without what is random: layers that are left out, masks of other shapes
-            few, more = (_calls(model, select(x, torch.arange(size) % rows)) for size in _SIZES)
-            others = [seen for other in _others(select(x, torch.arange(_SIZES[1]) % rows)) if (seen := _tried(model, other))]
+            two, three = (select(x, torch.arange(size) % rows) for size in _SIZES)
+            suspects = Suspects(model)
+            with suspects.watching():
+                few, more = _calls(model, two), _calls(model, three)
+            seen_of = [(other, seen) for other in _others(three) if (seen := _tried(model, other))]
+            others = [seen for _, seen in seen_of]
             found = Layouts({name: _compared(few[name], more[name], others, name) for name in few.keys() & more.keys()})
-            found.repeated = _repeated(model, select(x, torch.arange(_SIZES[1]) % rows), found)
+            found.calls.update({name: [known.doubted() for known in found.calls.get(name, ())] for name in suspects.names})
+            found.repeated = _repeated(model, three, found)
+            contents = [two, three, *(other for other, _ in seen_of)]
+            found.spread = _spread(model, contents, [n for n in few if found.is_regular(n) and n not in suspects.choosing])
         except _FAILS:
             found = Layouts()
         finally:
             for module, mode in modes:
                 module.training = mode
     before = layouts_of(model, x)
-    if before is not None and (before.calls, before.repeated) == (found.calls, found.repeated):
+    if before is not None and (before.calls, before.repeated, before.spread) == (found.calls, found.repeated, found.spread):
         return before  # with all that has risen since
     _known.setdefault(model, {})[_kind(x)] = found
     renew(model)
@@ -241,6 +263,16 @@ def _repeated(model: torch.nn.Module, x: Inputs, found: Layouts) -> set[str]:
         return set()
     expected = _outputs(model, x)
     return {name for name in names if _same_with(model, x, name, found.calls[name], expected)}
+
+
+def _spread(model: torch.nn.Module, contents: Sequence[Inputs], regular: Sequence[str]) -> dict[str, dict[str, int]]:
+    """How modules' own parameters can be given to each example, where all that they see has a place for each."""
+    candidates = {name: module for name, module in spreadable(model).items() if name in regular}
+    spreading = Spreading(candidates)
+    for x in contents if candidates else ():
+        with spreading.looking(rows_of(x)):
+            call(model, x)
+    return spreading.fitting()
 
 
 def _outputs(model: torch.nn.Module, x: Inputs) -> list[torch.Tensor]:
@@ -344,7 +376,18 @@ def _others(x: Inputs) -> Iterator[Inputs]:
                 cut[row, places[-1]] = 0
         return cut.reshape(leaf.shape)
 
+    def others(leaf: torch.Tensor) -> torch.Tensor:
+        """Every number one of the leaf's, drawn anew, so that more or fewer of them are large; in the first row the largest."""
+        if _is_mask(leaf) or not leaf.numel():
+            return leaf
+        numbers = leaf.reshape(-1)
+        drawn = numbers[torch.randint(len(numbers), (len(numbers),), generator=draw).to(leaf.device)].reshape(leaf.shape)
+        drawn[0] = numbers[numbers.abs().argmax()]
+        return drawn
+
     yield from map(elsewhere, range(_CONTENTS))
+    draw = torch.Generator().manual_seed(_CONTENTS)
+    yield mapped(others, x)
     if any(_is_mask(leaf) for leaf in leaves(x)):
         yield mapped(shorter, x)
 
@@ -379,14 +422,10 @@ def _compared(few: list[_Seen], more: list[_Seen], others: Sequence[Mapping[str,
         alike = [seen[name][number] for seen in others if len(seen.get(name, ())) == len(more)]
         steady = all(seen == (more_inputs, more_outputs) for seen in alike) and len(alike) == len(others)
         wheres = tuple(map(_where, inputs, more_inputs)), tuple(map(_where, outputs, more_outputs))
-        made = Call(*wheres) if steady else Call(*(tuple(map(_unless_placed, side)) for side in wheres))
+        made = Call(*wheres) if steady else Call(*wheres).doubted()
         if made not in calls:
             calls.append(made)
     return calls
-
-
-def _unless_placed(where: Where) -> Where:
-    return _ODD if isinstance(where, Place) else where
 
 
 def _where(few: torch.Size, more: torch.Size) -> Where:
