@@ -52,9 +52,9 @@ class Settings:
 
 # Chosen on a held-out tenth of the training set, by ε.
 BAG = {
-    1.0: Settings(0, 20, 0.7, 150.0),
-    3.0: Settings(0, 60, 0.7, 50.0),
-    8.0: Settings(0, 60, 0.7, 150.0),
+    1.0: Settings(0, 30, 0.7, 50.0),
+    3.0: Settings(0, 70, 0.42, 75.0),
+    8.0: Settings(0, 70, 0.7, 100.0),
 }
 LORA = {3.0: Settings(2_000, 200, 0.3, 3e-3, None), 8.0: Settings(2_000, 200, 0.3, 3e-3, None)}
 CHARACTERS = {

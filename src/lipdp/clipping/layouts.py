@@ -40,8 +40,10 @@ __all__ = [
     "Place",
     "Where",
     "generation",
+    "is_mask",
     "layouts_of",
     "look_at",
+    "one_place_less",
     "renew",
     "without_caches",
 ]
@@ -357,7 +359,7 @@ def _others(x: Inputs) -> Iterator[Inputs]:
         draw = torch.Generator().manual_seed(seed)
 
         def other(leaf: torch.Tensor) -> torch.Tensor:
-            if _is_mask(leaf):
+            if is_mask(leaf):
                 return leaf
             order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
             moved = leaf.reshape(-1)[order].reshape(leaf.shape)
@@ -367,18 +369,13 @@ def _others(x: Inputs) -> Iterator[Inputs]:
         return changed
 
     def shorter(leaf: torch.Tensor) -> torch.Tensor:
-        if not _is_mask(leaf):
-            return leaf
-        cut = leaf.clone().reshape(len(leaf), -1)
-        for row in range(0, len(cut), 2):
-            places = torch.nonzero(cut[row]).flatten()
-            if len(places) > 1:
-                cut[row, places[-1]] = 0
-        return cut.reshape(leaf.shape)
+        cut = one_place_less(leaf)
+        cut[1::2] = leaf[1::2]
+        return cut
 
     def others(leaf: torch.Tensor) -> torch.Tensor:
         """Every number one of the leaf's, drawn anew, so that more or fewer of them are large; in the first row the largest."""
-        if _is_mask(leaf) or not leaf.numel():
+        if is_mask(leaf) or not leaf.numel():
             return leaf
         numbers = leaf.reshape(-1)
         drawn = numbers[torch.randint(len(numbers), (len(numbers),), generator=draw).to(leaf.device)].reshape(leaf.shape)
@@ -388,11 +385,24 @@ def _others(x: Inputs) -> Iterator[Inputs]:
     yield from map(elsewhere, range(_CONTENTS))
     draw = torch.Generator().manual_seed(_CONTENTS)
     yield mapped(others, x)
-    if any(_is_mask(leaf) for leaf in leaves(x)):
+    if any(is_mask(leaf) for leaf in leaves(x)):
         yield mapped(shorter, x)
 
 
-def _is_mask(leaf: torch.Tensor) -> bool:
+def one_place_less(mask: torch.Tensor) -> torch.Tensor:
+    """A mask without the last place of each example that has several; anything else as it is."""
+    cut = mask.clone()
+    if is_mask(mask):
+        rows = cut.reshape(len(cut), -1)
+        places = torch.arange(rows.shape[1], device=mask.device)
+        last = torch.where(rows != 0, places, -1).amax(1)
+        several = (rows != 0).sum(1) > 1
+        rows[several, last[several]] = 0
+        cut = rows.reshape(mask.shape)
+    return cut
+
+
+def is_mask(leaf: torch.Tensor) -> bool:
     """Whole numbers of 0 and 1, several for each example."""
     if leaf.is_floating_point() or leaf.is_complex() or leaf.ndim < 2 or not leaf.numel():
         return False
