@@ -141,13 +141,6 @@ def test_attention_written_by_hand():
     check_all(nn.Sequential(Block(), Block()).double(), torch.randn(3, 4, D, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("arguments", [{"add_bias_kv": True}, {"add_zero_attn": True}])
-def test_refused_forms(arguments):
-    model = Attention(**arguments)
-    with pytest.raises(UnsupportedError, match=r"core.*MultiheadAttention.*add_bias_kv"):
-        clipping.clipped_gradients(model, quadratic, torch.randn(2, 3, D), torch.zeros(2), 1.0)
-
-
 def test_sequence_first_transformer_is_refused_with_the_fix():
     model = nn.TransformerEncoderLayer(D, 2, 5)
     with pytest.raises(UnsupportedError, match="batch_first=True"):

@@ -209,3 +209,25 @@ def test_a_model_that_can_not_be_asked_is_refused_with_a_way_out():
     with pytest.raises(UnsupportedError, match="method='naive'"):
         clipping.clipped_gradients(model, quadratic, x, torch.zeros(9), 1.0)
     clipping.clipped_gradients(model, quadratic, x, torch.zeros(9), 1.0, "naive")
+
+
+class MixesByMasks(torch.nn.Module):
+    """Each example is divided by how many places the batch has on average: not seen while all masks are full."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.mixes, self.head = mixes, torch.nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        places = mask.to(x.dtype).sum(1, keepdim=True)
+        return self.head((x * mask.unsqueeze(-1)).sum(1) / (places.mean() if self.mixes else places))
+
+
+@pytest.mark.parametrize("kind", [torch.long, torch.bool])
+def test_mixing_by_masks_shows_in_a_batch_whose_masks_are_full(kind):
+    torch.manual_seed(0)
+    x = {"x": torch.randn(6, 5, 4), "mask": torch.ones(6, 5, dtype=kind)}
+    y, loss = torch.arange(6) % 3, torch.nn.CrossEntropyLoss(reduction="none")
+    assert clipping.clipped_gradients(MixesByMasks(False), loss, x, y, 1.0)
+    with pytest.raises(UnsupportedError, match="mixes"):
+        clipping.clipped_gradients(MixesByMasks(True), loss, x, y, 1.0)

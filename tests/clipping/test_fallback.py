@@ -46,9 +46,14 @@ def test_bare_parameters():
     check_all(Vision(), torch.randn(3, 3, 4))
 
 
+class Diagonal(Scale):
+    def forward(self, x):
+        return torch.einsum("bd,d->bd", x, self.gamma)
+
+
 def test_a_notice_once():
-    model = nn.Sequential(Scale(4), nn.Linear(4, 2))
-    with pytest.warns(LipdpNotice, match=r"Scale has no norm rule.*gamma"):
+    model = nn.Sequential(Diagonal(4), nn.Linear(4, 2))
+    with pytest.warns(LipdpNotice, match=r"Diagonal has no norm rule.*gamma"):
         clipping.clipped_gradients(model, quadratic, torch.randn(3, 4), torch.zeros(3), 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -142,12 +147,12 @@ def test_aliases_of_one_parameter():
 
 @pytest.mark.filterwarnings("ignore")
 def test_randomness_inside_is_refused_with_the_fix():
-    class Noisy(Scale):
+    class Noisy(Diagonal):
         def forward(self, x):
-            return torch.nn.functional.dropout(x * self.gamma, 0.5, self.training)
+            return torch.nn.functional.alpha_dropout(super().forward(x), 0.5, self.training)
 
     model = nn.Sequential(Noisy(16), nn.Linear(16, 2))
-    with pytest.raises(UnsupportedError, match=r"(Noisy|Sequential).*dropout.*module of their own"):
+    with pytest.raises(UnsupportedError, match=r"(Noisy|Sequential).*randomness inside.*module of their own"):
         clipping.clipped_gradients(model, quadratic, torch.randn(8, 16), torch.zeros(8), 1.0)
     check_all(model.eval(), torch.randn(3, 16))
 

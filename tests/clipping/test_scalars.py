@@ -9,7 +9,6 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import clipping
-from lipdp.errors import LipdpNotice
 
 from .helpers import METHODS, assert_close, check_all, clipped, norm, quadratic, reference
 
@@ -235,8 +234,3 @@ def test_modules_with_plain_tensors_train(kind, method):
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0, reproducible=True)
     engine.step(inputs(16).float(), torch.arange(16) % 3)
     assert engine.steps == 1
-
-
-def test_a_notice_names_the_scale():
-    with pytest.warns(LipdpNotice, match="scale"):
-        clipping.per_example_norms(Alone(), quadratic, inputs(), torch.zeros(7))

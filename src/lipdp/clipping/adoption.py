@@ -1,8 +1,8 @@
 """Which layers of a model show their gradients themselves, and which modules are evaluated again for the others.
 
-A layer with a norm rule whose examples are where its rule expects them (:mod:`lipdp.clipping.layouts`) shows its own. Every other
-layer's gradients are those of a module that is evaluated for one example at a time: itself, or the smallest one around it for which
-that is possible.
+A layer with a norm rule whose examples are where its rule expects them (:mod:`lipdp.clipping.layouts`) shows its own; so does one
+whose parameters can be given to each example (:mod:`lipdp.clipping.spread`). Every other layer's gradients are those of a module
+that is evaluated for one example at a time: itself, or the smallest one around it for which that is possible.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def place_of_gradients(model: torch.nn.Module, name: str, module: torch.nn.Modul
     risen = 0 if layouts is None else layouts.risen.get(name, 0)
     if layouts is None or not (layouts.calls.get(name) or risen):
         return None if ruled else name
-    shows = ruled and (watched or isinstance(module, torch.nn.EmbeddingBag) or layouts.is_ordinary(name))
+    by_rule = ruled and (watched or isinstance(module, torch.nn.EmbeddingBag) or layouts.is_ordinary(name))
+    shows = by_rule or name in layouts.spread
     if shows and risen == 0:
         return None
     around = [other for other in _around(name) if not (ruled and other == name) and layouts.can_replay(other)]

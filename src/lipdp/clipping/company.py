@@ -21,7 +21,7 @@ import torch
 from lipdp._numerics import HALF, no_autocast, seed_torch
 from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.layouts import layouts_of
+from lipdp.clipping.layouts import is_mask, layouts_of, one_place_less
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
@@ -207,7 +207,16 @@ def others_like(inputs: Inputs) -> Inputs:
     rolled: Inputs = mapped(lambda leaf: leaf.roll(1, 0), inputs)
     pairs = zip(leaves(rolled), leaves(inputs), strict=True)
     same = torch.stack([(one == other).reshape(len(one), -1).all(1).cpu() for one, other in pairs]).all(0)
-    return made_up(inputs) if bool(same[1:].any()) else rolled
+    others = made_up(inputs) if bool(same[1:].any()) else rolled
+    if isinstance(inputs, torch.Tensor):
+        return others
+    with_masks: Inputs = mapped(_other_mask, others, inputs)
+    return with_masks
+
+
+def _other_mask(other: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Another mask, where all examples have the same one (all of their places): what masks mix would not show."""
+    return one_place_less(other) if is_mask(own) and torch.equal(other, own) else other
 
 
 def made_up(inputs: Inputs) -> Inputs:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Dense, flat
+from lipdp.clipping.draws import Kind, Redrawn
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, Where
 from lipdp.clipping.registry import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.graphs import is_recording
 
-__all__ = ["own_parameters", "per_example_fallback"]
+__all__ = ["ModuleCall", "own_parameters", "per_example_fallback"]
 
 Split = tuple[Place | None, ...]
 """Where the examples are in each argument of a call; ``None``: all of it is every example's."""
@@ -46,14 +48,23 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return own
 
 
+@dataclass(frozen=True)
+class ModuleCall:
+    """A module's call on a batch: its arguments, what it gave, and the random numbers that it drew.
+
+    ``plain``: parameters inside of which the batch has copies for each example, by name.
+    """
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    numbers: Sequence[tuple[Kind, torch.Tensor]] = ()
+    plain: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
 def per_example_fallback(
-    module: torch.nn.Module,
-    own: Mapping[str, torch.nn.Parameter],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    output: Any,
-    batch: int,
-    known: Call | None = None,
+    called: ModuleCall, own: Mapping[str, torch.nn.Parameter], batch: int, known: Call | None = None
 ) -> tuple[Any, list[tuple[torch.Tensor, Contributions]]]:
     """What to return in the output's place, and (output tensor, its contributions) for each tensor in it.
 
@@ -62,14 +73,12 @@ def per_example_fallback(
     use, (1, …), is repeated for each of them.
 
     Args:
-        module: the module.
+        called: the module and its call.
         own: whose gradients are wanted, by their names in the module.
-        args: of its call, with ``kwargs`` and ``output``.
-        kwargs: by name.
-        output: what it gave.
         batch: number of examples.
         known: where the examples are in all these, if that is known; else they are tried in the first dimensions.
     """
+    module, output = called.module, called.output
     leaves, structure = tree_flatten(output)
     several = len(leaves) > 1
     places = _output_places(leaves, known)
@@ -83,7 +92,7 @@ def per_example_fallback(
             )
         return output, []
     _notice(module, own)
-    replay = _Replay(module, own, args, dict(kwargs), batch, known)
+    replay = _Replay(called, own, batch, known)
     taps = [(leaves[k], replay.pulling(k, places[k] or FIRST, leaves[k].detach().clone())) for k in tracked]
     return tree_unflatten(leaves, structure), taps
 
@@ -125,18 +134,11 @@ def _notice(module: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
 class _Replay:
     """One call of a module, to be evaluated again for each example alone."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        own: Mapping[str, torch.Tensor],
-        args: Any,
-        kwargs: dict[str, Any],
-        batch: int,
-        known: Call | None,
-    ) -> None:
-        self.module, self.batch, self.known = module, batch, known
+    def __init__(self, called: ModuleCall, own: Mapping[str, torch.Tensor], batch: int, known: Call | None) -> None:
+        self.module, self.numbers, self.plain = called.module, called.numbers, called.plain
+        self.batch, self.known = batch, known
         self.own, self.parameters = {name: p.detach() for name, p in own.items()}, list(own.values())
-        values, self.structure = tree_flatten((args, kwargs))
+        values, self.structure = tree_flatten((called.args, dict(called.kwargs)))
         self.values = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
         device = next(iter(self.own.values())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
@@ -192,7 +194,7 @@ class _Replay:
     def _why(self, trouble: Exception | None) -> str:
         return (
             f"{type(self.module).__name__} has no norm rule, and evaluating it for one example at a time does not give what it "
-            "gave for the batch: it mixes the examples, or has randomness inside (dropout: set it to 0), or its batch is not "
+            "gave for the batch: it mixes the examples, or has randomness inside that can't be repeated, or its batch is not "
             "the first dimension of its inputs. Move its parameters into a small module of their own (one that adds positions), "
             f"or register a rule (lipdp.clipping.norm_rule).{f' The last attempt said: {trouble}' if trouble is not None else ''}"
         )
@@ -214,19 +216,26 @@ class _Replay:
             for key, gradient in gradients.items()
         }
 
+    @property
+    def _examples(self) -> torch.Tensor:
+        return torch.arange(self.batch, device=next(iter(self.own.values())).device)
+
     def _by_example(self, split: Split) -> list[Any]:
         """The values, of those that are split a part for each example."""
         pairs = zip(self.values, split, strict=True)
         return [value if place is None else place.by_example(value, self.batch) for value, place in pairs]
 
     def _one(self, which: int) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        def one(delta: torch.Tensor, values: list[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def one(delta: torch.Tensor, example: torch.Tensor, values: list[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             args, kwargs = tree_unflatten(values, self.structure)
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
             def run(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
                 # Not tied: another use of the same parameter, in a layer below, has a tap of its own.
-                result = functional_call(self.module, {**buffers, **parameters}, args, kwargs, tie_weights=False)
+                with Redrawn(self.numbers, self.batch, example) as redrawn:
+                    tensors = {**self.plain, **buffers, **parameters}
+                    result = functional_call(self.module, tensors, args, kwargs, tie_weights=False)
+                redrawn.check_finished()
                 found: torch.Tensor = tree_leaves(result)[which]
                 return found
 
@@ -239,15 +248,19 @@ class _Replay:
 
     def _vectorised(self, which: int, split: Split, cotangent: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         dims = [None if place is None else 0 for place in split]
-        one = vmap(self._one(which), in_dims=(0, dims), randomness="error")
-        result: tuple[torch.Tensor, dict[str, torch.Tensor]] = one(cotangent, self._by_example(split))
+        one = vmap(self._one(which), in_dims=(0, 0, dims), randomness="error")
+        result: tuple[torch.Tensor, dict[str, torch.Tensor]] = one(cotangent, self._examples, self._by_example(split))
         return result
 
     def _one_by_one(self, which: int, split: Split, cotangent: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """For modules that vmap can't handle (control flow that reads values)."""
         one, values = self._one(which), self._by_example(split)
         found = [
-            one(cotangent[i], [value if place is None else value[i] for value, place in zip(values, split, strict=True)])
+            one(
+                cotangent[i],
+                self._examples[i],
+                [value if place is None else value[i] for value, place in zip(values, split, strict=True)],
+            )
             for i in range(self.batch)
         ]
         stacked: tuple[torch.Tensor, dict[str, torch.Tensor]] = tree_map(lambda *parts: torch.stack(parts), found[0], *found[1:])

@@ -2,7 +2,8 @@
 
 A dimension that grows with the examples, by one row each, holds them. One that stays the same does not, whatever its size happens
 to be in some batch. One that grows by several rows for each (windows, tokens) may hold as many of every example, or those that some
-layer has chosen, of one example more than of another, from batch to batch: shapes do not tell, so nobody goes by it. So a layer is
+layer has chosen, of one example more than of another, from batch to batch: shapes do not tell, so nobody goes by it. Nor by shapes
+behind an operation that chooses (:mod:`lipdp.clipping.chosen`). So a layer is
 
 * ordinary: dimension 0 of its tensors holds the examples; or dimension 1 does (length first);
 * shared: it sees no example at all and gives a tensor of one row, (1, …), that every example uses: a table of positions. Its
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lipdp.clipping.chosen import Suspects
+from lipdp.clipping.spread import Spreading, spreadable
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, call, leaves, mapped, named_leaves, rows_of, select
 
@@ -37,8 +40,10 @@ __all__ = [
     "Place",
     "Where",
     "generation",
+    "is_mask",
     "layouts_of",
     "look_at",
+    "one_place_less",
     "renew",
     "without_caches",
 ]
@@ -120,6 +125,11 @@ class Call:
             return False
         return self.shared or (self.sees_examples and all(w[:1] == (1,) for w in self.outputs if not isinstance(w, Place)))
 
+    def doubted(self) -> Call:
+        """The same, where no dimension is believed to hold the examples."""
+        sides = ((_ODD if isinstance(where, Place) else where for where in side) for side in (self.inputs, self.outputs))
+        return Call(*map(tuple, sides))
+
     @property
     def place(self) -> Place | None:
         """Where the examples are, if they are at the same place in all its tensors."""
@@ -151,11 +161,13 @@ class Layouts:
         calls: the different calls of each, by name.
         repeated: names of modules whose rows for all examples may be repeated for each of them, with the same result.
         risen: by layer: how many modules around it would do, and did not.
+        spread: by module: how its own parameters are given to each example (:mod:`lipdp.clipping.spread`).
     """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     risen: dict[str, int] = field(default_factory=dict)
+    spread: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def find(self, name: str, inputs: Any, output: Any, batch: int) -> Call | None:
         """The call that these arguments and this output are one of."""
@@ -166,6 +178,11 @@ class Layouts:
         """Whether a norm rule can be used: in every call the examples are first, or second, or it is shared."""
         calls, repeated = self.calls.get(name, ()), name in self.repeated
         return all((known.shared and repeated) or (known.place is not None and _usual(known.place)) for known in calls)
+
+    def is_regular(self, name: str) -> bool:
+        """Whether nothing that it sees or gives changes with the contents, or otherwise than the examples do."""
+        calls = self.calls.get(name, ())
+        return bool(calls) and not any(_ODD in (*known.inputs, *known.outputs) for known in calls)
 
     def can_replay(self, name: str) -> bool:
         """Whether the module can be evaluated for one example at a time, in every call."""
@@ -210,17 +227,24 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
     with torch.no_grad(), without_caches(model):
         try:
             model.eval()  # without what is random: layers that are left out, masks of other shapes
-            few, more = (_calls(model, select(x, torch.arange(size) % rows)) for size in _SIZES)
-            others = [seen for other in _others(select(x, torch.arange(_SIZES[1]) % rows)) if (seen := _tried(model, other))]
+            two, three = (select(x, torch.arange(size) % rows) for size in _SIZES)
+            suspects = Suspects(model)
+            with suspects.watching():
+                few, more = _calls(model, two), _calls(model, three)
+            seen_of = [(other, seen) for other in _others(three) if (seen := _tried(model, other))]
+            others = [seen for _, seen in seen_of]
             found = Layouts({name: _compared(few[name], more[name], others, name) for name in few.keys() & more.keys()})
-            found.repeated = _repeated(model, select(x, torch.arange(_SIZES[1]) % rows), found)
+            found.calls.update({name: [known.doubted() for known in found.calls.get(name, ())] for name in suspects.names})
+            found.repeated = _repeated(model, three, found)
+            contents = [two, three, *(other for other, _ in seen_of)]
+            found.spread = _spread(model, contents, [n for n in few if found.is_regular(n) and n not in suspects.choosing])
         except _FAILS:
             found = Layouts()
         finally:
             for module, mode in modes:
                 module.training = mode
     before = layouts_of(model, x)
-    if before is not None and (before.calls, before.repeated) == (found.calls, found.repeated):
+    if before is not None and (before.calls, before.repeated, before.spread) == (found.calls, found.repeated, found.spread):
         return before  # with all that has risen since
     _known.setdefault(model, {})[_kind(x)] = found
     renew(model)
@@ -241,6 +265,16 @@ def _repeated(model: torch.nn.Module, x: Inputs, found: Layouts) -> set[str]:
         return set()
     expected = _outputs(model, x)
     return {name for name in names if _same_with(model, x, name, found.calls[name], expected)}
+
+
+def _spread(model: torch.nn.Module, contents: Sequence[Inputs], regular: Sequence[str]) -> dict[str, dict[str, int]]:
+    """How modules' own parameters can be given to each example, where all that they see has a place for each."""
+    candidates = {name: module for name, module in spreadable(model).items() if name in regular}
+    spreading = Spreading(candidates)
+    for x in contents if candidates else ():
+        with spreading.looking(rows_of(x)):
+            call(model, x)
+    return spreading.fitting()
 
 
 def _outputs(model: torch.nn.Module, x: Inputs) -> list[torch.Tensor]:
@@ -325,7 +359,7 @@ def _others(x: Inputs) -> Iterator[Inputs]:
         draw = torch.Generator().manual_seed(seed)
 
         def other(leaf: torch.Tensor) -> torch.Tensor:
-            if _is_mask(leaf):
+            if is_mask(leaf):
                 return leaf
             order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
             moved = leaf.reshape(-1)[order].reshape(leaf.shape)
@@ -335,21 +369,40 @@ def _others(x: Inputs) -> Iterator[Inputs]:
         return changed
 
     def shorter(leaf: torch.Tensor) -> torch.Tensor:
-        if not _is_mask(leaf):
+        cut = one_place_less(leaf)
+        cut[1::2] = leaf[1::2]
+        return cut
+
+    def others(leaf: torch.Tensor) -> torch.Tensor:
+        """Every number one of the leaf's, drawn anew, so that more or fewer of them are large; in the first row the largest."""
+        if is_mask(leaf) or not leaf.numel():
             return leaf
-        cut = leaf.clone().reshape(len(leaf), -1)
-        for row in range(0, len(cut), 2):
-            places = torch.nonzero(cut[row]).flatten()
-            if len(places) > 1:
-                cut[row, places[-1]] = 0
-        return cut.reshape(leaf.shape)
+        numbers = leaf.reshape(-1)
+        drawn = numbers[torch.randint(len(numbers), (len(numbers),), generator=draw).to(leaf.device)].reshape(leaf.shape)
+        drawn[0] = numbers[numbers.abs().argmax()]
+        return drawn
 
     yield from map(elsewhere, range(_CONTENTS))
-    if any(_is_mask(leaf) for leaf in leaves(x)):
+    draw = torch.Generator().manual_seed(_CONTENTS)
+    yield mapped(others, x)
+    if any(is_mask(leaf) for leaf in leaves(x)):
         yield mapped(shorter, x)
 
 
-def _is_mask(leaf: torch.Tensor) -> bool:
+def one_place_less(mask: torch.Tensor) -> torch.Tensor:
+    """A mask without the last place of each example that has several; anything else as it is."""
+    cut = mask.clone()
+    if is_mask(mask):
+        rows = cut.reshape(len(cut), -1)
+        places = torch.arange(rows.shape[1], device=mask.device)
+        last = torch.where(rows != 0, places, -1).amax(1)
+        several = (rows != 0).sum(1) > 1
+        rows[several, last[several]] = 0
+        cut = rows.reshape(mask.shape)
+    return cut
+
+
+def is_mask(leaf: torch.Tensor) -> bool:
     """Whole numbers of 0 and 1, several for each example."""
     if leaf.is_floating_point() or leaf.is_complex() or leaf.ndim < 2 or not leaf.numel():
         return False
@@ -379,14 +432,10 @@ def _compared(few: list[_Seen], more: list[_Seen], others: Sequence[Mapping[str,
         alike = [seen[name][number] for seen in others if len(seen.get(name, ())) == len(more)]
         steady = all(seen == (more_inputs, more_outputs) for seen in alike) and len(alike) == len(others)
         wheres = tuple(map(_where, inputs, more_inputs)), tuple(map(_where, outputs, more_outputs))
-        made = Call(*wheres) if steady else Call(*(tuple(map(_unless_placed, side)) for side in wheres))
+        made = Call(*wheres) if steady else Call(*wheres).doubted()
         if made not in calls:
             calls.append(made)
     return calls
-
-
-def _unless_placed(where: Where) -> Where:
-    return _ODD if isinstance(where, Place) else where
 
 
 def _where(few: torch.Size, more: torch.Size) -> Where:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp._numerics import no_autocast
 from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_layers
-from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.fallback import per_example_fallback
+from lipdp.clipping.contribution import Contribution, Dense
+from lipdp.clipping.draws import Drawn
+from lipdp.clipping.fallback import ModuleCall, per_example_fallback
 from lipdp.clipping.layouts import SECOND, Layouts, without_caches
 from lipdp.clipping.outer import combine
 from lipdp.clipping.registry import (
@@ -35,6 +37,7 @@ from lipdp.clipping.registry import (
     is_at_once,
     watched_forward,
 )
+from lipdp.clipping.spread import copies_for_all, swapped
 from lipdp.errors import DataError, UnsupportedError
 
 __all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "refusal", "trained_layers", "watched_forward"]
@@ -87,6 +90,7 @@ class Recording:
     names: dict[int, str]
     copies: int = 1
     owners: dict[str, torch.nn.Module] = field(default_factory=dict)  # by name
+    spread: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what its copies are of
     taps: list[_Tap] = field(default_factory=list)
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
@@ -126,6 +130,24 @@ class Recording:
             return
         edge = get_gradient_edge(private_base(output, inputs))
         self.taps.append(_Tap(owner, edge, output.shape, make, [(part, part._version) for part in inputs], at_once))
+
+    def copies_of(self, owner: str, ones: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Copies of a layer's parameters for each example, watched."""
+        own = dict(self.owners[owner].named_parameters(recurse=False))
+        self.spread[owner] = {local: own[local] for local in ones}
+        with torch.enable_grad():
+            copies = {local: copies_for_all(own[local], number, self.batch) for local, number in ones.items()}
+        for local, part in copies.items():
+            self.tap(owner, part, _as_they_are(local, (self.batch, *own[local].shape)), ())
+        return copies
+
+    def plain_inside(self, owner: str) -> dict[str, torch.Tensor]:
+        """The parameters inside a module that others have copies of just now, by their names there."""
+        start = f"{owner}." if owner else ""
+        inside = ((name, own) for name, own in self.spread.items() if name == owner or name.startswith(start))
+        return {
+            f"{name}.{local}".removeprefix(start).removeprefix("."): p.detach() for name, own in inside for local, p in own.items()
+        }
 
     def contributions(self, total: torch.Tensor, retain_graph: bool = False) -> dict[str, Contribution]:
         """Per-example gradients by parameter name, factored: one backward pass that computes no parameter's gradient."""
@@ -179,7 +201,8 @@ class Recording:
                     f"layer '{tap.owner}' ({type(owner).__name__}) mixes the examples of the batch, or its first dimension is not "
                     "the batch"
                 )
-            name = self.names.get(id(owner.get_parameter(local)))
+            spread = self.spread.get(tap.owner, {})
+            name = self.names.get(id(spread[local] if local in spread else owner.get_parameter(local)))
             if name is not None:
                 parts.setdefault(name, []).append(contribution if self.copies == 1 else contribution.merged(self.copies))
         tap.made = None  # they are the caller's now, to let go as soon as he can
@@ -212,6 +235,11 @@ def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.
     return base if plain and not shared else output
 
 
+def _as_they_are(local: str, shape: tuple[int, ...]) -> Contributions:
+    """The cotangents of a parameter's copies are its gradients."""
+    return lambda cotangent: {local: Dense(cotangent.reshape(shape))}
+
+
 def _merging(make: Contributions, runs: int) -> Contributions:
     """Every ``runs`` rows as one example."""
     return lambda cotangent: {name: part.merged(runs) for name, part in make(cotangent).items()}
@@ -234,49 +262,61 @@ def recording(
     replayed = replayed_modules(model, trained, layouts)
     owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
     recorded = Recording(batch, trained.names, copies, owners)
-    handles: list[Any] = []
-    patched: list[torch.nn.Module] = []
-
-    def watch(module: torch.nn.Module, hook: Any) -> None:
-        # First of all hooks: what the user's own hooks make of the output is not the layer's output.
-        handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-
-    try:
+    with ExitStack() as stack:
         for name, module in trained.layers:
             if name in replayed.layers:
                 continue
             factory = find_watched_forward(module)
-            if factory is not None:
-                module.forward = types.MethodType(factory(recorded, name), module)
-                patched.append(module)
+            if layouts is not None and name in layouts.spread:
+                stack.enter_context(swapped(module, recorded.copies_of(name, layouts.spread[name])))
+            elif factory is not None:
+                stack.enter_context(_patched(module, types.MethodType(factory(recorded, name), module)))
             else:
-                watch(module, _hook(recorded, name, layouts))
+                # First of all hooks: what the user's own hooks make of the output is not the layer's output.
+                hook = _hook(recorded, name, layouts)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
         for name, own in replayed.own.items():
-            watch(owners[name], _replaying(recorded, name, own, layouts))
-        with without_caches(model):
+            stack.enter_context(_patched(owners[name], _replayed_forward(recorded, name, own, layouts)))
+        stack.enter_context(without_caches(model))
+        try:
             yield recorded
+        finally:
+            recorded.open = False
+
+
+@contextmanager
+def _patched(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, this is the module's forward."""
+    before = vars(module).get("forward")  # the instance's, if it has one
+    module.forward = forward
+    try:
+        yield
     finally:
-        recorded.open = False
-        for handle in handles:
-            handle.remove()
-        for module in patched:
-            del module.forward  # the instance's; the class's shows again
+        del module.forward  # the class's shows again
+        if before is not None:
+            module.forward = before
 
 
-def _replaying(recorded: Recording, owner: str, own: Mapping[str, torch.nn.Parameter], layouts: Layouts | None) -> Any:
-    """A hook on a module that is evaluated again for each example, for these parameters."""
+def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.nn.Parameter], layouts: Layouts | None) -> Any:
+    """The forward of a module that is evaluated again for each example, for these parameters, with its own random numbers."""
+    module = recorded.owners[owner]
+    plain = module.forward
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
-            return None
+            return plain(*args, **kwargs)
+        with Drawn() as drawn:
+            output = plain(*args, **kwargs)
         known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
-        replaced, taps = per_example_fallback(module, own, args, kwargs, output, recorded.batch, known)
+        called = ModuleCall(module, args, kwargs, output, drawn.numbers, recorded.plain_inside(owner))
+        replaced, taps = per_example_fallback(called, own, recorded.batch, known)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for part, make in taps:
             recorded.tap(owner, part, make, leaves)
         return replaced
 
-    return hook
+    return forward
 
 
 def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:

@@ -14,24 +14,17 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lipdp.clipping.contribution import Contribution
+from lipdp.clipping.contribution import Contribution, Dense
 from lipdp.clipping.outer import Rows
 from lipdp.clipping.registry import refuse, watched_forward
 from lipdp.clipping.rules_layers import affine
+from lipdp.clipping.spread import ROW, copies_for_all
 from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lipdp.clipping.record import Recording
 
 __all__ = ["gru_cell", "lstm_cell", "rnn_cell", "watched_linear"]
-
-
-@refuse(torch.nn.MultiheadAttention)
-def _attention_refusal(layer: torch.nn.MultiheadAttention) -> str | None:
-    trained = any(p.requires_grad for p in layer.parameters())
-    if trained and (layer.bias_k is not None or layer.add_zero_attn):
-        return "add_bias_kv and add_zero_attn are not supported. Use the defaults (False)."
-    return None
 
 
 @refuse(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
@@ -66,8 +59,21 @@ def _project(
     return output
 
 
+def _with_own(made: Recording, owner: str, module: torch.nn.MultiheadAttention, part: torch.Tensor, name: str) -> torch.Tensor:
+    """Keys or values (batch, length, width) with those that the layer adds: a trained row (``add_bias_kv``), zeros."""
+    own: torch.Tensor | None = getattr(module, name)
+    if own is not None:
+        row = copies_for_all(own, ROW, len(part))
+        made.tap(owner, row, lambda cotangent: {name: Dense(cotangent.unsqueeze(1))}, ())
+        part = torch.cat([part, row], 1)
+    return torch.cat([part, torch.zeros_like(part[:, :1])], 1) if module.add_zero_attn else part
+
+
 def _merged_mask(scores_shape: tuple[int, ...], like: torch.Tensor, key_padding_mask: Any, attn_mask: Any) -> torch.Tensor | None:
-    """What is added to the scores (batch, heads, query, key): −∞ where attention is not allowed, or the given numbers."""
+    """What is added to the scores (batch, heads, query, key): −∞ where attention is not allowed, or the given numbers.
+
+    Keys that the layer adds by itself come last, and are always allowed.
+    """
     merged: torch.Tensor | None = None
     if attn_mask is not None:
         mask = _additive(attn_mask, like)
@@ -75,7 +81,7 @@ def _merged_mask(scores_shape: tuple[int, ...], like: torch.Tensor, key_padding_
     if key_padding_mask is not None:
         padded = _additive(key_padding_mask, like)[:, None, None, :]
         merged = padded if merged is None else merged + padded
-    return None if merged is None else merged.expand(scores_shape)
+    return None if merged is None else F.pad(merged, (0, scores_shape[3] - merged.shape[-1])).expand(scores_shape)
 
 
 def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -108,6 +114,7 @@ def _attention(made: Recording, owner: str) -> Callable[..., Any]:
             q, k, v = _project(made, owner, module, query, 0, 3).chunk(3, -1)
         else:
             q, k, v = (_project(made, owner, module, part, number) for number, part in enumerate((query, key, value)))
+        k, v = (_with_own(made, owner, module, part, name) for part, name in ((k, "bias_k"), (v, "bias_v")))
         heads, width = module.num_heads, module.head_dim
         q, k, v = (part.reshape(part.shape[0], part.shape[1], heads, width).transpose(1, 2) for part in (q, k, v))
         weights: torch.Tensor | None = None

@@ -35,11 +35,13 @@ from lipdp.data.colour import (
     rgb_to_yuv,
 )
 from lipdp.data.columns import Columns
+from lipdp.data.imdb import reviews
 from lipdp.data.info import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
 from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
 from lipdp.data.registry import available, info, load, names
 from lipdp.data.stored import Stored
+from lipdp.data.text import hashed_bag, windows
 
 __all__ = [
     "COLOUR_SPACES",
@@ -67,6 +69,7 @@ __all__ = [
     "available",
     "choose_input_bound",
     "colour_space",
+    "hashed_bag",
     "info",
     "input_norms",
     "load",
@@ -75,9 +78,11 @@ __all__ = [
     "norm_histogram",
     "project_inputs",
     "require_finite",
+    "reviews",
     "rgb_to_grayscale",
     "rgb_to_hsv",
     "rgb_to_yiq",
     "rgb_to_yuv",
     "split",
+    "windows",
 ]

@@ -7,7 +7,7 @@ a bucket share an embedding.
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
 import tarfile
 import zlib
@@ -20,16 +20,15 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from lipdp.data.files import RemoteFile, ensure
+from lipdp.data.files import RemoteFile, data_root, ensure
 from lipdp.data.info import Availability, DatasetInfo, Loaded
+from lipdp.data.text import hashed_word, words
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["BUCKETS", "IMDB", "LENGTH", "Reviews", "hashed_words"]
+__all__ = ["BUCKETS", "IMDB", "LENGTH", "Reviews", "hashed_words", "reviews"]
 
 BUCKETS = 16_384  # numbers that a word can have, the padding's 0 included
 LENGTH = 256  # words of a review that are kept, from its beginning
-_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
-_TAG = re.compile(r"<[^>]*>")
 _FIRST_POSITIVE = 7  # of ten stars; reviews with 5 and 6 are not in the dataset
 _PARTS = ("train", "test")
 
@@ -42,8 +41,7 @@ class _Buckets(dict[str, int]):
         self.count = count
 
     def __missing__(self, word: str) -> int:
-        digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
-        self[word] = 1 + int.from_bytes(digest, "big") % (self.count - 1)
+        self[word] = 1 + hashed_word(word) % (self.count - 1)
         return self[word]
 
 
@@ -62,8 +60,8 @@ def hashed_words(texts: list[str], length: int = LENGTH, buckets: int = BUCKETS)
     known = _Buckets(buckets)
     numbers = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in zip(numbers, texts, strict=True):
-        words = [known[found.group()] for found in islice(_WORD.finditer(_TAG.sub(" ", text).lower()), length)]
-        row[: len(words)] = words
+        numbers_of = [known[word] for word in islice(words(text), length)]
+        row[: len(numbers_of)] = numbers_of
     return torch.from_numpy(numbers)
 
 
@@ -81,7 +79,14 @@ class Reviews:
         return Availability(self.info.name, on_disk, folder)
 
     def load(self, root: Path, *, download: bool) -> Loaded:
-        """Fetch and unpack if need be, read, hash. The tables have no published checksum: their content is checked."""
+        """As hashed words."""
+        train, test = (TensorDataset(hashed_words(part, *self.info.shape), y) for part, y in self.texts(root, download=download))
+        return train, test, self.info
+
+    def texts(self, root: Path, *, download: bool) -> tuple[tuple[list[str], torch.Tensor], tuple[list[str], torch.Tensor]]:
+        """Train and test, texts and labels. Fetched and unpacked if need be; of the tables no checksum is published: their content
+        is checked.
+        """
         folder = root / self.info.name
         if absent := self._absent(folder):
             archive = folder / self.archive.name
@@ -89,7 +94,7 @@ class Reviews:
             ensure(self.info.name, self.archive, archive, download=download, note=note)
             _unpack(archive, folder, absent)
         train, test = (self._read(folder / f"{part}.tsv", size) for part, size in zip(_PARTS, self._sizes, strict=True))
-        return train, test, self.info
+        return train, test
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -99,7 +104,7 @@ class Reviews:
     def _absent(folder: Path) -> list[str]:
         return [f"{part}.tsv" for part in _PARTS if not (folder / f"{part}.tsv").is_file()]
 
-    def _read(self, path: Path, size: int) -> TensorDataset:
+    def _read(self, path: Path, size: int) -> tuple[list[str], torch.Tensor]:
         try:
             lines = path.read_bytes().decode("utf8").removesuffix("\n").split("\n")
             reviews = [(int(stars), text) for stars, text in (line.split("\t", 1) for line in lines)]
@@ -112,7 +117,20 @@ class Reviews:
                 f"{self.info.name}: {path} holds {len(reviews)} reviews, {int(labels.sum())} of them with {_FIRST_POSITIVE} stars "
                 f"or more, but {size} of 1 to 10 stars, half of each kind, should be there. Delete it and load again."
             )
-        return TensorDataset(hashed_words([text for _, text in reviews], *self.info.shape), labels)
+        return [text for _, text in reviews], labels
+
+
+def reviews(part: str, *, root: str | os.PathLike[str] | None = None, download: bool = True) -> tuple[list[str], torch.Tensor]:
+    """The texts of IMDB's reviews as they were written, and their labels (1: positive).
+
+    Args:
+        part: "train" or "test", 25,000 each.
+        root: as for :func:`lipdp.data.load`.
+        download: fetch what is not there.
+    """
+    if part not in _PARTS:
+        raise ConfigurationError(f"part must be 'train' or 'test', not {part!r}")
+    return IMDB.texts(data_root(root), download=download)[_PARTS.index(part)]
 
 
 def _unpack(archive: Path, folder: Path, names: list[str]) -> None:
