@@ -11,6 +11,7 @@ from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.moments import Moments, release_moments
 from lipdp.mechanisms.problem import Problem, Query
+from lipdp.mechanisms.spending import Spending, Vector, release_query
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
 from lipdp.mechanisms.worlds import Everyday, World
 
@@ -28,6 +29,8 @@ __all__ = [
     "Problem",
     "Query",
     "Settings",
+    "Spending",
+    "Vector",
     "VectorMechanism",
     "World",
     "answer",
@@ -40,4 +43,5 @@ __all__ = [
     "load_vector",
     "plan",
     "release_moments",
+    "release_query",
 ]

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipdp._checks import positive
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Belief, as_distribution, draw
 from lipdp.mechanisms.learning import Settings, learn
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import draw_noise, release_noise
 from lipdp.mechanisms.postprocess import Plain
-from lipdp.mechanisms.problem import Problem, Query
+from lipdp.mechanisms.problem import Problem, Query, least_of, share_of
 from lipdp.mechanisms.worlds import Everyday
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure
@@ -78,6 +77,16 @@ class _Part:
         return [min(max(end, low), high) for end, (low, high) in zip(ends, limits, strict=True)]
 
     @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Of each mechanism."""
+        return tuple(mechanism.problem for mechanism in self.mechanisms)
+
+    @property
+    def exact_epsilon(self) -> Fraction:
+        """What it spends."""
+        return sum((problem.exact_epsilon for problem in self.problems), Fraction(0))
+
+    @property
     def level(self) -> Fraction | None:
         """p, where the answer is a quantile's."""
         query = self.mechanisms[0].problem.query
@@ -95,9 +104,20 @@ class _Counts:
     edges: tuple[float, ...]
     problem: Problem
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """One."""
+        return (self.problem,)
+
+    @property
+    def exact_epsilon(self) -> Fraction:
+        """What it spends."""
+        return self.problem.exact_epsilon
+
     def respond(self, t: Tensor) -> Answer:
-        x = self.problem.low + self.problem.width * t[0]
-        place = torch.searchsorted(torch.tensor(self.edges[1:-1], dtype=torch.float64), x, right=True)
+        # In unit form like the records, by the same arithmetic: a record at an edge is at it.
+        edges = (torch.tensor(self.edges[1:-1], dtype=torch.float64) - self.problem.low) / self.problem.width
+        place = torch.searchsorted(edges, t[0].contiguous(), right=True)
         counts = torch.bincount(place, minlength=len(self.edges) - 1).tolist()
         noisy = release_noise("laplace", counts, 2, self.problem.exact_epsilon)
         error = float(draw_noise("laplace", torch.tensor([(1 + _CONFIDENCE) / 2]), 2.0, self.problem.epsilon))
@@ -121,6 +141,14 @@ class Plan:
     epsilon: float
     problem: Problem
     parts: tuple[_Part | _Counts, ...]
+
+    def __post_init__(self) -> None:
+        """Its parts cost no more than ε together, and are for the plan's own data."""
+        if not self.parts or sum(part.exact_epsilon for part in self.parts) > least_of(self.epsilon):
+            raise ConfigurationError(f"the parts of a plan cost more than its epsilon {self.epsilon:g}: make it with plan().")
+        own = self.problem.n, self.problem.low, self.problem.high
+        if any((problem.n, problem.low, problem.high) != own for part in self.parts for problem in part.problems):
+            raise ConfigurationError("the parts of a plan are for other data: the same n and bounds, which plan() sees to.")
 
     def release(self, x: Any, *, budget: AnyBudget = None, clamp: bool = False) -> list[Answer]:
         """All answers; data are checked first, then ε is charged once, then noise is drawn."""
@@ -173,7 +201,7 @@ def plan(
     if not asked or len(set(asked)) < len(asked):
         raise ConfigurationError(f"questions is {questions!r}: give one or more different ones.")
     problem = Problem.of("mean", epsilon, n, bounds)
-    share = math.nextafter(positive("epsilon", epsilon) / len(asked), 0.0) if len(asked) > 1 else epsilon
+    share = share_of(epsilon, len(asked))
     belief = as_distribution(distribution, problem.low, problem.high) if distribution is not None else None
     work = settings if settings is not None else Settings(robust=800)
 
@@ -240,7 +268,7 @@ def _part(
     if question.startswith("histogram"):
         return _Counts(question, _edges(question, problem), problem)
     if question == "iqr":
-        half = math.nextafter(share / 2, 0.0)
+        half = share_of(share, 2)
         quartiles = (find("p75", half), find("p25", half))
         errors = tuple(_believed_error(each, belief, seed) for each in quartiles)
         return _Part(question, quartiles, lambda v: max(v[0] - v[1], 0.0), errors, "belief")
