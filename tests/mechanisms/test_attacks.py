@@ -1,4 +1,4 @@
-"""What an attack on the released paths once found, and holds now: exact ε, exact queries, plans that cost what they say, bad data."""
+"""What an attack on the released paths found, and holds now: exact ε, exact queries, plans that cost what they say, bad data."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_plan_costs_what_its_parts_cost() -> None:
     with pytest.raises(ConfigurationError, match="cost more than its epsilon"):
         dataclasses.replace(made, epsilon=1e-9)
     with pytest.raises(ConfigurationError, match="cost more than its epsilon"):
-        Plan(1.0, made.problem, ())
+        Plan(1.0, made.problem, (), ())
     with pytest.raises(ConfigurationError, match="other data"):
         dataclasses.replace(made, problem=dataclasses.replace(made.problem, high=5.0))
 

@@ -181,7 +181,9 @@ def _shown(one: Answer) -> str:
     if isinstance(one.value, list):
         error = one.interval[1] if one.interval else 0.0
         return f"{', '.join(f'{value:g}' for value in one.value)}  (each ± {error:.3g}: 95% of the noise)"
-    low, high = one.interval or (one.value, one.value)
+    if one.interval is None:
+        return f"{one.value:.6g}"
+    low, high = one.interval
     basis = "95% of the noise" if one.basis == "noise" else "95% of the columns believed in"
     return f"{one.value:.6g}  (between {low:.6g} and {high:.6g}: {basis})"
 

@@ -2,8 +2,9 @@
 
 Columns are scaled to z ∈ [−1, 1]. Of each record v = (z_i, z_i·z_j for i < j, z_i²) is summed, every entry rounded to a lattice of
 2⁻²⁴. How far two of them are apart without the squares, in L1 or in squared L2, is convex in each coordinate, so largest for ±1:
-where h coordinates differ, h entries z_i and h(d−h) products move by 2, and h(1+d−h) ≤ k = ⌊(d+1)²/4⌋. The d squares move by at most
-1 each. So the L1 sensitivity is 2k + d, the L2 sensitivity √(4k + d), and one lattice step more for each entry. Noise is that of :mod:`lipdp.mechanisms.spending`; everything after is post-processing.
+where h coordinates differ, h entries z_i and h(d−h) products move by 2, and h(1+d−h) ≤ k = ⌊(d+1)²/4⌋. The d squares move by 1 each
+at most. So the L1 sensitivity is 2k + d, the L2 sensitivity √(4k + d), and one lattice step more for each entry. Noise is that of
+:mod:`lipdp.mechanisms.spending`; everything after is post-processing.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ __all__ = [
     "parse_query",
     "rank_between",
     "response_loss",
+    "rounded_down",
     "share_of",
     "smooth_loss",
     "with_ends",
@@ -306,14 +307,17 @@ def least_of(epsilon: float) -> Fraction:
 
 def share_of(epsilon: float, count: int) -> float:
     """ε/count, rounded down: so many of them are not above ε, as exact numbers."""
-    share = positive("epsilon", epsilon) / whole("count", count)
-    while count * Fraction(share) > least_of(epsilon):
-        share = math.nextafter(share, 0.0)
-    return share
+    return rounded_down(least_of(positive("epsilon", epsilon)) / whole("count", count))
+
+
+def rounded_down(value: Fraction) -> float:
+    """The largest float that is not above."""
+    nearest = float(value)
+    return nearest if Fraction(nearest) <= value else math.nextafter(nearest, -math.inf)
 
 
 def as_numbers(x: Any) -> Tensor:
-    """A user's data as float64 on the processor; what is no number, or hides some, is refused. NaN and infinity are numbers here."""
+    """A user's data as float64 on the processor; what is no number, or hides some, is refused. NaN and infinity pass."""
     advice = "give a tensor, array or list of real numbers."
     if isinstance(x, Tensor):
         if x.is_complex():

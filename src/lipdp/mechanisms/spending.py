@@ -181,8 +181,6 @@ def release_query(
     except DataError as error:
         raise DataError(f"the query gave no number or vector of numbers: {error}") from None
     if answers.ndim > 1 or not answers.size or not bool(np.isfinite(answers).all()):
-        raise DataError(
-            "the query's answer has to be one finite number, or a vector of them: its sensitivity can't hold otherwise."
-        )
+        raise DataError("the query's answer has to be a finite number, or a vector of them: its sensitivity can't hold otherwise.")
     name = getattr(query, "__name__", "a query")
     return release_vector(answers.reshape(-1), first, second, spending, adjacency=adjacency, budget=budget, what=name)
