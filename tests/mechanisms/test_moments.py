@@ -11,7 +11,8 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
 from lipdp.errors import BudgetError, ConfigurationError, DataError
-from lipdp.mechanisms.moments import contributions, gaussian_multiplier, release_moments, sensitivities
+from lipdp.mechanisms.moments import contributions, release_moments, sensitivities
+from lipdp.mechanisms.spending import gaussian_multiplier, release_query
 from lipdp.privacy import Budget
 
 BOUNDS = [(0.0, 10.0), (-2.0, 2.0), (0.0, 100.0)]
@@ -85,3 +86,62 @@ def test_it_is_paid_for_once_and_refusals_cost_nothing(tmp_path: Path) -> None:
         release_moments(x, BOUNDS, 1.5, budget=budget)
     with pytest.raises(ConfigurationError, match="columns 0 to 2"):
         release_moments(x, BOUNDS, 1.0).regression(3)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_sensitivities_hold_for_all_pairs_of_a_grid_and_are_nearly_reached(d: int) -> None:
+    axis = np.linspace(-1, 1, 81 if d == 1 else 9 if d == 2 else 5)
+    z = np.stack(np.meshgrid(*[axis] * d), -1).reshape(-1, d)
+    v = contributions(z) / 2**24
+    gap = np.abs(v[:, None] - v[None])
+    first, second = sensitivities(d)
+    assert 0.72 * first < gap.sum(-1).max() <= first
+    assert 0.72 * second < np.sqrt((gap**2).sum(-1)).max() <= second
+
+
+def test_rho_is_charged_as_gaussian_noise_of_that_rho(tmp_path: Path) -> None:
+    """σ² = 1/2ρ, whichever neighbours the budget is for: its ε is that of the exact curve at this σ."""
+    x, rho = table(200), 0.05
+    for adjacency in ("replace_one", "add_remove"):
+        budget = Budget(tmp_path / adjacency, epsilon=5.0, delta=1e-6, dataset="d", adjacency=adjacency)
+        released = release_moments(x, BOUNDS, rho=rho, budget=budget)
+        assert (released.epsilon, released.delta, released.rho) == (None, 0.0, rho)
+        assert gaussian_multiplier(budget.spent, 1e-6) == pytest.approx(math.sqrt(0.5 / rho), rel=1e-4)
+        assert released.noise * 200 == pytest.approx(math.sqrt(0.5 / rho) * sensitivities(3)[1], rel=1e-6)
+    for bad in ({}, {"epsilon": 1.0, "rho": 1.0}, {"rho": 1.0, "delta": 1e-6}, {"rho": -1.0}):
+        with pytest.raises(ConfigurationError):
+            release_moments(x, BOUNDS, **bad)
+
+
+def test_a_delta_that_the_noise_itself_would_spend_gets_laplace_noise() -> None:
+    wide = np.random.default_rng(1).uniform(-1, 1, (50, 12))
+    assert release_moments(wide, [(-1.0, 1.0)] * 12, 1.0, 1e-33).delta == 0.0
+    assert release_moments(wide, [(-1.0, 1.0)] * 12, 100.0, 1e-6).delta == 0.0
+
+
+def test_own_queries(tmp_path: Path) -> None:
+    x = np.array([1.0, 2.0, 7.0, 4.0])
+    budget = Budget(tmp_path / "b", epsilon=3.0, delta=1e-6, dataset="d", adjacency="replace_one")
+    released = release_query(lambda data: np.clip(data, 0, 5).sum(), x, 5.0, 2.0, budget=budget)
+    assert budget.spent == pytest.approx(2.0)
+    assert released.std == pytest.approx(math.sqrt(2) * 2.5)
+    draws = [release_query(lambda data: [data.sum(), 0.0], x, 1.0, 1.0).values for _ in range(400)]
+    assert np.mean(draws, 0) == pytest.approx([14.0, 0.0], abs=0.35)
+    assert np.std(draws, 0) == pytest.approx([math.sqrt(2)] * 2, rel=0.2)
+    many = release_query(lambda data: np.zeros(200), x, 200.0, 1.0, 1e-6, l2_sensitivity=math.sqrt(200))
+    assert many.spent.delta == 1e-6
+    assert many.values.std() == pytest.approx(many.std, rel=0.2)
+    for bad, kind in (
+        (lambda data: math.nan, DataError),
+        (lambda data: "12", DataError),
+        (lambda data: np.ones((2, 2)), DataError),
+        (lambda data: [], DataError),
+        ("mean", ConfigurationError),
+    ):
+        with pytest.raises(kind):
+            release_query(bad, x, 1.0, 0.5, budget=budget)
+    with pytest.raises(ConfigurationError, match="above the L1"):
+        release_query(len, x, 1.0, 0.5, l2_sensitivity=2.0, budget=budget)
+    assert budget.spent == pytest.approx(2.0)
+    with pytest.raises(BudgetError):
+        release_query(len, x, 1.0, 1.5, budget=budget)

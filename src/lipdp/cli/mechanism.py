@@ -6,7 +6,6 @@ import codecs
 import csv
 import dataclasses
 import io
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,13 +142,14 @@ def answer(
     """Plan, charge and release private answers about columns of a CSV file. How many rows it has is taken to be public."""
     from lipdp import mechanisms
     from lipdp.mechanisms.answering import release_all
+    from lipdp.mechanisms.problem import share_of
     from lipdp.privacy.budget import open_budget
 
     lows, highs = (_for_each(name, given, len(column)) for name, given in (("--low", low), ("--high", high)))
     account = open_budget(budget)
     values = [read_column(data, name, encoding) for name in column]
     public = [None if belief is None else read_column(belief, name, encoding) for name in column]
-    share = math.nextafter(epsilon / len(column), 0.0) if len(column) > 1 else epsilon
+    share = share_of(epsilon, len(column))
     settings = mechanisms.Settings.quick() if quick else None
     plans = []
     for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
@@ -181,7 +181,9 @@ def _shown(one: Answer) -> str:
     if isinstance(one.value, list):
         error = one.interval[1] if one.interval else 0.0
         return f"{', '.join(f'{value:g}' for value in one.value)}  (each ± {error:.3g}: 95% of the noise)"
-    low, high = one.interval or (one.value, one.value)
+    if one.interval is None:
+        return f"{one.value:.6g}"
+    low, high = one.interval
     basis = "95% of the noise" if one.basis == "noise" else "95% of the columns believed in"
     return f"{one.value:.6g}  (between {low:.6g} and {high:.6g}: {basis})"
 

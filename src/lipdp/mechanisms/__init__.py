@@ -4,13 +4,17 @@ mechanism = lipdp.mechanisms.learn(query="median", epsilon=1.0, n=100, bounds=(0
 answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsilon=2.0, delta=1e-6, dataset="survey"))
 """
 
-from lipdp.mechanisms.answering import Answer, Plan, answer, plan
+from lipdp.mechanisms.answering import Plan, answer, plan
 from lipdp.mechanisms.distributions import Distribution, Mixture
 from lipdp.mechanisms.files import BudgetLedger
+from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.moments import Moments, release_moments
 from lipdp.mechanisms.problem import Problem, Query
+from lipdp.mechanisms.questions import Answer
+from lipdp.mechanisms.spending import Spending, Vector, release_query
+from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
 from lipdp.mechanisms.worlds import Everyday, World
 
@@ -21,13 +25,17 @@ __all__ = [
     "Comparison",
     "Distribution",
     "Everyday",
+    "JointQuantiles",
     "Mechanism",
     "Mixture",
     "Moments",
+    "OpenPlan",
     "Plan",
     "Problem",
     "Query",
     "Settings",
+    "Spending",
+    "Vector",
     "VectorMechanism",
     "World",
     "answer",
@@ -40,4 +48,5 @@ __all__ = [
     "load_vector",
     "plan",
     "release_moments",
+    "release_query",
 ]

@@ -1,11 +1,10 @@
 """All first and second moments of several columns at once: means, covariances and linear regressions from one release.
 
 Columns are scaled to z ∈ [−1, 1]. Of each record v = (z_i, z_i·z_j for i < j, z_i²) is summed, every entry rounded to a lattice of
-2⁻²⁴. Replacing a record moves an entry z_i or z_i·z_j by at most 2 and z_i² by at most 1, with k = d + d(d−1)/2 of the first sort
-and d of the second: L1 sensitivity 2k + d, L2 sensitivity √(4k + d), and one lattice step for rounding each entry.
-
-With δ = 0 every sum gets Laplace noise of scale Δ₁/ε; with δ > 0 Gaussian noise of σ·Δ₂, σ from the exact curve of the Gaussian
-mechanism (Balle and Wang 2018), δ(ε) = Φ(1/2σ − εσ) − e^ε·Φ(−1/2σ − εσ), where that is less. Everything after is post-processing.
+2⁻²⁴. How far two of them are apart without the squares, in L1 or in squared L2, is convex in each coordinate, so largest for ±1:
+where h coordinates differ, h entries z_i and h(d−h) products move by 2, and h(1+d−h) ≤ k = ⌊(d+1)²/4⌋. The d squares move by 1 each
+at most. So the L1 sensitivity is 2k + d, the L2 sensitivity √(4k + d), and one lattice step more for each entry. Noise is that of
+:mod:`lipdp.mechanisms.spending`; everything after is post-processing.
 """
 
 from __future__ import annotations
@@ -13,27 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.special import log_ndtr
 
-from lipdp._checks import is_number, positive
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.mechanisms.noise import release_noise
-from lipdp.mechanisms.problem import Problem
-from lipdp.privacy.budget import AnyBudget, charge
-from lipdp.privacy.costs import Approximate, Pure
-from lipdp.privacy.noise import grid_factor, noised_on_processor
-from lipdp.privacy.randomness import fresh_key
+from lipdp.mechanisms.problem import Problem, as_numbers
+from lipdp.mechanisms.spending import Spending, Vector, release_vector
+from lipdp.privacy.budget import AnyBudget
 
-__all__ = ["Moments", "contributions", "gaussian_multiplier", "release_moments", "sensitivities"]
+__all__ = ["Moments", "contributions", "release_moments", "sensitivities"]
 
 Floats = npt.NDArray[np.float64]
-_ROUNDING = 2.0**-46  # of a normal distribution's values, relatively
 _FINE = 2**24  # lattice steps in 1
 
 
@@ -47,8 +39,9 @@ class Moments:
         first: noisy means of the scaled columns, (d,).
         second: noisy means of their products, (d, d).
         noise: standard deviation of the noise on each of these.
-        epsilon: of the release.
+        epsilon: of the release; None where ρ was given.
         delta: of the release; 0 where Laplace noise was used.
+        rho: of the release, where it was given.
     """
 
     bounds: tuple[tuple[float, float], ...]
@@ -56,8 +49,9 @@ class Moments:
     first: Floats
     second: Floats
     noise: float
-    epsilon: float
+    epsilon: float | None
     delta: float
+    rho: float | None = None
 
     @property
     def _halves(self) -> Floats:
@@ -101,9 +95,9 @@ class Moments:
 
 
 def sensitivities(columns: int) -> tuple[float, float]:
-    """L1 and L2, of the sums of v."""
-    pairs = columns + columns * (columns - 1) // 2
-    return float(2 * pairs + columns), math.sqrt(4 * pairs + columns)
+    """L1 and L2, of the sums of v: as derived above, with the rounding."""
+    corner, rounding = (columns + 1) ** 2 // 4, (columns + columns * (columns + 1) // 2) / _FINE
+    return 2 * corner + columns + rounding, math.sqrt(4 * corner + columns) + rounding
 
 
 def contributions(z: Floats) -> npt.NDArray[np.int64]:
@@ -114,29 +108,13 @@ def contributions(z: Floats) -> npt.NDArray[np.int64]:
     return steps
 
 
-def gaussian_multiplier(epsilon: float, delta: float) -> float:
-    """The least σ with which noise σ·Δ₂ is (ε, δ)-DP, rounded up: by bisection of the exact curve, which falls in σ."""
-
-    def curve(sigma: float) -> float:
-        a, b = (torch.tensor(x, dtype=torch.float64) for x in (0.5 / sigma - epsilon * sigma, -0.5 / sigma - epsilon * sigma))
-        upper, lower = float(torch.exp(log_ndtr(a))), float(torch.exp(epsilon + log_ndtr(b)))
-        return upper - lower + _ROUNDING * upper  # what the difference may hide
-
-    low, high = 1e-6, 1.0
-    while curve(high) > delta:
-        low, high = high, 2 * high
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if curve(middle) > delta else (low, middle)
-    return high * (1 + 1e-9)
-
-
 def release_moments(
     x: Any,
     bounds: Sequence[Sequence[float]],
-    epsilon: float,
+    epsilon: float | None = None,
     delta: float = 0.0,
     *,
+    rho: float | None = None,
     budget: AnyBudget = None,
     clamp: bool = False,
 ) -> Moments:
@@ -146,43 +124,35 @@ def release_moments(
         x: the private table.
         bounds: (lo, hi) of each column, true of every possible record.
         epsilon: of the release.
-        delta: above 0 allows Gaussian noise; it is used, and δ charged, where it is the smaller one.
+        delta: above 0 allows Gaussian noise; it is used, and charged, where it is the smaller one.
+        rho: ρ of zero-concentrated DP instead of ε: Gaussian noise.
         budget: charged before noise is drawn, after all is checked.
         clamp: move values outside of the bounds to the nearest bound, instead of refusing them.
     """
-    spent = positive("epsilon", epsilon)
-    if not is_number(delta) or not 0 <= delta < 1:
-        raise ConfigurationError(f"delta is {delta!r}: a probability below 1, or 0 for pure differential privacy.")
-    data = torch.as_tensor(x, dtype=torch.float64)
+    spending = Spending(epsilon, delta, rho)
+    data = as_numbers(x)
     if data.ndim != 2 or data.shape[1] != len(bounds) or not len(bounds):
         raise DataError(f"the dataset has shape {tuple(data.shape)}: give (n, {len(bounds)}), a column for each of the bounds.")
-    problems = [Problem.of("mean", spent, data.shape[0], pair) for pair in bounds]
+    problems = [Problem.of("mean", 1.0, data.shape[0], pair) for pair in bounds]
+    if len(data) * _FINE >= 2**53:
+        raise DataError(f"there are {len(data)} records: sums of up to 2^29 are exact.")
     for problem, column in zip(problems, data.T, strict=True):
         problem.dataset(column, clamp)  # refuses what is no number, or outside
     middle = torch.tensor([(problem.low + problem.high) / 2 for problem in problems], dtype=torch.float64)
     half = torch.tensor([problem.width / 2 for problem in problems], dtype=torch.float64)
-    steps = contributions(((data - middle) / half).clamp(-1, 1).numpy()).sum(0)
-    first, second = sensitivities(len(bounds))
-    laplace = math.sqrt(2) * first / spent
-    multiplier = gaussian_multiplier(spent, delta) if delta > 0 else math.inf
-    if multiplier * second < laplace:
-        charge(budget, Approximate(spent, delta, "replace_one"), "means and covariances")
-        # Rounding an entry of both neighbours moves their distance by a step each; the grid of the noise is counted by its factor.
-        std = multiplier * (second + math.sqrt(len(steps)) / _FINE) * grid_factor(multiplier, len(steps))
-        noisy = noised_on_processor(steps / _FINE, std, fresh_key())
-        used = delta
-    else:
-        charge(budget, Pure(spent, "replace_one"), "means and covariances")
-        size = int(first) * _FINE + len(steps)
-        noisy = np.array(release_noise("laplace", steps.tolist(), size, Fraction(spent))) / _FINE
-        std, used = laplace, 0.0
-    return _moments(noisy / data.shape[0], problems, std / data.shape[0], spent, used)
+    sums = contributions(((data - middle) / half).clamp(-1, 1).numpy()).sum(0) / _FINE
+    released = release_vector(
+        sums, *sensitivities(len(bounds)), spending, adjacency="replace_one", budget=budget, what="means and covariances"
+    )
+    return _moments(released, problems)
 
 
-def _moments(values: Floats, problems: list[Problem], noise: float, epsilon: float, delta: float) -> Moments:
-    d = len(problems)
+def _moments(released: Vector, problems: list[Problem]) -> Moments:
+    d, n = len(problems), problems[0].n
+    values = released.values / n
     second = np.zeros((d, d))
     second[np.triu_indices(d)] = values[d:]
     second = np.triu(second) + np.triu(second, 1).T
     bounds = tuple((problem.low, problem.high) for problem in problems)
-    return Moments(bounds, problems[0].n, values[:d], second, noise, epsilon, delta)
+    spent = released.spent
+    return Moments(bounds, n, values[:d], second, released.std / n, spent.epsilon, spent.delta, spent.rho)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,21 @@ from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 
-__all__ = ["Loss", "Problem", "Query", "check_loss", "parse_query", "rank_between", "response_loss", "smooth_loss", "with_ends"]
+__all__ = [
+    "Loss",
+    "Problem",
+    "Query",
+    "as_numbers",
+    "check_loss",
+    "least_of",
+    "parse_query",
+    "rank_between",
+    "response_loss",
+    "rounded_down",
+    "share_of",
+    "smooth_loss",
+    "with_ends",
+]
 
 
 Loss = Literal["squared", "quantile"]
@@ -233,8 +248,8 @@ class Problem:
 
     @property
     def exact_epsilon(self) -> Fraction:
-        """ε as the rational number that the float is."""
-        return Fraction(self.epsilon)
+        """What the noise is set for: see :func:`least_of`."""
+        return least_of(self.epsilon)
 
     def rank(self) -> float:
         """np."""
@@ -259,10 +274,7 @@ class Problem:
         them to the nearest bound, which is done record by record and keeps the guarantee. The refusal itself tells something
         about the data: it is for whoever holds them, not to be published.
         """
-        try:
-            data = torch.as_tensor(x, dtype=torch.float64).detach().cpu()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"the dataset can't be read as numbers ({error}): give a tensor, array or list of {self.n}.") from None
+        data = as_numbers(x)
         if data.ndim != 1 or data.shape[0] != self.n:
             raise DataError(
                 f"the dataset has shape {tuple(data.shape)}, the mechanism is for ({self.n},): its sensitivity and noise are set "
@@ -286,3 +298,45 @@ class Problem:
         """As plain values."""
         own = {"epsilon": self.epsilon, "n": self.n, "low": self.low, "high": self.high, "loss": self.loss}
         return {"query": self.query.state(), **own}
+
+
+def least_of(epsilon: float) -> Fraction:
+    """ε as the float is, or as the decimal that a person wrote and a budget charges (0.1 is below its float), whichever is less."""
+    return min(Fraction(epsilon), Fraction(repr(float(epsilon))))
+
+
+def share_of(epsilon: float, count: int) -> float:
+    """ε/count, rounded down: so many of them are not above ε, as exact numbers."""
+    return rounded_down(least_of(positive("epsilon", epsilon)) / whole("count", count))
+
+
+def rounded_down(value: Fraction) -> float:
+    """The largest float that is not above."""
+    nearest = float(value)
+    return nearest if Fraction(nearest) <= value else math.nextafter(nearest, -math.inf)
+
+
+def as_numbers(x: Any) -> Tensor:
+    """A user's data as float64 on the processor; what is no number, or hides some, is refused. NaN and infinity pass."""
+    advice = "give a tensor, array or list of real numbers."
+    if isinstance(x, Tensor):
+        if x.is_complex():
+            raise DataError(f"the dataset holds complex numbers: {advice}")
+        return x.detach().to("cpu", torch.float64)
+    if isinstance(x, np.ma.MaskedArray) and bool(np.ma.getmaskarray(x).any()):
+        raise DataError("the dataset is a masked array: its hidden values would count as they are. Fill them in, or drop them.")
+    try:
+        data = np.asarray(x)
+        if data.dtype.kind == "O" and data.ndim:  # numbers beyond 64 bits, tensors, or no numbers at all
+            data = np.array([_number(value) for value in data.reshape(-1)]).reshape(data.shape)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise DataError(f"the dataset can't be read as numbers ({error}): {advice}") from None
+    if data.dtype.kind not in "biuf":
+        raise DataError(f"the dataset can't be read as numbers (it holds {data.dtype}): {advice}")
+    return torch.tensor(data.astype(np.float64))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | complex):
+        raise TypeError(f"{type(value).__name__} is no real number")
+    return float(value)

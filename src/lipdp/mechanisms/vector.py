@@ -7,11 +7,9 @@ datasets. Replacing a record of a dataset of vectors changes all its columns, so
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from lipdp.mechanisms.learning import Settings, learn
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, checked_report, from_content
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, NetworkState
-from lipdp.mechanisms.problem import Problem, Query, parse_query
+from lipdp.mechanisms.problem import Problem, Query, as_numbers, least_of, parse_query, share_of
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
@@ -167,7 +165,7 @@ class _ColumnContent:
 def check_parts(parts: Sequence[Mechanism], epsilon: float) -> None:
     """Refuse mechanisms that cost more than ε together: exactly, for they are compared as the rational numbers that they are."""
     positive("epsilon", epsilon)
-    if not parts or sum(part.problem.exact_epsilon for part in parts) > Fraction(epsilon):
+    if not parts or sum(part.problem.exact_epsilon for part in parts) > least_of(epsilon):
         spent = ", ".join(f"{part.epsilon:g}" for part in parts)
         raise ConfigurationError(f"its parts have the epsilons ({spent}): there have to be some, of {epsilon:g} together at most.")
 
@@ -230,7 +228,7 @@ def learn_vector(
     if len(parsed) < 2 or len({query.name for query in parsed}) < len(parsed):
         raise ConfigurationError(f"queries is {queries!r}: give two or more different ones; for one, use learn().")
     work = settings if settings is not None else Settings()
-    total, share = positive("epsilon", epsilon), _share(epsilon, len(parsed))
+    total, share = positive("epsilon", epsilon), share_of(epsilon, len(parsed))
     parts = tuple(learn(query, share, n, bounds, distribution, robustness=robustness, settings=work, seed=seed) for query in parsed)
     if robustness is not None:
         losses = {part.problem.query.name: part.expected_loss() for part in parts}
@@ -257,11 +255,6 @@ def learn_vector(
     }
     chosen = ways[best]
     return VectorMechanism(chosen.problems, total, chosen.parts, chosen.decoder, report)
-
-
-def _share(epsilon: float, count: int) -> float:
-    """ε/count, rounded down: the parts' exact sum is not above ε."""
-    return math.nextafter(positive("epsilon", epsilon) / count, 0.0)
 
 
 @dataclass(frozen=True)
@@ -297,7 +290,7 @@ class ColumnMechanism:
         ledger: Budget | None = None,
     ) -> list[float]:
         """One answer for each column of ``x`` (n, d). All columns are checked before anything is charged."""
-        data = torch.as_tensor(x, dtype=torch.float64)
+        data = as_numbers(x)
         if data.ndim != 2 or data.shape[1] != len(self.parts):
             raise DataError(
                 f"the dataset has shape {tuple(data.shape)}: give (n, {len(self.parts)}), one column for each mechanism."
@@ -362,7 +355,7 @@ def learn_columns(
         raise ConfigurationError(
             f"distribution has {len(beliefs)} beliefs for {len(bounds)} columns: give one for each, or one for all."
         )
-    share = _share(epsilon, len(bounds))
+    share = share_of(epsilon, len(bounds))
     learned: dict[tuple[float, float, int], Mechanism] = {}
     keys = [(*_pair(pair), id(belief)) for pair, belief in zip(bounds, beliefs, strict=True)]
     for key, pair, belief in zip(keys, bounds, beliefs, strict=True):

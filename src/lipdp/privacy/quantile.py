@@ -20,7 +20,7 @@ from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
-from lipdp.privacy.costs import Pure
+from lipdp.privacy.costs import Pure, exact
 from lipdp.privacy.exact import discrete_laplace, exp_of_minus
 from lipdp.privacy.randomness import Stream
 
@@ -148,7 +148,7 @@ def private_quantile(
     first_above = np.sort(np.clip(np.floor((data - low) * (_PLACES / (high - low))).astype(np.int64) + 1, 0, _PLACES + 1))
     rank_sensitivity(float(gamma), adjacency)  # refuses other neighbours
     moves = Fraction(1) if adjacency == "replace_one" else max(gamma, 1 - gamma)  # exactly
-    slope = Fraction(spent) * _LESS / (2 * moves)
+    slope = min(Fraction(spent), exact("epsilon", spent)) * _LESS / (2 * moves)  # what is charged is the decimal
     charge(budget, Pure(epsilon, adjacency), f"a quantile ({quantile:g})")
     place = _choose_place(first_above, gamma, slope, _stream(generator))
     return PrivateQuantile(min(max(low + place * ((high - low) / _PLACES), low), high), float(epsilon))

@@ -1,0 +1,228 @@
+"""What can be asked, how it is read, and how the parts of a plan answer it once it is clear what they noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipdp.errors import ConfigurationError
+from lipdp.mechanisms.joint import JointQuantiles
+from lipdp.mechanisms.mechanism import Mechanism
+from lipdp.mechanisms.noise import release_noise
+from lipdp.mechanisms.problem import Problem, least_of, parse_query
+
+__all__ = [
+    "CONFIDENCE",
+    "Answer",
+    "Counts",
+    "Joint",
+    "Single",
+    "combined",
+    "counts_in",
+    "edges_of",
+    "laplace_error",
+    "levels_of",
+    "normalised",
+]
+
+CONFIDENCE = 0.95
+"""Of intervals."""
+_NEAREST = 6  # ÷ ε: how many values from its end min and max are looked for
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One released answer.
+
+    Attributes:
+        question: as it was asked.
+        value: the answer; a list for a histogram.
+        interval: around a number, for 95% of the noise; counts of a histogram have ± the same, each.
+        basis: what the interval rests on: "noise" (whatever the data are) or "belief" (95% of the datasets believed in).
+        epsilon: its share.
+    """
+
+    question: str
+    value: float | list[float]
+    interval: tuple[float, float] | None
+    basis: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Single:
+    """A question with its mechanism: ``combine`` makes the answer of what it releases, ``error`` bounds its error (95%)."""
+
+    question: str
+    mechanism: Mechanism
+    combine: Callable[[float], float]
+    error: float
+    basis: str
+
+    def respond(self, t: Tensor) -> list[Answer]:
+        """Its answer about a unit dataset."""
+        value = float(self.mechanism.problem.answer(self.mechanism._respond(t, "auto")))
+        most = self.mechanism.problem.answer(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+        low, high = (self.combine(min(max(value + error, most[0]), most[1])) for error in (-self.error, self.error))
+        return [Answer(self.question, self.combine(value), (low, high), self.basis, self.mechanism.epsilon)]
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """One."""
+        return (self.question,)
+
+    @property
+    def problem(self) -> Problem:
+        """What its mechanism is for."""
+        return self.mechanism.problem
+
+    @property
+    def exact_epsilon(self) -> Fraction:
+        """What it spends."""
+        return self.problem.exact_epsilon
+
+    def describe(self) -> dict[str, Any]:
+        """What will be done."""
+        return {"question": self.question, "mechanism": self.mechanism.describe()}
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Questions that quantiles answer, all from one choice: each is a difference of two quantiles, or one (numbers of levels)."""
+
+    questions: tuple[str, ...]
+    asked: tuple[tuple[int, ...], ...]
+    quantiles: JointQuantiles
+    problem: Problem
+    errors: tuple[float, ...]
+
+    def respond(self, t: Tensor) -> list[Answer]:
+        """All answers about a unit dataset."""
+        values = self.quantiles.respond(self.problem.low + self.problem.width * t[0])
+        share = self.problem.epsilon / len(self.questions)
+        return [
+            Answer(question, value, self._around(value, error, len(places)), "belief", share)
+            for question, places, value, error in zip(
+                self.questions, self.asked, combined(values, self.asked), self.errors, strict=True
+            )
+        ]
+
+    def _around(self, value: float, error: float, places: int) -> tuple[float, float]:
+        low, high = (self.problem.low, self.problem.high) if places == 1 else (0.0, self.problem.width)
+        return max(value - error, low), min(value + error, high)
+
+    @property
+    def exact_epsilon(self) -> Fraction:
+        """What it spends."""
+        return least_of(self.quantiles.epsilon)
+
+    def describe(self) -> dict[str, Any]:
+        """What will be done."""
+        own = self.quantiles
+        guarantee = {
+            "epsilon": own.epsilon,
+            "sensitivity": 2.0,
+            "noised": "one choice of all quantiles, by the counts between them",
+        }
+        return {"questions": list(self.questions), "levels": [float(level) for level in own.levels], **guarantee}
+
+
+def combined(values: Sequence[float], asked: Sequence[tuple[int, ...]]) -> list[float]:
+    """Quantiles, or differences of two: by their numbers."""
+    return [values[places[0]] if len(places) == 1 else values[places[1]] - values[places[0]] for places in asked]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many records lie in [edge, next edge), a last cell that reaches the bound with its end; Laplace noise on each count."""
+
+    question: str
+    edges: tuple[float, ...]
+    problem: Problem
+    sensitivity: int
+
+    def respond(self, t: Tensor) -> list[Answer]:
+        """Its answer about a unit dataset."""
+        noisy = release_noise("laplace", counts_in(t[0], self.edges, self.problem), self.sensitivity, self.problem.exact_epsilon)
+        values = [float(max(count, 0)) for count in noisy]
+        error = laplace_error(self.sensitivity, self.problem.epsilon)
+        if len(values) > 1:
+            return [Answer(self.question, values, (-error, error), "noise", self.problem.epsilon)]
+        (value,) = values
+        return [Answer(self.question, value, (max(value - error, 0.0), value + error), "noise", self.problem.epsilon)]
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """One."""
+        return (self.question,)
+
+    @property
+    def exact_epsilon(self) -> Fraction:
+        """What it spends."""
+        return self.problem.exact_epsilon
+
+    def describe(self) -> dict[str, Any]:
+        """What will be done."""
+        noised = {"sensitivity": float(self.sensitivity), "noised": "each count, with laplace noise"}
+        return {"question": self.question, "edges": list(self.edges), "epsilon": self.problem.epsilon, **noised}
+
+
+def counts_in(t: Tensor, edges: Sequence[float], problem: Problem) -> list[int]:
+    """Of records in unit form. Edges are brought there by the same arithmetic: a record at an edge is at it."""
+    inner = (torch.tensor(edges, dtype=torch.float64) - problem.low) / problem.width
+    place = torch.searchsorted(inner, t.contiguous(), right=True)
+    if edges[-1] >= problem.high:
+        place = place.clamp(max=len(edges) - 1)
+    return torch.bincount(place, minlength=len(edges) + 1)[1 : len(edges)].tolist()
+
+
+def laplace_error(sensitivity: float, epsilon: float, confidence: float = CONFIDENCE) -> float:
+    """What Laplace noise stays below, of either sign, with this chance."""
+    return -math.log1p(-confidence) * sensitivity / epsilon
+
+
+def normalised(questions: str | Sequence[str]) -> list[str]:
+    """One or more different questions, in lower case."""
+    asked = [str(question).strip().lower() for question in ([questions] if isinstance(questions, str) else questions)]
+    if not asked or len(set(asked)) < len(asked):
+        raise ConfigurationError(f"questions is {questions!r}: give one or more different ones.")
+    return asked
+
+
+def levels_of(question: str, n: int, epsilon: float) -> tuple[Fraction, ...] | None:
+    """The levels of the quantiles that answer a question about n records; none where others do."""
+    if question == "iqr":
+        return Fraction(1, 4), Fraction(3, 4)
+    if question in ("min", "max"):
+        place = Fraction(min(math.ceil(_NEAREST / epsilon), n // 2), n) if n > 1 else Fraction(0)
+        return (place if question == "min" else 1 - place,)
+    if question.partition(":")[0] in ("sum", "std", "histogram", "count"):
+        return None
+    query = parse_query(question)
+    return (query.p,) if query.kind == "quantile" else None
+
+
+def edges_of(question: str, problem: Problem) -> tuple[float, ...]:
+    """The edges of a histogram's cells, or the two of a count's."""
+    kind, _, text = question.partition(":")
+    try:
+        edges = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        edges = ()
+    if len(edges) < 2 or not all(a < b for a, b in itertools.pairwise(edges)) or (kind == "count" and len(edges) > 2):
+        raise ConfigurationError(
+            f"{question!r}: give a histogram's edges in rising order, e.g. histogram:0,18,65,120, and a count's two, count:18,65. "
+            "How many records there are in all is public here; with adjacency add_remove, 'count' asks for it."
+        )
+    if kind == "histogram" and (edges[0] > problem.low or edges[-1] < problem.high):
+        raise ConfigurationError(
+            f"{question!r}: its edges have to span the bounds [{problem.low:g}, {problem.high:g}], so that every record counts."
+        )
+    return edges

@@ -1,0 +1,186 @@
+"""Noise on several numbers at once, for pure ε, for (ε, δ) or for ρ of zero-concentrated DP: the smaller noise, and its charge.
+
+Laplace noise of scale Δ₁/ε has δ = 0. Gaussian noise of standard deviation σ·Δ₂ is (ε, δ)-DP for δ(ε) = Φ(1/2σ − εσ) −
+e^ε·Φ(−1/2σ − εσ) (Balle and Wang 2018), and ρ-zCDP for ρ = 1/2σ². It is charged as what it is, an event of dp-accounting, so that
+it composes tightly with all else. dp-accounting takes a noise multiplier of replace-one neighbours to be for half of their distance
+(adding one record and removing one): such budgets are charged 2σ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.special import log_ndtr
+
+from lipdp._checks import is_number, positive
+from lipdp.errors import ConfigurationError, DataError
+from lipdp.mechanisms.noise import release_noise
+from lipdp.mechanisms.problem import as_numbers, least_of
+from lipdp.privacy.accounting import Adjacency
+from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.costs import Pure
+from lipdp.privacy.noise import DISTANCE, grid_factor, noised_on_processor
+from lipdp.privacy.randomness import fresh_key
+
+__all__ = ["Spending", "Vector", "gaussian_multiplier", "release_query", "release_vector"]
+
+Floats = npt.NDArray[np.float64]
+_ROUNDING = 2.0**-46  # of a normal distribution's values, relatively
+_LARGE = 30.0  # ε above which Laplace noise is used: e^ε times the noise's own error would no longer be nothing
+_FINE = 2**24  # lattice steps in one sensitivity
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What a release may cost: ε, with δ or without, or ρ.
+
+    Attributes:
+        epsilon: ε; None where ρ is given.
+        delta: above 0 allows Gaussian noise, where it is the smaller one.
+        rho: ρ of zero-concentrated DP: Gaussian noise.
+    """
+
+    epsilon: float | None
+    delta: float = 0.0
+    rho: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epsilon is None) == (self.rho is None):
+            raise ConfigurationError("give epsilon (and a delta, if Gaussian noise may be used), or rho of zCDP: one of the two.")
+        for name, value in (("epsilon", self.epsilon), ("rho", self.rho)):
+            if value is not None:
+                positive(name, value)
+        if not is_number(self.delta) or not 0 <= self.delta < 1 or (self.rho is not None and self.delta):
+            raise ConfigurationError(
+                f"delta is {self.delta!r}: a probability below 1, or 0 for pure differential privacy; rho has none."
+            )
+
+    def multiplier(self, size: int) -> float:
+        """The least σ for a vector of ``size`` numbers; infinite where only Laplace noise will do."""
+        if self.rho is not None:
+            return math.sqrt(0.5 / self.rho) * (1 + 1e-12)
+        assert self.epsilon is not None
+        if not self.delta or self.epsilon > _LARGE:
+            return math.inf
+        left = self.delta - (1 + math.exp(self.epsilon)) * DISTANCE * size  # what drawing the noise may add
+        return gaussian_multiplier(self.epsilon, left) if left > self.delta / 2 else math.inf
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Released numbers: with Laplace noise (δ = 0) or Gaussian noise, of this standard deviation."""
+
+    values: Floats
+    std: float
+    spent: Spending
+
+
+def gaussian_multiplier(epsilon: float, delta: float) -> float:
+    """The least σ with which noise σ·Δ₂ is (ε, δ)-DP, rounded up: by bisection of the exact curve, which falls in σ."""
+
+    def curve(sigma: float) -> float:
+        a, b = (torch.tensor(x, dtype=torch.float64) for x in (0.5 / sigma - epsilon * sigma, -0.5 / sigma - epsilon * sigma))
+        upper, lower = float(torch.exp(log_ndtr(a))), float(torch.exp(epsilon + log_ndtr(b)))
+        return upper - lower + _ROUNDING * upper  # what the difference may hide
+
+    low, high = 1e-6, 1.0
+    while curve(high) > delta:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if curve(middle) > delta else (low, middle)
+    return high * (1 + 1e-9)
+
+
+def release_vector(
+    values: Sequence[float] | Floats,
+    l1: float,
+    l2: float,
+    spending: Spending,
+    *,
+    adjacency: Adjacency,
+    budget: AnyBudget,
+    what: str,
+) -> Vector:
+    """Numbers of joint sensitivities L1 and L2 with noise on each; charged first.
+
+    For Laplace noise they are rounded to 2⁻²⁴ of the sensitivity, and each may move by one step more. Gaussian noise has a grid of
+    its own, and counts it.
+    """
+    exact = np.asarray(values, dtype=np.float64)
+    multiplier, account = spending.multiplier(len(exact)), open_budget(budget)
+    pure = spending.rho is None and math.sqrt(2) * l1 / spending.epsilon <= multiplier * l2  # type: ignore[operator]
+    if not pure:
+        if account is not None:
+            account.charge(_event(multiplier, account.adjacency, adjacency), what)
+        std = multiplier * l2 * grid_factor(multiplier, len(exact))
+        return Vector(noised_on_processor(exact, std, fresh_key()), std, spending)
+    assert spending.epsilon is not None
+    if account is not None:
+        account.charge(Pure(spending.epsilon, adjacency), what)
+    step = Fraction(math.ldexp(1.0, math.frexp(l1)[1])) / _FINE
+    moved = math.ceil(Fraction(l1) / step) + len(exact)
+    steps = [round(Fraction(value) / step) for value in exact.tolist()]
+    noisy = release_noise("laplace", steps, moved, least_of(spending.epsilon))
+    released = np.array([float(value * step) for value in noisy])
+    return Vector(released, math.sqrt(2) * l1 / spending.epsilon, Spending(spending.epsilon))
+
+
+def _event(multiplier: float, paying: Adjacency, proved: Adjacency) -> Any:
+    """Gaussian noise of σ for ``proved`` neighbours, as ``paying``'s budget understands it (the module's own text).
+
+    Proved for replacing a record, it holds for one that is removed too: what is not there is a blank one. Proved for adding or
+    removing one, replacing is twice as far, which is what a budget for replacing makes of σ by itself.
+    """
+    from dp_accounting import dp_event
+
+    return dp_event.GaussianDpEvent(2 * multiplier if (paying, proved) == ("replace_one", "replace_one") else multiplier)
+
+
+def release_query(
+    query: Any,
+    x: Any,
+    sensitivity: float,
+    epsilon: float | None = None,
+    delta: float = 0.0,
+    *,
+    rho: float | None = None,
+    l2_sensitivity: float | None = None,
+    adjacency: Adjacency = "replace_one",
+    budget: AnyBudget = None,
+) -> Vector:
+    """Your own statistic with noise. That its sensitivity is true, as computed in floating point, is for you to prove.
+
+    Args:
+        query: a function of ``x`` that gives a number or a vector of a fixed length.
+        x: the private data, handed to ``query`` as they are.
+        sensitivity: the largest L1 distance of its answers for neighbours.
+        epsilon: of the release, unless ``rho`` is given.
+        delta: above 0 allows Gaussian noise; it is used where it is the smaller one.
+        rho: ρ of zero-concentrated DP, instead of ``epsilon``.
+        l2_sensitivity: the largest L2 distance, for Gaussian noise; by default the L1 one, which is not below it.
+        adjacency: which neighbours the sensitivity is proved for.
+        budget: charged after the query was computed, before noise is drawn.
+    """
+    spending = Spending(epsilon, delta, rho)
+    first = positive("sensitivity", sensitivity)
+    second = first if l2_sensitivity is None else positive("l2_sensitivity", l2_sensitivity)
+    if second > first:
+        raise ConfigurationError(f"l2_sensitivity is {second:g}, above the L1 sensitivity {first:g}: an L2 norm never is.")
+    if not callable(query):
+        raise ConfigurationError(f"query is {query!r}: a function of the data.")
+    try:
+        answers = as_numbers(query(x)).numpy()
+    except DataError as error:
+        raise DataError(f"the query gave no number or vector of numbers: {error}") from None
+    if answers.ndim > 1 or not answers.size or not bool(np.isfinite(answers).all()):
+        raise DataError("the query's answer has to be a finite number, or a vector of them: its sensitivity can't hold otherwise.")
+    name = getattr(query, "__name__", "a query")
+    return release_vector(answers.reshape(-1), first, second, spending, adjacency=adjacency, budget=budget, what=name)
