@@ -9,8 +9,8 @@ import torch
 
 from lipdp import models, nn, parametrize
 from lipdp.certify import attack, certified_accuracy, certify
-from lipdp.certify.radii import chord_radius
 from lipdp.certify.constants import freeze
+from lipdp.certify.radii import chord_radius
 from lipdp.errors import ConfigurationError, DataError, UnboundedError, UnsupportedError
 from lipdp.losses import predict
 
@@ -381,7 +381,9 @@ def test_each_pair_of_outputs_has_its_own_constant():
     common = torch.nn.Linear(6, 4)
     with torch.no_grad():
         common.weight.copy_(rows + 30 * torch.randn(6, generator=generator))
-    model = nn.Sequential(nn.BoundedInput((6,), norm=5.0), nn.SpectralLinear(6, 6), nn.GroupSort(2), common, nn.ClipGradient(0.1)).eval()
+    model = nn.Sequential(
+        nn.BoundedInput((6,), norm=5.0), nn.SpectralLinear(6, 6), nn.GroupSort(2), common, nn.ClipGradient(0.1)
+    ).eval()
     x = torch.randn(40, 6, generator=generator)
     radii = certify(model, x)
     outputs = model(x).detach().double()
@@ -392,7 +394,9 @@ def test_each_pair_of_outputs_has_its_own_constant():
     expected = ratios.scatter(1, decision[:, None], math.inf).amin(1)
     assert bool((radii <= expected).all())
     assert torch.allclose(radii, expected, rtol=1e-2, atol=1e-3)  # less what rounding may have added
-    general = outputs.topk(2, dim=1).values.diff(dim=1)[:, 0].abs() / (2**0.5 * float(torch.linalg.matrix_norm(common.weight, 2)) * norm)
+    general = outputs.topk(2, dim=1).values.diff(dim=1)[:, 0].abs() / (
+        2**0.5 * float(torch.linalg.matrix_norm(common.weight, 2)) * norm
+    )
     assert float((expected / general).median()) > 5
     moved = attack(model, x, radius=radii.float() * 0.999, steps=30, restarts=2)
     assert torch.equal(model(moved).argmax(1), decision)

@@ -57,8 +57,8 @@ class Network:
         lipschitz: ℓ from the input, or from the scaled input where there is a scaling, to the outputs.
         scaling: how the inputs are brought into a ball or onto a sphere, if they are.
         slack: (1+u)^operations, for rounding.
-        pairs: (K, K): constants of the differences of two outputs, from where ``lipschitz`` is from; ``None`` where the last layer is
-            no matrix, and all that is known of them is √2·ℓ.
+        pairs: (K, K): constants of the differences of two outputs, from the same place; ``None`` where the last layer is no
+            matrix, and all that is known of them is √2·ℓ.
     """
 
     model: Program
@@ -99,8 +99,8 @@ def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Ne
 def _pair_constants(plain: fx.GraphModule, input_shape: Shape, input_norm: float = math.inf) -> torch.Tensor | None:
     """Constants of ŷ_i − ŷ_j where ŷ = W·h + b: that is (w_i − w_j)·h + …, so ‖w_i − w_j‖ times the constant of h.
 
-    Never above √2·ℓ, ℓ = ‖W‖₂ times the same, and often well below: ‖W‖₂ counts what all outputs have in common. The constant of h is that
-    of the network with a single row of norm 1 in W's place.
+    Never above √2·ℓ, ℓ = ‖W‖₂ times the same, and often well below: ‖W‖₂ counts what all outputs have in common. The constant
+    of h is that of the network with a single row of norm 1 in W's place.
     """
     place = _last_matrix(plain)
     if place is None:

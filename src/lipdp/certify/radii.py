@@ -31,9 +31,10 @@ def certify(
 
     With K outputs that are ℓ-Lipschitz together, the difference of two of them is √2·ℓ-Lipschitz (it is
     (e_i − e_j)·ŷ, and ‖e_i − e_j‖ = √2), so the largest output stays the largest within ``(ŷ₁ − ŷ₂)/(√2·ℓ)``; the sign of a
-    single output stays within ``|ŷ|/ℓ``. Where the last layer is a matrix W, ŷ = W·h, the difference of outputs i and j has its own
-    constant ‖w_i − w_j‖·ℓ_h, at most √2·ℓ, and the least of ``(ŷ₁ − ŷ_j)/(‖w₁ − w_j‖·ℓ_h)`` counts. ℓ comes from the calculus of bounds, with the certified norm of each layer's
-    present weights; cotangent clipping plays no part, and dropout is off, as in evaluation.
+    single output stays within ``|ŷ|/ℓ``. Where the last layer is a matrix, ŷ = W·h, the difference of outputs i and j has its
+    own constant ‖w_i − w_j‖·ℓ_h, at most √2·ℓ, and the least of ``(ŷ₁ − ŷ_j)/(‖w₁ − w_j‖·ℓ_h)`` counts. ℓ comes from the
+    calculus of bounds, with the certified norm of each layer's present weights; cotangent clipping plays no part, and dropout is
+    off, as in evaluation.
 
     *Sphere.* Scaling z to norm R is not Lipschitz near 0, but its geometry is simple: a perturbation of norm ρ < r₀ = ‖z‖
     turns z by an angle of at most θ = arcsin(ρ/r₀), so the scaled point moves by at most the chord 2R·sin(θ/2). With
@@ -251,7 +252,7 @@ def chord_radius(distance: torch.Tensor, length: torch.Tensor, radius: float) ->
 
 
 def _allowed(network: Network, outputs: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """How far the input (behind the scaling, where there is one) may move so that each decision stays; ``rounded`` is off each margin."""
+    """How far the input, or what is behind the scaling, may move before a decision changes; ``rounded`` comes off each margin."""
     wide = outputs.double()
     if outputs.ndim == 1 or outputs.shape[1] == 1:
         margins = (wide.reshape(len(wide)).abs() - rounded).clamp_min(0.0)
