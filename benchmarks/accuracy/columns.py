@@ -70,6 +70,23 @@ def train_columns(
     scale: float = 1.0,
 ) -> list[float]:
     """Held-out accuracies in percent, one for each setting. ``x`` holds rows of norm at most 1."""
+    weights = column_weights(x, labels, classes, settings, steps, statistics, seed, scale)
+    logits = (held_out @ weights.flatten(1).to(x.dtype)).float().unflatten(1, (len(settings), classes))
+    right = (logits.argmax(2) == held_labels[:, None]).float().mean(0)
+    return [100 * float(r) for r in right]
+
+
+def column_weights(
+    x: Tensor,
+    labels: Tensor,
+    classes: int,
+    settings: Sequence[Setting],
+    steps: int,
+    statistics: float | None,
+    seed: int,
+    scale: float = 1.0,
+) -> Tensor:
+    """The averaged weights of all heads, (features, settings, classes)."""
     device, count, width = x.device, len(settings), x.shape[1]
     draw = torch.Generator(device).manual_seed(seed)
 
@@ -102,9 +119,7 @@ def train_columns(
         velocity.mul_(momentum).add_(noised)
         weight.sub_(rate * (1 - momentum) * (1 - decay * step / steps) * velocity)
         average += (1 - ema.clamp_max(step / (step + 9))) * (weight - average)
-    logits = (held_out @ average.flatten(1).to(x.dtype)).float().unflatten(1, (count, classes))
-    right = (logits.argmax(2) == held_labels[:, None]).float().mean(0)
-    return [100 * float(r) for r in right]
+    return average
 
 
 def best_by_epsilon(settings: Sequence[Setting], scores: Sequence[float]) -> dict[str, tuple[float, Setting]]:

@@ -9,6 +9,7 @@ import torch
 
 from lipdp import models, nn, parametrize
 from lipdp.certify import attack, certified_accuracy, certify
+from lipdp.certify.constants import freeze
 from lipdp.certify.radii import chord_radius
 from lipdp.errors import ConfigurationError, DataError, UnboundedError, UnsupportedError
 from lipdp.losses import predict
@@ -371,3 +372,40 @@ def test_columns_of_an_l1_layer_are_measured():
         model[1].weight.mul_(1.1)
     with pytest.raises(ConfigurationError, match="outside its constraint set"):
         certify(model, x)
+
+
+def test_each_pair_of_outputs_has_its_own_constant():
+    """What all rows of the last matrix share is in its norm, and in no difference of outputs."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(4, 6, generator=generator)
+    common = torch.nn.Linear(6, 4)
+    with torch.no_grad():
+        common.weight.copy_(rows + 30 * torch.randn(6, generator=generator))
+    model = nn.Sequential(
+        nn.BoundedInput((6,), norm=5.0), nn.SpectralLinear(6, 6), nn.GroupSort(2), common, nn.ClipGradient(0.1)
+    ).eval()
+    x = torch.randn(40, 6, generator=generator)
+    radii = certify(model, x)
+    outputs = model(x).detach().double()
+    decision = outputs.argmax(1)
+    steep = torch.cdist(common.weight.detach().double(), common.weight.detach().double())
+    norm = float(torch.linalg.matrix_norm(model[1].weight.detach().double(), 2))
+    ratios = (outputs.amax(1, keepdim=True) - outputs) / (steep[decision] * norm)
+    expected = ratios.scatter(1, decision[:, None], math.inf).amin(1)
+    assert bool((radii <= expected).all())
+    assert torch.allclose(radii, expected, rtol=1e-2, atol=1e-3)  # less what rounding may have added
+    general = outputs.topk(2, dim=1).values.diff(dim=1)[:, 0].abs() / (
+        2**0.5 * float(torch.linalg.matrix_norm(common.weight, 2)) * norm
+    )
+    assert float((expected / general).median()) > 5
+    moved = attack(model, x, radius=radii.float() * 0.999, steps=30, restarts=2)
+    assert torch.equal(model(moved).argmax(1), decision)
+    assert bool((model(attack(model, x, radius=8 * radii.float(), steps=60)).argmax(1) != decision).any())
+
+
+def test_a_last_matrix_that_serves_twice_counts_with_its_norm():
+    shared = torch.nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(nn.BoundedInput((4,)), shared, nn.GroupSort(2), shared).eval()
+    assert freeze(model, (4,), torch.float32).pairs is None
+    assert freeze(nn.Sequential(nn.BoundedInput((4,)), shared), (4,), torch.float32).pairs is not None
+    assert freeze(nn.Sequential(nn.BoundedInput((4,)), torch.nn.Linear(4, 1)), (4,), torch.float32).pairs is None

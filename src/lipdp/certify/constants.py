@@ -57,12 +57,15 @@ class Network:
         lipschitz: ℓ from the input, or from the scaled input where there is a scaling, to the outputs.
         scaling: how the inputs are brought into a ball or onto a sphere, if they are.
         slack: (1+u)^operations, for rounding.
+        pairs: (K, K): constants of the differences of two outputs, from the same place; ``None`` where the last layer is no
+            matrix, and all that is known of them is √2·ℓ.
     """
 
     model: Program
     lipschitz: float
     scaling: Scaling | None
     slack: float
+    pairs: torch.Tensor | None
 
 
 def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Network:
@@ -86,9 +89,47 @@ def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Ne
         before = analyse(front, 1.0, input_shape=input_shape)
         behind = analyse(rest, 1.0, input_shape=layer.input_shape, input_norm=layer.norm)
         scaling = Scaling(front, _finite(before, model), layer.norm, layer.mode == "ball")
-        return Network(program, _finite(behind, model), scaling, factor ** (before.operations + behind.operations))
+        lipschitz = _finite(behind, model)
+        slack = factor ** (before.operations + behind.operations)
+        return Network(program, lipschitz, scaling, slack, _pair_constants(rest, layer.input_shape, layer.norm))
     analysis = analyse(plain, 1.0, input_shape=input_shape)
-    return Network(program, _finite(analysis, model), None, factor**analysis.operations)
+    return Network(program, _finite(analysis, model), None, factor**analysis.operations, _pair_constants(plain, input_shape))
+
+
+def _pair_constants(plain: fx.GraphModule, input_shape: Shape, input_norm: float = math.inf) -> torch.Tensor | None:
+    """Constants of ŷ_i − ŷ_j where ŷ = W·h + b: that is (w_i − w_j)·h + …, so ‖w_i − w_j‖ times the constant of h.
+
+    Never above √2·ℓ, ℓ = ‖W‖₂ times the same, and often well below: ‖W‖₂ counts what all outputs have in common. The constant
+    of h is that of the network with a single row of norm 1 in W's place.
+    """
+    place = _last_matrix(plain)
+    if place is None:
+        return None
+    layer = plain.get_submodule(place)
+    assert isinstance(layer, torch.nn.Linear)
+    row = torch.nn.utils.skip_init(torch.nn.Linear, layer.in_features, 1, bias=False).to(layer.weight).requires_grad_(False)
+    row.weight.zero_()[0, 0] = 1.0
+    plain.set_submodule(place, row)
+    try:
+        before = analyse(plain, 1.0, input_shape=input_shape, input_norm=input_norm).lipschitz
+    finally:
+        plain.set_submodule(place, layer)
+    weight = layer.weight.detach().double()
+    return torch.stack([torch.linalg.vector_norm(weight - one, dim=1) for one in weight]) * (before * (1 + 1e-9))
+
+
+def _last_matrix(plain: fx.GraphModule) -> str | None:
+    """Where the linear layer is that makes the outputs of shape (batch, K), K ≥ 2, if there is one that does nothing else."""
+    node = next(node for node in reversed(plain.graph.nodes) if node.op == "output").args[0]
+    while isinstance(node, fx.Node) and node.op == "call_module":
+        module, place = plain.get_submodule(str(node.target)), str(node.target)
+        if type(module) is torch.nn.Linear:
+            once = sum(other.target == node.target for other in plain.graph.nodes) == 1 and len(node.users) == 1
+            return place if once and module.out_features > 1 else None
+        if type(module) is not nn.ClipGradient:
+            return None
+        node = node.args[0]
+    return None
 
 
 def _check_weights(model: torch.nn.Module) -> None:

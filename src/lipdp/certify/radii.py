@@ -31,8 +31,10 @@ def certify(
 
     With K outputs that are ℓ-Lipschitz together, the difference of two of them is √2·ℓ-Lipschitz (it is
     (e_i − e_j)·ŷ, and ‖e_i − e_j‖ = √2), so the largest output stays the largest within ``(ŷ₁ − ŷ₂)/(√2·ℓ)``; the sign of a
-    single output stays within ``|ŷ|/ℓ``. ℓ comes from the calculus of bounds, with the certified norm of each layer's
-    present weights; cotangent clipping plays no part, and dropout is off, as in evaluation.
+    single output stays within ``|ŷ|/ℓ``. Where the last layer is a matrix, ŷ = W·h, the difference of outputs i and j has its
+    own constant ‖w_i − w_j‖·ℓ_h, at most √2·ℓ, and the least of ``(ŷ₁ − ŷ_j)/(‖w₁ − w_j‖·ℓ_h)`` counts. ℓ comes from the
+    calculus of bounds, with the certified norm of each layer's present weights; cotangent clipping plays no part, and dropout is
+    off, as in evaluation.
 
     *Sphere.* Scaling z to norm R is not Lipschitz near 0, but its geometry is simple: a perturbation of norm ρ < r₀ = ‖z‖
     turns z by an angle of at most θ = arcsin(ρ/r₀), so the scaled point moves by at most the chord 2R·sin(θ/2). With
@@ -172,14 +174,16 @@ def _score_limits(network: Network, x: torch.Tensor, reach: torch.Tensor) -> tup
             f"the model gives outputs of shape {tuple(outputs.shape)}; a certified AUROC is for one output, or two classes"
         )
     wide = outputs.double().reshape(len(x), -1)
-    scores, steepness = (wide[:, 0], 1.0) if wide.shape[1] == 1 else (wide[:, 1] - wide[:, 0], math.sqrt(2.0))
+    single = wide.shape[1] == 1
+    scores = wide[:, 0] if single else wide[:, 1] - wide[:, 0]
+    steepness = network.lipschitz if single else float(_pairs(network, wide)[1, 0])
     lengths, scaling, rounding = _norms(entering), network.scaling, _ROUNDINGS * (network.slack - 1)
     reaching = lengths
     if scaling is not None:
         moved = (reach + rounding * _norms(x)) * scaling.lipschitz * network.slack
         reaching = torch.full_like(lengths, scaling.radius)
         reach = torch.minimum(moved if scaling.ball else _chord(moved, lengths, scaling.radius), 2 * reaching)
-    change = steepness * network.lipschitz * network.slack * reach
+    change = steepness * network.slack * reach
     change = (change + rounding * (_norms(outputs) + network.lipschitz * (reaching + reach))) * (1 + 1e-12)
     return scores - change, scores + change
 
@@ -223,12 +227,10 @@ def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.T
         )
     if not bool(torch.isfinite(outputs).all()):
         raise DataError("the model's outputs are not all finite: look for inputs or weights that are infinite or not a number")
-    margins, steepness = _margins(outputs)
-    margins = margins * _right(outputs, y)
     lengths, scaling, rounding = _norms(entering), network.scaling, _ROUNDINGS * (network.slack - 1)
     reaching = lengths if scaling is None else torch.full_like(lengths, scaling.radius)
-    margins = (margins - rounding * (_norms(outputs) + network.lipschitz * reaching)).clamp_min(0.0)
-    allowed = _ratio(margins, steepness * network.lipschitz * network.slack)
+    allowed = _allowed(network, outputs, rounding * (_norms(outputs) + network.lipschitz * reaching)) * _right(outputs, y)
+    allowed = allowed.nan_to_num(0.0, posinf=math.inf)  # ∞ where it is wrong: 0
     if scaling is not None:
         outside = chord_radius(allowed, lengths, scaling.radius)
         if scaling.ball:
@@ -237,7 +239,7 @@ def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.T
         else:
             allowed = outside
         allowed = (allowed - rounding * scaling.lipschitz * _norms(x)).clamp_min(0.0)
-        allowed = _ratio(allowed, scaling.lipschitz * network.slack)
+        allowed = _ratio(allowed, torch.as_tensor(scaling.lipschitz * network.slack, device=allowed.device))
     return allowed * (1 - 1e-12)  # for the arithmetic of this function
 
 
@@ -249,13 +251,23 @@ def chord_radius(distance: torch.Tensor, length: torch.Tensor, radius: float) ->
     return torch.where(share >= 1, math.inf, turned)
 
 
-def _margins(outputs: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The margin of each decision, and how steep it is in the outputs."""
+def _allowed(network: Network, outputs: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """How far the input, or what is behind the scaling, may move before a decision changes; ``rounded`` comes off each margin."""
     wide = outputs.double()
     if outputs.ndim == 1 or outputs.shape[1] == 1:
-        return wide.reshape(len(wide)).abs(), 1.0
-    top = wide.topk(2, dim=1).values
-    return top[:, 0] - top[:, 1], math.sqrt(2.0)
+        margins = (wide.reshape(len(wide)).abs() - rounded).clamp_min(0.0)
+        return _ratio(margins, torch.as_tensor(network.lipschitz * network.slack, device=wide.device))
+    largest, decision = wide.max(dim=1, keepdim=True)
+    margins = (largest - wide - rounded[:, None]).clamp_min(0.0)
+    steepness = _pairs(network, wide)[decision[:, 0]] * network.slack
+    return _ratio(margins, steepness).scatter(1, decision, math.inf).amin(dim=1)
+
+
+def _pairs(network: Network, outputs: torch.Tensor) -> torch.Tensor:
+    """(K, K): the constants of the differences of two outputs."""
+    classes, general = outputs.shape[1], math.sqrt(2.0) * network.lipschitz
+    known = outputs.new_full((classes, classes), general)
+    return known if network.pairs is None else torch.minimum(known, network.pairs.to(known))
 
 
 def _right(outputs: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
@@ -276,6 +288,6 @@ def _norms(tensor: torch.Tensor) -> torch.Tensor:
     return norms
 
 
-def _ratio(margin: torch.Tensor, steepness: float) -> torch.Tensor:
+def _ratio(margin: torch.Tensor, steepness: torch.Tensor) -> torch.Tensor:
     """margin/steepness; ∞ where a positive margin meets a function that is constant."""
-    return torch.where(margin > 0, margin / steepness if steepness > 0 else math.inf, 0.0)
+    return torch.where(margin > 0, margin / steepness, 0.0)  # a number above 0 by 0 is ∞

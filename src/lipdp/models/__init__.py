@@ -8,6 +8,7 @@ from lipdp.features.kernels import RandomReLU
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
 from lipdp.features.straighten import Straighten
+from lipdp.models.certified import scattering_certified
 from lipdp.models.heads import patches_linear, patches_mlp, scattering_linear, scattering_mlp
 from lipdp.models.lipschitz import lenet, mlp, resnet, resnet6, resnet10, resnet18, vgg, vgg5, vgg8, vgg11
 from lipdp.models.mixer import mixer, transformer
@@ -59,6 +60,7 @@ __all__ = [
     "resnet6",
     "resnet10",
     "resnet18",
+    "scattering_certified",
     "scattering_linear",
     "scattering_mlp",
     "split_front",
