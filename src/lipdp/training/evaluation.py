@@ -36,8 +36,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted.
 
-    Their types are converted to the model's, as in training. A model that the calculus has a program of is evaluated by that, in its
-    evaluation mode, and its own Python does not see the data; see :func:`outputs_of`.
+    Their types are converted to the model's, as in training. A model that the calculus has a program of is evaluated by that, in
+    its evaluation mode, and its own Python does not see the data; see :func:`outputs_of`.
 
     Args:
         model: any network.
@@ -80,9 +80,9 @@ def evaluate(
 def outputs_of(model: torch.nn.Module, inputs: Inputs) -> Callable[[Inputs], Any]:
     """What computes the model's outputs for inputs like these, in the mode that it is in.
 
-    It is the program that the calculus would analyse (:func:`lipdp.bounds.program_of`), made from the model as it is now and seen to
-    agree with it; nobody's Python is called with the data then. Where there is none (several inputs, layers without rules, a forward
-    that can't be traced, hooks: things that only clipping takes), it is the model itself.
+    It is the program that the calculus would analyse (:func:`lipdp.bounds.program_of`), made from the model as it is now and seen
+    to agree with it; nobody's Python is called with the data then. Where there is none (several inputs, layers without rules, a
+    forward that can't be traced, hooks: things that only clipping takes), it is the model itself.
     """
     refused = any(way_out(module) and not has_rule(module) for module in model.modules())  # tracing would be in vain
     if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not refused:
