@@ -437,3 +437,35 @@ def test_a_model_that_float64_breaks_is_judged_by_float32(monkeypatch):
 
     with pytest.raises(UnsupportedError, match="mixes the examples"):
         verify(Single(), quadratic, torch.randn(3, 4), torch.zeros(3))
+
+
+class Gated(nn.Module):
+    """A gate that no gradient moves decides whether examples are mixed: a buffer, a frozen parameter or a plain attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, gate = nn.Linear(4, 3), torch.zeros(2)
+        if kind == "buffer":
+            self.register_buffer("gate", gate)
+        else:
+            self.gate = nn.Parameter(gate, requires_grad=False) if kind == "frozen" else gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        return h + self.gate[1] * h.roll(1, 0)
+
+
+@pytest.mark.parametrize("method", ["bookkeeping", "ghost", "reweight", "multiloss"])
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "attribute"])
+def test_a_clipper_notices_what_no_version_counts(kind: str, method: str) -> None:
+    """Writing through ``.data`` between two batches: seen in the values, without an engine."""
+    model = Gated(kind)
+    clipper = clipping.Clipper(model, torch.nn.CrossEntropyLoss(reduction="none"), method=method)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    clipper(x, y, 1.0)
+    model.gate.data[1] = 0.5
+    with pytest.raises(UnsupportedError):
+        clipper(x, y, 1.0)
+    model.gate.data[1] = 0.0
+    clipper(x, y, 1.0)

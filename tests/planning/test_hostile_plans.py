@@ -77,6 +77,8 @@ CASES = {
     ),
     "mixed": (half_proved, {"method": "mixed", "max_grad_norm": 0.7, "clipping": lipdp.Clipping(clipped=["1"])}),
     "ghost": (half_proved, {"method": "ghost", "max_grad_norm": 0.7, "accountant": "pld"}),
+    "truncated": (small, {"sampling": "truncated_poisson", "largest_batch": 70, "accountant": "pld"}),
+    "fixed size": (small, {"sampling": "fixed_size", "adjacency": "replace_one", "accountant": "rdp"}),
 }
 
 
@@ -144,15 +146,17 @@ def harmless(original, engine):
         segments.append((real_multiplier(engine, settings, original), end - phase.start))
         check_contribution(engine, settings)
     statistics = [Release(r.name, "gaussian" if r.name == "statistics" else r.kind, r.amount) for r in plan.releases]
-    real = PrivateRun(plan.batch_size / plan.dataset_size, tuple(segments), tuple(statistics))
-    spent = run_epsilon(real, plan.delta, "pld" if plan.adjacency == "replace_one" else "rdp", plan.adjacency)
+    real = PrivateRun(plan.batch_size / plan.dataset_size, tuple(segments), tuple(statistics), plan.sampler)
+    quick = plan.adjacency == "add_remove" and plan.sampling == "poisson"
+    spent = run_epsilon(real, plan.delta, "rdp" if quick or plan.sampling == "fixed_size" else "pld", plan.adjacency)
     if plan.accountant == "pld" and spent > plan.epsilon:
         spent = run_epsilon(real, plan.delta, "pld", plan.adjacency)
     assert spent <= plan.epsilon * (1 + 1e-5), (spent, plan.epsilon)
     assert engine.ledger.planned_epsilon >= spent * (1 - 1e-5)
     assert str(plan)
+    rows = plan.batch_size if plan.sampling == "fixed_size" else 5
     for _ in range(2):  # it runs, or says why it does not
-        engine.step(torch.randn(5, 6), torch.zeros(5, dtype=torch.long))
+        engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.long))
 
 
 def run_case(name, share):

@@ -193,8 +193,11 @@ def _sum(terms: np.ndarray) -> float:
     return float(terms.sum() - terms[0] / 2)
 
 
-def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: int = 22, tilt: float = 4.0) -> float:
-    """ε at δ for one record removed, on a grid of 2^bits points; masses times e^{tilt·loss} are convolved."""
+def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: int = 22) -> float:
+    """ε at δ for one record removed, on a grid of 2^bits points; masses times e^{t·loss} are convolved.
+
+    t is half of the one at which Chernoff's bound on ε is best: with t = 4 for all, δ = 1e-12 after 10⁷ steps left two digits of ε.
+    """
     from scipy import fft
 
     x = np.linspace(-14 * sigma, 15 * sigma + 1, 1 << 21)
@@ -203,6 +206,7 @@ def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: in
     weight /= weight.sum()
     kept = steps * np.cumsum(weight[::-1])[::-1] > 1e-5 * delta  # beyond: infinite
     infinity, loss, weight = steps * weight[~kept].sum(), loss[kept], weight[kept]
+    tilt = _half_of_best_tilt(weight, loss, steps, delta)
     weight = weight * np.exp(tilt * loss)
     log_total, weight = steps * math.log(weight.sum()), weight / weight.sum()
     mean = float(weight @ loss)
@@ -224,3 +228,12 @@ def fine_grid_epsilon(sigma: float, q: float, steps: int, delta: float, bits: in
     above, lower = np.cumsum(composed[::-1])[::-1], np.cumsum((composed * np.exp(-losses))[::-1])[::-1]
     place = int(np.flatnonzero(infinity + above - np.exp(losses) * lower > delta)[-1]) + 1
     return math.log((infinity + above[place] - delta) / lower[place])
+
+
+def _half_of_best_tilt(weight: np.ndarray, loss: np.ndarray, steps: int, delta: float) -> float:
+    def bound(log_t: float) -> float:
+        power = math.exp(log_t) * loss
+        top = float(power.max())
+        return (steps * (top + math.log(float(weight @ np.exp(power - top)))) - math.log(delta)) / math.exp(log_t)
+
+    return math.exp(optimize.minimize_scalar(bound, bounds=(-7.0, 12.0), method="bounded", options={"xatol": 0.05}).x) / 2

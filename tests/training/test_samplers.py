@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import losses, nn, privacy
-from lipdp.errors import ConfigurationError, LipdpError
+from lipdp.errors import BudgetError, ConfigurationError, LipdpError
 from lipdp.privacy import PrivateRun, Sampling, Stream, sample_indices
 
 N, B = 200, 20
@@ -173,14 +173,75 @@ def test_what_dp_accounting_does_not_have_is_refused() -> None:
         PrivateRun(0.5, ((1.0, 3),), sampling=Sampling("fixed_size", 10, 3))
 
 
-def test_budgets_pay_for_truncated_runs_and_refuse_what_they_can_not_compose(tmp_path) -> None:
+def test_budgets_pay_for_truncated_runs(tmp_path) -> None:
     budget = privacy.Budget(tmp_path / "b", epsilon=20.0, delta=1e-4, dataset="d")
     cut = make(sampling="truncated_poisson", largest_batch=24)
     budget.charge(cut.run, "a run")
     assert budget.spent == pytest.approx(cut.epsilon, rel=1e-3)
-    replaced = privacy.Budget(tmp_path / "r", epsilon=20.0, delta=1e-4, dataset="d", adjacency="replace_one")
-    with pytest.raises(ConfigurationError, match="SampledWithoutReplacement"):
-        replaced.charge(make(**FIXED).run, "a run")
+
+
+def test_a_budget_for_replaced_records_pays_for_samples_of_fixed_size(tmp_path) -> None:
+    """What was planned for ε fits into ε, to the last digit; a second run composes, and one of too many is refused."""
+    plan = make(**FIXED)
+    budget = privacy.Budget(tmp_path / "r", epsilon=plan.epsilon, delta=1e-4, dataset="d", adjacency="replace_one")
+    assert budget.epsilon_with(plan.run) == pytest.approx(plan.epsilon, rel=1e-9)
+    trained, loss = model(), losses.CrossEntropy()
+    lipdp.fit(trained, loss, torch.optim.SGD(trained.parameters(), 0.1), plan, dataset(), budget=budget)
+    assert budget.spent == pytest.approx(plan.epsilon, rel=1e-9)
+    with pytest.raises(BudgetError, match="Nothing was charged"):
+        budget.charge(plan.run, "another")
+    ample = privacy.Budget(tmp_path / "a", epsilon=90.0, delta=1e-4, dataset="d", adjacency="replace_one")
+    ample.charge([plan.run, plan.run], "two")
+    ledger = rdp.RdpAccountant(None, dp_accounting.NeighboringRelation.REPLACE_ONE)
+    ledger.compose(dp_accounting.SampledWithoutReplacementDpEvent(N, B, dp_accounting.GaussianDpEvent(1.0)), 60)
+    assert ample.spent == pytest.approx(ledger.get_epsilon(1e-4), rel=1e-9)
+    assert plan.epsilon < ample.spent < 2 * plan.epsilon
+
+
+def test_fixed_size_and_everything_else_in_one_budget_is_the_sum_of_two_halves(tmp_path) -> None:
+    """Poisson steps for replaced records have no divergences, fixed sizes no losses: each kind at half of δ."""
+    fixed, poisson = make(**FIXED), make(adjacency="replace_one")
+    budget = privacy.Budget(tmp_path / "b", epsilon=90.0, delta=1e-4, dataset="d", adjacency="replace_one")
+    budget.charge(privacy.Release("statistics", "gaussian", 30.0), "a full sum: divergences and losses")
+    whole = dp_accounting.GaussianDpEvent(15.0)
+    ledger = rdp.RdpAccountant(None, dp_accounting.NeighboringRelation.REPLACE_ONE).compose(whole)
+    assert budget.spent <= ledger.get_epsilon(1e-4) * (1 + 1e-9)
+    budget.charge(fixed.run, "fixed")
+    ledger.compose(dp_accounting.SampledWithoutReplacementDpEvent(N, B, dp_accounting.GaussianDpEvent(1.0)), 30)
+    assert budget.spent == pytest.approx(ledger.get_epsilon(1e-4), rel=1e-9)
+    budget.charge([poisson.run, privacy.Pure(0.5, "replace_one"), privacy.Approximate(0.1, 1e-5, "replace_one")], "Poisson, pure")
+    half = (1e-4 - 1e-5) / 2
+    alone = privacy.run_epsilon(fixed.run, half, "rdp", "replace_one")
+    losses_apart = privacy.PrivateRun(poisson.sampling_rate, poisson.run.segments, (privacy.Release("s", "gaussian", 30.0),))
+    others = privacy.run_epsilon(losses_apart, half, adjacency="replace_one") + 0.6
+    assert alone + 0.9 * others < budget.spent <= (alone + others) * (1 + 1e-3)
+
+
+def test_a_budget_for_a_record_more_or_less_refuses_samples_of_fixed_size(tmp_path) -> None:
+    budget = privacy.Budget(tmp_path / "b", epsilon=90.0, delta=1e-4, dataset="d")
+    plan, trained = make(**FIXED), model()
+    with pytest.raises(ConfigurationError, match=r"another promise.*adjacency='replace_one'"):
+        lipdp.fit(trained, losses.CrossEntropy(), torch.optim.SGD(trained.parameters(), 0.1), plan, dataset(), budget=budget)
+    assert budget.spent == 0
+    impossible = dp_accounting.SampledWithoutReplacementDpEvent(10, 20, dp_accounting.GaussianDpEvent(1.0))
+    replaced = privacy.Budget(tmp_path / "r", epsilon=90.0, delta=1e-4, dataset="d", adjacency="replace_one")
+    with pytest.raises(ConfigurationError, match="without replacement"):
+        replaced.charge(impossible, "more than there are")
+
+
+@pytest.mark.parametrize("scheme", [Sampling(), Sampling("fixed_size", 9, 3), Sampling("truncated_poisson", 9, 3)])
+def test_samples_are_drawn_from_a_secret_stream_only(scheme: Sampling) -> None:
+    for other in (torch.Generator(), None, 0):
+        with pytest.raises(ConfigurationError, match="Stream"):
+            privacy.sample_indices(9, 1 / 3, other, scheme)
+    with pytest.raises(ConfigurationError, match="Sampling"):
+        privacy.sample_indices(9, 1 / 3, Stream(bytes(32)), "fixed_size")
+
+
+def test_statistics_beside_samples_of_fixed_size() -> None:
+    released = make(**FIXED, noise_multiplier=None, epsilon=8.0, statistics_budget=0.1)
+    assert released.epsilon <= 8.0
+    assert [release.name for release in released.releases] == ["statistics"]
 
 
 @pytest.mark.parametrize(

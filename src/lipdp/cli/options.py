@@ -24,6 +24,7 @@ __all__ = [
     "Epochs",
     "Epsilon",
     "Json",
+    "LargestBatch",
     "LearningRate",
     "NoiseMultiplier",
     "OptionalRecipeName",
@@ -32,11 +33,13 @@ __all__ = [
     "RunEpochs",
     "RunSteps",
     "SamplingRate",
+    "SamplingScheme",
     "Settings",
     "ValidationFraction",
     "check_budget",
     "configured",
     "dataset_info",
+    "drawing",
     "training_size",
 ]
 
@@ -81,6 +84,23 @@ BudgetFile = Annotated[
         rich_help_panel=_BUDGET,
     ),
 ]
+SamplingScheme = Annotated[
+    str,
+    typer.Option(
+        "--sampling",
+        help="How a step's records are drawn: poisson; truncated_poisson, with a largest batch, for a fixed memory; or fixed_size, "
+        "without replacement, which is private for replaced records (--adjacency replace_one).",
+        rich_help_panel=_BUDGET,
+    ),
+]
+LargestBatch = Annotated[
+    int | None,
+    typer.Option(
+        help="With --sampling truncated_poisson: no batch has more records.",
+        show_default="six standard deviations above the batch size",
+        rich_help_panel=_BUDGET,
+    ),
+]
 Epochs = Annotated[float | None, typer.Option(help="Expected passes over the data.", rich_help_panel=_RECIPE)]
 BatchSize = Annotated[int | None, typer.Option(help="Expected batch size.", rich_help_panel=_RECIPE)]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate, in units of the sensitivity.", rich_help_panel=_RECIPE)]
@@ -121,6 +141,7 @@ Adjacency = Annotated[str, typer.Option(help="Neighbouring datasets: add_remove 
 if TYPE_CHECKING:
     from lipdp.data import DatasetInfo
     from lipdp.recipes import Recipe
+    from lipdp.recipes.run import Drawing
 
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
 
@@ -164,6 +185,31 @@ def check_budget(epsilon: float | None, noise_multiplier: float | None, *, epoch
         raise ConfigurationError(
             "give two of --epsilon, --noise-multiplier and --epochs: the third follows from them. Leave out the one to be found."
         )
+
+
+def drawing(sampling: str, largest_batch: int | None, adjacency: str) -> Drawing:
+    """How records are drawn and for which neighbours, for a recipe's plan, with the accountant that knows it.
+
+    Samples of fixed size are private for replaced records, which is another promise: it has to be asked for by name.
+    """
+    from lipdp.privacy.accounting import Adjacency as Neighbours
+    from lipdp.privacy.runs import Scheme
+
+    for option, value, known in (("--sampling", sampling, Scheme), ("--adjacency", adjacency, Neighbours)):
+        if value not in typing.get_args(known):
+            raise ConfigurationError(f"{option} must be one of {', '.join(typing.get_args(known))}, not {value!r}")
+    fixed = sampling == "fixed_size"
+    if fixed and adjacency != "replace_one":
+        raise ConfigurationError(
+            "--sampling fixed_size is private for replaced records, not for one more or less: say so with --adjacency replace_one "
+            "(a sum moves twice as far, which costs noise), or take --sampling truncated_poisson for batches that fit in memory."
+        )
+    return {
+        "sampling": typing.cast("Scheme", sampling),
+        "largest_batch": largest_batch,
+        "adjacency": typing.cast("Neighbours", adjacency),
+        "accountant": "rdp" if fixed else "pld",
+    }
 
 
 def dataset_info(name: str) -> DatasetInfo:

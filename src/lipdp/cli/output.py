@@ -120,6 +120,11 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
     from lipdp.planning.table import grid_line, signal_line
     from lipdp.planning.table import table as groups
 
+    batches = f"Poisson batches of {plan.batch_size:,} expected"
+    if plan.sampling == "fixed_size":
+        batches = f"batches of {plan.batch_size:,} without replacement"
+    elif plan.largest_batch is not None:
+        batches += f" and {plan.largest_batch:,} at most"
     where.print("[bold]Privacy plan[/bold]")
     print_fields(
         where,
@@ -127,7 +132,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
             ("guarantee", f"{guarantee(plan.epsilon, plan.delta)} for {NEIGHBOURS[plan.adjacency]} ({plan.accountant.upper()})"),
             (
                 "run",
-                f"{plan.steps:,} steps, Poisson batches of {plan.batch_size:,} expected out of {plan.dataset_size:,} "
+                f"{plan.steps:,} steps, {batches} out of {plan.dataset_size:,} "
                 f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs)",
             ),
             ("noise", f"multiplier {plan.noise_multiplier:.4f}, {plan.allocation} allocation; {grid_line(plan)}"),

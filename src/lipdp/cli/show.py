@@ -11,7 +11,7 @@ import typer
 
 from lipdp._names import match
 from lipdp.cli import options
-from lipdp.cli.options import check_budget, configured, dataset_info, training_size
+from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import console, number, print_fields, print_json, print_plan, table
 from lipdp.errors import ConfigurationError
 
@@ -32,6 +32,9 @@ def plan(
     learning_rate: options.LearningRate = None,
     settings: options.Settings = None,
     validation_fraction: options.ValidationFraction = None,
+    sampling: options.SamplingScheme = "poisson",
+    largest_batch: options.LargestBatch = None,
+    adjacency: options.Adjacency = "add_remove",
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the plan there as JSON.", rich_help_panel="Output")
     ] = None,
@@ -39,6 +42,7 @@ def plan(
 ) -> None:
     """The privacy plan of a run: its sensitivities, noise, length and cost, before any data is read."""
     check_budget(epsilon, noise_multiplier, epochs=epochs)
+    drawn = drawing(sampling, largest_batch, adjacency)
     chosen = configured(
         recipe,
         settings,
@@ -53,7 +57,7 @@ def plan(
 
     info = dataset_info(chosen.dataset)
     size = training_size(info, validation_fraction)
-    decided = recipes.prepare(chosen, info, epsilon=epsilon, noise_multiplier=noise_multiplier, dataset_size=size).plan
+    decided = recipes.prepare(chosen, info, epsilon=epsilon, noise_multiplier=noise_multiplier, dataset_size=size, **drawn).plan
     if output is not None:
         output.write_text(decided.to_json() + "\n", encoding="utf-8")
     if as_json:

@@ -16,7 +16,7 @@ from lipdp.cli import options
 from lipdp.cli.audit import audit_recipe
 from lipdp.cli.certify import MODEL
 from lipdp.cli.images import train_images
-from lipdp.cli.options import check_budget, configured, dataset_info, training_size
+from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
 from lipdp.cli.ranks import is_rank, joined, shared_seed, start_ranks
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
@@ -76,6 +76,9 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     budget_file: options.BudgetFile = None,
+    sampling: options.SamplingScheme = "poisson",
+    largest_batch: options.LargestBatch = None,
+    adjacency: options.Adjacency = "add_remove",
     audit: Annotated[
         bool,
         typer.Option("--audit", help="Audit the plan before any data are read (`lipdp audit`); one that is refuted is not run."),
@@ -115,6 +118,8 @@ def train(
     if nproc is not None and not is_rank():
         raise typer.Exit(start_ranks(nproc))
     check_budget(epsilon, noise_multiplier, epochs=epochs)
+    drawn = drawing(sampling, largest_batch, adjacency)
+    usual = drawn == drawing("poisson", None, "add_remove")
     if (recipe is None) == (images is None):
         raise ConfigurationError("give the name of a recipe, which `lipdp recipes` lists, or images of your own: --images FOLDER")
     if images is not None:
@@ -126,6 +131,7 @@ def train(
         }
         refused |= {"--learning-rate": learning_rate, "--checkpoint": checkpoint, "--microbatch-size": microbatch_size}
         foreign = [name for name, value in refused.items() if value is not None] + ["--audit"] * audit
+        foreign += [] if usual else ["--sampling, --adjacency"]
         if foreign:
             raise ConfigurationError(f"{foreign[0]} is for recipes: with --images all settings follow from public numbers")
         train_images(
@@ -159,6 +165,8 @@ def train(
     chosen_seed = seed if reproducible is None else reproducible
     if chosen_seed is not None and chosen_seed >= 2**63:
         raise ConfigurationError(f"--{'seed' if reproducible is None else 'reproducible'} must be below 2^63")
+    if audit and not usual:
+        raise ConfigurationError("--audit is for Poisson samples and a record more or less: leave --sampling and --adjacency out")
     _check_files(checkpoint, resume, output)
     from lipdp.privacy.budget import open_budget
 
@@ -197,6 +205,7 @@ def train(
                 checkpoint=checkpoint,
                 resume=resume,
                 budget=account,
+                **drawn,
             )
         except KeyboardInterrupt as error:
             saved = checkpoint is not None and checkpoint.exists()
@@ -212,7 +221,10 @@ def train(
         again = _again(
             chosen.name, epsilon, noise_multiplier, delta, epochs, batch_size, learning_rate, settings, validation_fraction
         )
-        command = " ".join([again, *(["--reproducible SEED"] if reproducible is not None else []), *(["--audit"] if audit else [])])
+        largest = [] if largest_batch is None else [f"--largest-batch {largest_batch}"]
+        how = [] if usual else [f"--sampling {sampling}", *largest, f"--adjacency {adjacency}"]
+        more = [*how, *(["--reproducible SEED"] if reproducible is not None else []), *(["--audit"] if audit else [])]
+        command = " ".join([again, *more])
         report["files"] = _save(result, report, output, command, chosen, data, validation_fraction)
     if as_json:
         print_json(report)
@@ -280,6 +292,7 @@ def _report(result: Result, recipe: Recipe, validation_fraction: float | None, d
         "learning_rate": recipe.learning_rate,
         "adjacency": result.plan.adjacency,
         "accountant": result.plan.accountant,
+        "sampling": result.plan.sampling,
         "device": device,
     }
 

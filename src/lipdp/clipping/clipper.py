@@ -54,7 +54,7 @@ from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
 from lipdp.clipping.record import Recording, check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import kind_of, state_versions, verify_once
+from lipdp.clipping.verify import kind_of, state_of, untrained_tensors, verify_once
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
 from lipdp.inputs import Inputs, call, device_of, flattened, plain, rebuilt, rows_of
@@ -318,16 +318,17 @@ class Clipper:
             check_supported(self.model)
             self._parameters = trainable(self.model)
             self._layers = trained_layers(self.model)
+            self._untrained = untrained_tensors(self.model, self.loss)
             self._checked.clear()
             self._number = number
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
         kind = kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
-        if (*kind, state_versions(self.model), generation(self.model)) in self._checked:
+        if (*kind, state_of(self._untrained), generation(self.model)) in self._checked:
             return
         if verify_once(self.model, self.loss, batch.x, batch.y):
-            self._checked.add((*kind, state_versions(self.model), generation(self.model)))
+            self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
 
     def _state(self) -> Hashable:
         # Groups by their members only: their C_g are an input.

@@ -16,11 +16,13 @@ And on the batch as it is, of its size, in its mode, once for each size: does an
 from __future__ import annotations
 
 import math
+import secrets
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from lipdp._numerics import HALF
 from lipdp.clipping.adoption import take_larger
@@ -38,28 +40,40 @@ from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.layouts import HiddenGradientError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import recording
+from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError
-from lipdp.fingerprint import fingerprint
+from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["forget", "kind_of", "state_versions", "telling_rows", "verify", "verify_once"]
+__all__ = ["forget", "kind_of", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
 
 _EXAMPLES = 3
+_KEY = secrets.token_bytes(32)  # of this process: nobody can aim at a collision
 _KNOWN = 64  # verdicts that are kept of a model
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 # Numbers of a parameter's few gradients that are held rather than made anew for each comparison.
 _HELD = 2**18
 
 
-def state_versions(model: torch.nn.Module) -> tuple[int, ...]:
-    """How often buffers and frozen parameters were written to."""
-    tensors = (*model.buffers(), *(p for p in model.parameters() if not p.requires_grad))
-    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+def untrained_tensors(model: torch.nn.Module, loss: PerExampleLoss) -> list[torch.Tensor]:
+    """What the two may read besides the weights that are trained: buffers, frozen parameters, tensors in attributes."""
+    return [tensor for tensor in reachable_tensors(model, loss) if not isinstance(tensor, Parameter) or not tensor.requires_grad]
+
+
+def state_of(tensors: Sequence[torch.Tensor]) -> Hashable:
+    """Stands for what is in the tensors: on a processor their bytes, which writing through ``.data`` changes and no version counts;
+    elsewhere how often they were written to."""
+    tag = Tag(_KEY)
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and not tensor.is_quantized:
+            tag.update(tensor)
+    return tag.finish(), tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> Any:
     """Whatever a verdict rests on but the values of weights: settings, hooks, functions, closures, state, data, layouts."""
-    return kind_of(x), kind_of(y), fingerprint(model, loss), state_versions(model), generation(model)
+    state = state_of(untrained_tensors(model, loss))
+    return kind_of(x), kind_of(y), fingerprint(model, loss), state, generation(model)
 
 
 def kind_of(x: Inputs) -> Hashable:

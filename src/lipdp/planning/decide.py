@@ -306,8 +306,10 @@ def _paid_releases(
             "statistics_budget is a share of epsilon: give epsilon, or say the noise yourself with "
             f"releases=[lipdp.privacy.Release({STATISTICS!r}, 'gaussian', multiplier)]"
         )
+    # Of all records, for which only losses are known where records are replaced, whatever the steps are analysed by.
+    tight: Accountant = "pld" if adjacency == "replace_one" else accountant
     multiplier = calibrate_noise(
-        epsilon=share * epsilon, delta=delta, sampling_rate=1.0, steps=1, accountant=accountant, adjacency=adjacency
+        epsilon=share * epsilon, delta=delta, sampling_rate=1.0, steps=1, accountant=tight, adjacency=adjacency
     )
     return (Release(STATISTICS, "gaussian", multiplier), *others)
 

@@ -38,9 +38,10 @@ Parts = Sequence[tuple[SampledGaussian, int]]
 
 _UNIT = 2.0**-53
 _OUTSIDE = 1e-7  # share of δ that masses beyond the ends of the window may make up; they are charged
-_DOUBT = 3e-4  # share of ε that may be due to what was added for rounding, before another tilt is tried
+_DOUBT = 1e-3  # share of ε that may be due to what was added for rounding, before another tilt is tried
+_MUCH_DOUBT = 3e-3  # the same, before a tilt is tried whose window is more than twice as long
 _EXCESS = 3e-3  # share of δ that may be due to masses from outside the window
-_TILTS = (0.25, 0.5, 1.0)  # shares of the tilt that keeps most digits: less of it is mostly enough
+_TILTS = (0.25, 0.35, 0.5, 0.7, 1.0)  # shares of the tilt that keeps most digits: less of it is mostly enough
 _ORDERS = 7  # how many of Chernoff's bounds are asked for the window
 _LONGEST = 1 << 22  # of several windows, those that are longer are left out
 _PIECE = 1 << 15  # losses that are looked at together
@@ -270,9 +271,10 @@ class Composition:
             before = known.get(number, _UNKNOWN)
             if before.bound > worst:  # else another direction decides, however fine the grid
                 now = measure(self._directions[number], before)
-                known[number] = now._replace(bound=min(before.bound, now.bound + more))
+                better = now.bound + more <= before.bound
+                known[number] = now._replace(bound=now.bound + more) if better else before
                 if known[number].bound > worst:
-                    worst, self.rounding = known[number].bound, now.rounding
+                    worst, self.rounding = known[number].bound, known[number].rounding
         return worst
 
     def _epsilon(self, direction: _Direction, delta: float, before: Known) -> Known:
@@ -284,7 +286,12 @@ class Composition:
         room = delta - direction.infinity
         least = max(0.0, (direction.cumulant(t) + direction.inexactness(t) + _kernel(t) - math.log(room)) / t)
         share, rounding, centre = before.share, 1.0, min(least, before.bound)
+        too_rough, shortest = 0.0, _LONGEST  # the largest tilt at which only rounding was too much; the shortest window tried
         for window in self._windows(direction, t, centre, delta, share):
+            length = window.last - window.first
+            if window.tilt <= too_rough or (rounding <= _MUCH_DOUBT and length > 2 * shortest):
+                continue
+            shortest = min(shortest, length)
             upper = self._upper(direction, window, 0.0)
             begin, low = max(0.0, upper.first * self.h), upper.epsilon(delta)
             doubt = upper.doubt(low) if low < math.inf else math.inf  # at a larger ε there is less
@@ -292,9 +299,10 @@ class Composition:
                 high = upper.epsilon(delta, doubt)
                 if high < least:
                     least, share, rounding = high, window.tilt / t, (high - low) / high
-                clear = high - low <= _DOUBT * high and (begin == 0 or low > begin)
-                if clear and upper.excess(low) <= _EXCESS * delta:
-                    break
+                if upper.excess(low) <= _EXCESS * delta and (begin == 0 or low > begin):
+                    if high - low <= _DOUBT * high:
+                        break
+                    too_rough = max(too_rough, window.tilt)
         return Known(least, t, share, rounding)
 
     def _delta(self, direction: _Direction, epsilon: float, before: Known) -> Known:

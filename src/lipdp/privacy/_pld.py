@@ -89,7 +89,8 @@ def _refined(
     """The measure on the first grid that is fine enough.
 
     Fine enough is a grid if halving led to it and hardly moved the measure, or if halving it would hardly: errors fall as h², so
-    the next move is foretold by the last two.
+    the next move is foretold by the last two. A finer one is of no use where there are too many points, or where rounding, of
+    which there is at least twice as much on the next grid, is more than what halving gains.
     """
     h, known = _first_grid(parts, neighbours, log_tail), dict[int, Known]()
     before = moved = math.inf
@@ -100,8 +101,8 @@ def _refined(
         settled = moved <= precision or (moved < earlier < math.inf and moved * moved / earlier <= precision)
         if math.isinf(value) or (settled and (h <= _USUAL_GRID or composed.bins > _EASY_BINS)):
             return Figure(value, composed.rounding if composed.rounding > precision else 0.0, h)
-        if 2 * composed.bins > MOST_BINS:
-            return Figure(value, moved, h)
+        if 2 * composed.bins > MOST_BINS or 4 * composed.rounding > moved:
+            return Figure(value, max(moved, composed.rounding), h)
         before, h = value, h / 2
 
 

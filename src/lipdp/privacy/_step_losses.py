@@ -65,10 +65,10 @@ def largest_loss(step: SampledGaussian, neighbours: Neighbours, log_tail: float)
         cut = SampledGaussian(step.sigma / 2, step.truncation[1])
         kept = largest_loss(SampledGaussian(step.sigma, step.rate), neighbours, log_tail)
         return max(largest_loss(cut, "replace_one", log_tail), kept)
-    z = _tail_deviations(log_tail)
+    x = _furthest(step, log_tail)
     if neighbours == "add_remove":
-        return _sampled(1 / (2 * step.sigma**2) + z / step.sigma, step.rate)
-    return _replaced_loss(1 + z * step.sigma, step)
+        return _sampled((2 * x - 1) / (2 * step.sigma**2), step.rate)
+    return _replaced_loss(x, step)
 
 
 def step_masses(step: SampledGaussian, neighbours: Neighbours, h: float, log_tail: float) -> tuple[Masses, ...]:
@@ -89,6 +89,19 @@ def _tail_deviations(log_mass: float) -> float:
     from scipy import special
 
     return float(-special.ndtri_exp(log_mass))
+
+
+def _furthest(step: SampledGaussian, log_tail: float) -> float:
+    """x with at most e^log_tail beyond it of (1 − q)·N(0, σ²) + q·N(1, σ²): half of it for each part, or all of N(1, σ²) at once.
+
+    Rare samples need not reach far: a record that is hardly ever drawn is hardly ever drawn *and* met by large noise.
+    """
+    both = 1 + step.sigma * _tail_deviations(log_tail)
+    if step.rate == 1:
+        return both
+    apart = step.sigma * _tail_deviations(log_tail - math.log(2))
+    drawn = min(0.0, log_tail - math.log(2) - math.log(step.rate))
+    return min(both, max(apart, 1 + step.sigma * _tail_deviations(drawn)))
 
 
 def _sampled(loss: float, q: float) -> float:
@@ -112,7 +125,7 @@ def _add_remove(step: SampledGaussian, h: float, log_tail: float) -> tuple[Masse
     """
     sigma, q, z = step.sigma, step.rate, _tail_deviations(log_tail)
     first = math.floor(_sampled((-2 * z * sigma - 1) / (2 * sigma**2), q) / h)
-    last = math.ceil(_sampled(1 / (2 * sigma**2) + z / sigma, q) / h)
+    last = math.ceil(largest_loss(step, "add_remove", log_tail) / h)
     losses = np.arange(first, last + 1, dtype=np.float64) * h
     u = losses
     if q < 1:
@@ -157,8 +170,8 @@ def _replace_one(step: SampledGaussian, h: float, log_tail: float) -> Masses:
     The loss is ε at x = σ²·(ε/2 + asinh(α·sinh(ε/2))), α = e^{1/2σ²}·(1 − q)/q (dp-accounting's supplement). Of each bin
     m − l·e^ε = q·(N₁ − e^ε·N₋₁) − (1 − q)·(e^ε − 1)·N₀.
     """
-    sigma, q, z = step.sigma, step.rate, _tail_deviations(log_tail)
-    last = math.ceil(_replaced_loss(1 + z * sigma, step) / h)
+    sigma, q = step.sigma, step.rate
+    last = math.ceil(largest_loss(step, "replace_one", log_tail) / h)
     losses = np.arange(-last, last + 1) * h
     x = sigma**2 * (losses / 2 + _asinh_sinh(losses / 2, sigma, q))
     (here, here_off), (up_side, up_off), (down_side, down_off) = (_between((x - c) / sigma) for c in (0.0, 1.0, -1.0))

@@ -8,6 +8,9 @@ Three upper bounds, each a theorem, and the smallest holds:
 - *quick*: as *apart*, with Rényi divergences in the place of PLD. They are vectors that add up, so a charge that this bound allows
   needs nothing else: it costs the same whatever was charged before.
 
+Samples of a fixed size (replaced records) have Rényi divergences and no PLD, Poisson samples for replaced records a PLD and no
+divergences. Where both were charged, each kind has its own ε at one half of δ, and the sum of the two holds.
+
 PLD rounds up to a grid. Where that alone refuses a charge, the analysis that plans are made with is asked (``_pld.py``), and a
 finer grid. And dp-accounting composes by Fourier transforms, whose rounding is about 1e-16 a release: where that is no longer
 nothing against δ, its figure is taken at a δ that is smaller by :data:`_TRANSFORM` a release, and *apart* is that analysis.
@@ -16,14 +19,14 @@ nothing against δ, its figure is taken at a δ that is smaller by :data:`_TRANS
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._pld import parts_epsilon
-from lipdp.privacy._rdp import quiet
+from lipdp.privacy._rdp import FEW_ORDERS, as_known, divergences, events_epsilon
 from lipdp.privacy._step_losses import SampledGaussian
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Approximate, Pure, from_key, to_key
@@ -36,7 +39,6 @@ Counts = Mapping[str, int]
 _GRIDS = (1e-4, 1e-5)  # dp-accounting's default, and what a refusal is checked with
 _WORTH_REFINING = 1.25  # a grid costs less than this factor
 _WIDEST = 1_000.0  # privacy loss beyond which no distribution is built: 1e7 bins on the first grid
-_ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 256)  # whole ones: sums of positive terms
 _TRANSFORM = 1e-15  # of δ, for each release: what the rounding of a plain transform may hide, and more
 _NOTICED = 1e-3  # share of δ from which on that is reckoned with
 _ROUNDING = 1e-13  # of a Rényi divergence: what the arithmetic of one may have lost, and more
@@ -101,8 +103,14 @@ class Totals:
             self._curve = sum((count * self._curve_of(key) for key, count in self.noise.items()), 0.0)
         return self._curve
 
+    def without(self, keys: Iterable[str]) -> Totals:
+        """The totals of all but these events."""
+        left = Totals(self.adjacency)
+        left.add({key: count for key, count in self.counts.items() if key not in set(keys)})
+        return left
+
     def _curve_of(self, key: str) -> Any:
-        return _curve(key) if self.adjacency == "add_remove" and _has_curve(key) else math.inf
+        return math.inf if as_known(from_key(key), self.adjacency) is None else _curve(key, self.adjacency)
 
 
 class Composition:
@@ -128,6 +136,9 @@ class Composition:
         if self.delta == 0:
             return float(totals.stated) if not totals.noise and not totals.slack else math.inf
         least = min(self._tight(totals, _GRIDS[0]), totals.quick({}, self.delta))
+        fixed = [key for key in totals.noise if _is_fixed_size(from_key(key))]
+        if fixed:
+            return min(least, self._divergences(totals), self._in_two(totals, fixed, total))
         if _hidden(totals.counts, float(self.delta)) or (total is not None and total < least < _WORTH_REFINING * total):
             least = min(least, self._as_planned(totals))
         if total is not None and total < least < _WORTH_REFINING * total:
@@ -140,6 +151,22 @@ class Composition:
         if not steps or totals.slack >= self.delta:
             return math.inf
         return float(totals.stated) + parts_epsilon(steps, float(self.delta - totals.slack), self.adjacency).value
+
+    def _divergences(self, totals: Totals) -> float:
+        """*quick*, at all of the orders that plans are made with."""
+        noise = [(from_key(key), count) for key, count in totals.noise.items()]
+        if totals.slack >= self.delta or any(as_known(event, self.adjacency) is None for event, _ in noise):
+            return math.inf
+        return float(totals.stated) + events_epsilon(noise, float(self.delta - totals.slack), self.adjacency)
+
+    def _in_two(self, totals: Totals, fixed: Sequence[str], total: Fraction | None) -> float:
+        """ε of the samples of fixed size at half of the δ that is left, and of all the rest at the other half, added up."""
+        rest, half = totals.without(fixed), (self.delta - totals.slack) / 2
+        if half <= 0 or not rest.counts or self.adjacency != "replace_one":
+            return math.inf
+        alone = events_epsilon([(from_key(key), totals.noise[key]) for key in fixed], float(half), self.adjacency)
+        left = None if total is None or total <= alone else total - Fraction(alone)
+        return alone + Composition(self.delta - half, self.adjacency).epsilon(rest, left)
 
     def _tight(self, totals: Totals, grid: float) -> float:
         apart = math.inf
@@ -214,10 +241,18 @@ def check_event(event: Any, adjacency: Adjacency, delta: Fraction) -> None:
     if delta == 0:
         raise BudgetError(f"this budget has delta 0, and {type(event).__name__} needs a delta: {_PURE_ONLY}")
     _check_parameters(event)
-    if not isinstance(_in_relation(event, adjacency), Pure) and not _accountant(adjacency, _GRIDS[0]).supports(event):
+    if as_known(event, adjacency) is not None or isinstance(_in_relation(event, adjacency), Pure):
+        return
+    if _is_fixed_size(event):
         raise ConfigurationError(
-            f"dp-accounting's PLD has no analysis of {type(event).__name__} for {adjacency} neighbours. If you have one of your "
-            "own, charge what it says as lipdp.privacy.Approximate(epsilon, delta)."
+            "samples of a fixed size are private for replaced records: this budget is for a record more or less (add_remove): "
+            "another promise. Begin a budget with adjacency='replace_one' and charge all releases about these data to that one, "
+            "or train with Poisson samples."
+        )
+    if not _accountant(adjacency, _GRIDS[0]).supports(event):
+        raise ConfigurationError(
+            f"dp-accounting has no analysis of {type(event).__name__} for {adjacency} neighbours. If you have one of your own, "
+            "charge what it says as lipdp.privacy.Approximate(epsilon, delta)."
         )
 
 
@@ -236,8 +271,16 @@ def _check_parameters(event: Any) -> None:
     q = getattr(event, "sampling_probability", None)
     if q is not None and not 0 < q <= 1:
         raise ConfigurationError(f"sampling_probability is {q!r}: each record's chance to be in a sample, above 0, at most 1.")
+    if isinstance(event, dp_event.SampledWithoutReplacementDpEvent) and not 0 < event.sample_size <= event.source_dataset_size:
+        raise ConfigurationError(f"{event.sample_size} of {event.source_dataset_size} records can't be drawn without replacement.")
     if hasattr(event, "event"):
         _check_parameters(event.event)
+
+
+def _is_fixed_size(event: Any) -> bool:
+    from dp_accounting import dp_event
+
+    return isinstance(event, dp_event.SampledWithoutReplacementDpEvent)
 
 
 def _known(counts: Counts, adjacency: Adjacency) -> bool:
@@ -379,28 +422,16 @@ def _distribution(key: str, count: int, adjacency: Adjacency, grid: float) -> An
     return accountant._pld  # the accountant's own distribution: how an event becomes one is dp-accounting's business
 
 
-def _has_curve(key: str) -> bool:
-    from dp_accounting import dp_event
-
-    event = from_key(key)
-    inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
-    return isinstance(inner, dp_event.GaussianDpEvent)
-
-
 @lru_cache(maxsize=1024)
-def _curve(key: str) -> Any:
-    """The Rényi divergences of one event, for neighbours by adding or removing."""
+def _curve(key: str, adjacency: Adjacency) -> Any:
+    """The Rényi divergences of one event."""
     import numpy as np
-    from dp_accounting import rdp
 
-    accountant = rdp.RdpAccountant(_ORDERS)
-    with quiet():
-        accountant.compose(from_key(key))
-    values = np.asarray(accountant.rdp, dtype=np.float64)
+    _, values = divergences(from_key(key), adjacency, FEW_ORDERS)
     return np.where(values >= 0, values, math.inf) + _ROUNDING
 
 
 def _curve_epsilon(curve: Any, delta: float) -> float:
     from dp_accounting.rdp import rdp_privacy_accountant
 
-    return float(rdp_privacy_accountant.compute_epsilon(_ORDERS, curve, delta)[0])
+    return float(rdp_privacy_accountant.compute_epsilon(FEW_ORDERS, curve, delta)[0])

@@ -42,12 +42,7 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
         generator: a stream that nobody can predict; torch's generators are refused.
     """
     count, q = whole("size", size, least=0), rate(sampling_rate)
-    if not isinstance(generator, Stream):
-        raise ConfigurationError(
-            f"samples are drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: who can predict the sample has "
-            "no amplification to pay with. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
-        )
-    key = generator.next_key("poisson", count, q)
+    key = _secret(generator).next_key("poisson", count, q)
     if q == 1:
         return torch.arange(count)
     if count >= _MANY and q <= _RARE:
@@ -66,6 +61,15 @@ def poisson_indices(size: int, sampling_rate: float, generator: Stream) -> Tenso
     return torch.from_numpy(np.concatenate(parts))
 
 
+def _secret(generator: object) -> Stream:
+    if not isinstance(generator, Stream):
+        raise ConfigurationError(
+            f"samples are drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: who can predict the sample has "
+            "no amplification to pay with. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
+        )
+    return generator
+
+
 def sample_indices(size: int, sampling_rate: float, generator: Stream, sampling: Sampling) -> Tensor:
     """The indices, ascending, of a sample of 0 … size−1, drawn as ``sampling`` says. It is for datasets that it admits.
 
@@ -75,10 +79,12 @@ def sample_indices(size: int, sampling_rate: float, generator: Stream, sampling:
         generator: a stream that nobody can predict.
         sampling: the scheme, with the batch size that it needs.
     """
+    if not isinstance(sampling, Sampling):
+        raise ConfigurationError(f"sampling is {sampling!r}: a lipdp.privacy.Sampling, e.g. Sampling('fixed_size', 1000, 50).")
     if sampling.batch_size is None:
         return poisson_indices(size, sampling_rate, generator)
     if sampling.scheme == "fixed_size":
-        return _subset(whole("size", size, least=sampling.batch_size), sampling.batch_size, generator)
+        return _subset(whole("size", size, least=sampling.batch_size), sampling.batch_size, _secret(generator))
     drawn = poisson_indices(size, sampling_rate, generator)
     return drawn if len(drawn) <= sampling.batch_size else drawn[_subset(len(drawn), sampling.batch_size, generator)]
 

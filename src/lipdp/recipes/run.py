@@ -20,6 +20,7 @@ from lipdp.losses import Loss
 from lipdp.planning import Clipping, PrivacyPlan, Schedule, plan
 from lipdp.privacy import Accountant, Adjacency
 from lipdp.privacy.budget import AnyBudget
+from lipdp.privacy.runs import Scheme
 from lipdp.recipes.catalog import get
 from lipdp.recipes.recipe import Metric, RateSchedule, Recipe
 from lipdp.training import Callback, History, evaluate, fit
@@ -104,13 +105,20 @@ class Result:
         return {name: getattr(self, name) for name in names} | ({} if self.auroc is None else {"auroc": self.auroc})
 
 
-class Budget(TypedDict, total=False):
+class Drawing(TypedDict, total=False):
+    """Arguments of :func:`lipdp.plan` about how records are drawn, and for which neighbours by whom that is analysed."""
+
+    adjacency: Adjacency
+    accountant: Accountant
+    sampling: Scheme
+    largest_batch: int | None
+
+
+class Budget(Drawing, total=False):
     """Arguments of :func:`lipdp.plan` that a recipe leaves open. With both ε and σ the run is as long as ε allows."""
 
     epsilon: float | None
     noise_multiplier: float | None
-    adjacency: Adjacency
-    accountant: Accountant
 
 
 def prepare(
@@ -128,7 +136,8 @@ def prepare(
         info: of the dataset; by default what :func:`lipdp.data.info` says of the recipe's.
         dataset_size: records that are trained on; by default the whole training set.
         seed: of the initial weights.
-        budget: ``epsilon`` (by default the recipe's own), ``noise_multiplier``, ``adjacency``, ``accountant``: see :func:`train`.
+        budget: ``epsilon`` (by default the recipe's own), ``noise_multiplier``, ``adjacency``, ``accountant``, ``sampling``,
+            ``largest_batch``: see :func:`train`.
     """
     chosen = _chosen(recipe, budget.get("epsilon"))
     known = data.info(chosen.dataset) if info is None else info
@@ -171,6 +180,8 @@ def train(
     noise_multiplier: float | None = None,
     adjacency: Adjacency = "add_remove",
     accountant: Accountant = "pld",
+    sampling: Scheme = "poisson",
+    largest_batch: int | None = None,
     seed: int | None = None,
     reproducible: bool = False,
     device: torch.device | str | None = None,
@@ -192,6 +203,8 @@ def train(
         noise_multiplier: σ; with ``epsilon``, the run gets as long as the budget allows.
         adjacency: see :func:`lipdp.plan`.
         accountant: see :func:`lipdp.plan`.
+        sampling: see :func:`lipdp.plan`.
+        largest_batch: see :func:`lipdp.plan`.
         seed: of the initial weights; the run's noise and samples stay secret, so that no two runs are the same.
         reproducible: draw them from the seed too. The run can then be repeated, and is *not private*; its result says so.
         device: where to compute.
@@ -219,6 +232,8 @@ def train(
         noise_multiplier=noise_multiplier,
         adjacency=adjacency,
         accountant=accountant,
+        sampling=sampling,
+        largest_batch=largest_batch,
     )
     held_out = None if validation_fraction is None else test
     watching = [_ValidationAuroc(test)] if held_out is not None and chosen.metric == "auroc" else []

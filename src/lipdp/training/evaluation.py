@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 
-from lipdp.errors import DataError
-from lipdp.inputs import call, logits_of, loss_of, mapped
+from lipdp.bounds import program_of
+from lipdp.bounds.calculus import has_rule
+from lipdp.bounds.propagate import way_out
+from lipdp.errors import DataError, LipdpError
+from lipdp.inputs import Inputs, call, logits_of, loss_of, mapped
 from lipdp.losses import predict
 from lipdp.planning.settings import per_example_loss
+from lipdp.program import check_program
 from lipdp.program.dtypes import Types
 from lipdp.program.reading import undisturbed
 from lipdp.training.batches import check_dataset, gather
 
-__all__ = ["check_of_targets", "evaluate"]
+__all__ = ["check_of_targets", "evaluate", "outputs_of"]
 
+_COMPARED = (1, 3)  # numbers of random examples on which a program is compared with its model
 _ENTRIES = 2**22  # outputs that a loss is tried on at a time
 
 
@@ -31,7 +36,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss, and accuracy where targets are class numbers. It reads the data as they are: a query that is not accounted.
 
-    Their types are converted to the model's, as in training.
+    Their types are converted to the model's, as in training. A model that the calculus has a program of is evaluated by that, in
+    its evaluation mode, and its own Python does not see the data; see :func:`outputs_of`.
 
     Args:
         model: any network.
@@ -49,12 +55,14 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     total, correct, classified = 0.0, 0, False
+    compute: Callable[[Inputs], Any] | None = None
     try:
         with torch.no_grad():
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
-                inputs = mapped(lambda leaf: leaf.to(place), inputs)
-                outputs, targets = call(model, types.inputs(inputs)), types.targets(targets.to(place))
+                inputs = types.inputs(mapped(lambda leaf: leaf.to(place), inputs))
+                compute = outputs_of(model, inputs) if compute is None else compute
+                outputs, targets = compute(inputs), types.targets(targets.to(place))
                 total += float(loss_of(known, outputs, targets).double().sum())
                 outputs = logits_of(outputs)
                 if targets.ndim == 1 and not targets.is_floating_point() and isinstance(outputs, torch.Tensor):
@@ -67,6 +75,25 @@ def evaluate(
     if classified:
         metrics["accuracy"] = correct / size
     return metrics
+
+
+def outputs_of(model: torch.nn.Module, inputs: Inputs) -> Callable[[Inputs], Any]:
+    """What computes the model's outputs for inputs like these, in the mode that it is in.
+
+    It is the program that the calculus would analyse (:func:`lipdp.bounds.program_of`), made from the model as it is now and seen
+    to agree with it; nobody's Python is called with the data then. Where there is none (several inputs, layers without rules, a
+    forward that can't be traced, hooks: things that only clipping takes), it is the model itself.
+    """
+    refused = any(way_out(module) and not has_rule(module) for module in model.modules())  # tracing would be in vain
+    if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not refused:
+        try:
+            program = program_of(model, tuple(inputs.shape[1:]))
+            if program.input_dtype == inputs.dtype or not program.input_dtype.is_floating_point:
+                check_program(program, _COMPARED, gradients=False)
+                return program
+        except LipdpError:
+            pass
+    return lambda batch: call(model, batch)
 
 
 def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callable[[torch.Tensor, int], None] | None:
