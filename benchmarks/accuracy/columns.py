@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 DELTA = 1e-5
+FADE = 1e-9
+"""Normalised gradients are those clipped at this: an example whose logits' gradient is shorter fades. A recipe that brings every
+gradient to the same length, nn.ClipGradient(…, normalise=True), is another one: examples that float32 can tell nothing more of
+then push as hard as all others, in a direction that is rounding. On Fashion-MNIST that costs one to two points."""
 
 
 def gaussian_mu(epsilon: float, delta: float = DELTA) -> float:
@@ -79,7 +83,7 @@ def train_columns(
     noise = column([s.noise(steps, statistics, scale) for s in settings])
     rate = column([s.time / steps / len(x) for s in settings])
     momentum = column([s.momentum for s in settings])
-    floor = column([1e-9 if s.normalise else s.clip for s in settings])
+    floor = column([FADE if s.normalise else s.clip for s in settings])
     decay, ema = column([s.decay for s in settings]), column([s.ema for s in settings])
     weight = torch.zeros(width, count, classes, device=device)
     velocity, average = torch.zeros_like(weight), torch.zeros_like(weight)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from columns import Setting, train_columns
+from columns import FADE, Setting, train_columns
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -132,7 +132,7 @@ def as_recipe(dataset: str, family: str, setting: Setting, blocks: list[Block], 
         f"{dataset.replace('_', '-')}-{name}-eps{setting.epsilon:g}",
         dataset,
         "patches-linear",
-        {"blocks": blocks, "centre": "private", "radius": RADIUS[dataset], "clip": setting.clip, "normalise": setting.normalise},
+        {"blocks": blocks, "centre": "private", "radius": RADIUS[dataset], "clip": FADE if setting.normalise else setting.clip},
         front="stored",
         temperature=1.0,
         batch_size=size,
