@@ -48,9 +48,9 @@ class Setting:
     normalise: bool = False
     loss: str = "cross_entropy"  # or "squares"
 
-    def noise(self, steps: int, statistics: float | None, scale: float = 1.0) -> float:
+    def noise(self, steps: int, statistics: float | None, scale: float = 1.0, delta: float = DELTA) -> float:
         """σ of a step, after statistics of multiplier z. ``scale`` is for tiny trial runs: noise for so many times the data."""
-        left = gaussian_mu(self.epsilon) ** 2 - (0.0 if statistics is None else statistics**-2)
+        left = gaussian_mu(self.epsilon, delta) ** 2 - (0.0 if statistics is None else statistics**-2)
         if left <= 0:
             raise ValueError(f"statistics at multiplier {statistics} cost more than epsilon={self.epsilon}")
         return math.sqrt(steps / left) / scale
@@ -72,6 +72,7 @@ def train_columns(
     statistics: float | None,
     seed: int,
     scale: float = 1.0,
+    delta: float = DELTA,
 ) -> list[float]:
     """Held-out accuracies in percent, one for each setting. ``x`` holds rows of norm at most 1."""
     device, count, width = x.device, len(settings), x.shape[1]
@@ -80,7 +81,7 @@ def train_columns(
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=device, dtype=torch.float32)[None, :, None]
 
-    noise = column([s.noise(steps, statistics, scale) for s in settings])
+    noise = column([s.noise(steps, statistics, scale, delta) for s in settings])
     rate = column([s.time / steps / len(x) for s in settings])
     momentum = column([s.momentum for s in settings])
     floor = column([FADE if s.normalise else s.clip for s in settings])
