@@ -39,7 +39,7 @@ def kept_constants(what: str, settings: object, compute: Callable[[], Mapping[st
         compute: makes them.
     """
     told = f"{_FORMAT} {torch.__version__} {what} {settings!r}"
-    file = _place(f"{what}-{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.npz")
+    file = _place(f"{what.replace(' ', '-')}-{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.npz")
     known = None if file is None else _read(file, told)
     if known is not None:
         return known

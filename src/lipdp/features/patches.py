@@ -189,7 +189,7 @@ def _learn_from_leaves(
         whitener, vectors, energy, patches = learned
         return {"whitener": whitener, "vectors": vectors, "energy": torch.tensor(energy, dtype=torch.float64), "patches": patches}
 
-    kept = kept_constants("patches", (shape, patch, whiten, count, dictionary, mirror, seed), compute)
+    kept = kept_constants("a dictionary of patches", (shape, patch, whiten, count, dictionary, mirror, seed), compute)
     return kept["whitener"], kept["vectors"], float(kept["energy"]), kept["patches"]
 
 

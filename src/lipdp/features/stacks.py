@@ -415,7 +415,9 @@ def _block_constants(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock
         raise ConfigurationError(
             f"compress is 'none', 'log' or 'root' and decorrelate in [0, 1], not {block.compress!r} and {block.decorrelate!r}"
         )
-    kept = kept_constants(type(block).__name__, (shape, block), lambda: _measured(shape, block))
+    kept = kept_constants(
+        "scattering" if isinstance(block, ScatteringBlock) else "patches", (shape, block), lambda: _measured(shape, block)
+    )
     levels, mean, std = (tuple(kept[name].tolist()) for name in ("levels", "mean", "std"))
     return _Constants(tuple(kept["shape"].tolist()), levels, mean, std, kept.get("mixing"))
 
