@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy/drawn.py cifar10 --device cuda --out found                   OUT/cifar10-drawn.jsonl and .toml
     python benchmarks/accuracy/drawn.py cifar10 --families small --sets "small 1.5" …       some of the sets
+    python benchmarks/accuracy/drawn.py mnist --steps 100 --folds 3 --device cuda           straightened digits behind random ReLUs
 
 The rule of choice, fixed before anything was run: in each family (one network), the set of features whose best settings of the
 head have the highest mean over ε = 1, 3, 8 and over the held-out tenths; then, for each ε, that set's best setting. Every step
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from columns import Setting, train_columns
+from columns import FADE, Setting, train_columns
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lipdp import data
-from lipdp.features import extract_features
+from lipdp.features import Straighten, extract_features
+from lipdp.features.kernels import RandomReLU
 from lipdp.features.stacks import feature_front
 from lipdp.recipes import Recipe, save_recipe
 
@@ -76,8 +79,25 @@ def grey_sets() -> dict[str, dict[str, list[Block]]]:
     return {"large": sets, "small": {"small 1.2": [patches, *maps, learned("small", 1.2, flip=False)]}}
 
 
-def settings() -> list[Setting]:
+def digit_sets() -> dict[str, dict[str, list[Block]]]:
+    """For digits, straightened: the features of mnist-straight-*, alone and beside learned ones."""
+    maps = [{"kind": "scattering", "J": 2, "flip": False}, {"kind": "scattering", "J": 3, "flip": False, "weight": 0.6}]
+    one = [[0, 0], [1, 0], [-1, 0], [0, 1], [0, -1]]
+    small = {f"small {w:g}": [*maps, learned("small", w, flip=False)] for w in (0.4, 0.8)}
+    large = {f"large {w:g}": [*maps, learned("large", w, flip=False, shifts=one)] for w in (0.4, 0.8)}
+    return {"straight": {"straight": maps}, "small": small, "large": large}
+
+
+SETS = {"cifar10": colour_sets, "fashion_mnist": grey_sets, "mnist": digit_sets}
+# How many blocks of random ReLUs the head learns from; digits are straightened first.
+RELU = {"mnist": 1}
+
+
+def settings(dataset: str) -> list[Setting]:
     """Learning times around N·μ·κ for κ from 1 to 16, four clips, two averages, for every ε at once."""
+    if dataset == "mnist":
+        squares = {1.0: (2e3, 4e3, 8e3), 3.0: (5e3, 1e4, 2e4), 8.0: (1.5e4, 4e4, 8e4)}
+        return [Setting(e, t, clip, ema=0.97, loss="squares") for e in EPSILONS for t in squares[e] for clip in (0.1, 0.2, 0.4)]
     times = {1.0: (1e4, 2e4, 4e4, 8e4), 3.0: (6e4, 1.2e5, 2.4e5, 4.8e5), 8.0: (1e5, 2e5, 4e5, 8e5, 1.6e6)}
     kinds = [(0.05, False), (0.1, False), (0.3, False), (0.3, True)]
     return [Setting(e, t, clip, ema=a, normalise=n) for e in EPSILONS for t in times[e] for clip, n in kinds for a in (0.9, 0.97)]
@@ -102,8 +122,8 @@ class Blocks:
         return self._known[key]
 
 
-def on_sphere(blocks: Blocks, chosen: list[Block], kept: Tensor, radius: float, seed: int) -> Tensor:
-    """All examples' features, less the kept ones' released means, on the unit sphere, in bfloat16."""
+def on_sphere(blocks: Blocks, chosen: list[Block], kept: Tensor, radius: float, seed: int, relu: int = 0) -> Tensor:
+    """All examples' features, less the kept ones' released means, on the unit sphere, in bfloat16; or random ReLUs of them."""
     parts = [(blocks.of(block), float(block.get("weight", 1.0))) for block in chosen]
     longest = radius * math.sqrt(sum(weight**2 for _, weight in parts))
     size, width = len(parts[0][0]), sum(part.shape[1] for part, _ in parts)
@@ -118,22 +138,26 @@ def on_sphere(blocks: Blocks, chosen: list[Block], kept: Tensor, radius: float, 
         total += (x * (longest / x.norm(dim=1, keepdim=True)).clamp_max(1)).sum(0).double()
     draw = torch.Generator(device).manual_seed(seed)
     mean = ((total + STATISTICS * longest * torch.randn(width, generator=draw, device=device)) / len(kept)).float()
-    out = torch.empty(size, width, dtype=torch.bfloat16, device=device)
+    random = RandomReLU(width, blocks=relu).to(device) if relu else None
+    out = torch.empty(size, random.output_features if random else width, dtype=torch.bfloat16, device=device)
     for numbers in torch.arange(size, device=device).split(4096):
-        x = rows(numbers) - mean
-        out[numbers] = (x / x.norm(dim=1, keepdim=True).clamp_min(1e-9)).bfloat16()
+        x = F.normalize(rows(numbers) - mean, eps=1e-9)
+        out[numbers] = (x if random is None else F.normalize(random(x))).bfloat16()
     return out
 
 
 def as_recipe(dataset: str, family: str, setting: Setting, blocks: list[Block], steps: int, note: str) -> Recipe:
-    name = "drawn" if family == "large" else "drawn-small"
+    name = {"large": "drawn", "small": "drawn-small"}.get(family, family)
     size = data.info(dataset).train_size
+    more = {"straighten": True, "relu": RELU[dataset]} if dataset in RELU else {}
     return Recipe(
         f"{dataset.replace('_', '-')}-{name}-eps{setting.epsilon:g}",
         dataset,
         "patches-linear",
-        {"blocks": blocks, "centre": "private", "radius": RADIUS[dataset], "clip": setting.clip, "normalise": setting.normalise},
+        {"blocks": blocks, "centre": "private", "radius": RADIUS[dataset], "clip": FADE if setting.normalise else setting.clip}
+        | more,
         front="stored",
+        loss=setting.loss,
         temperature=1.0,
         batch_size=size,
         epochs=float(steps),
@@ -151,7 +175,7 @@ def as_recipe(dataset: str, family: str, setting: Setting, blocks: list[Block], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", choices=sorted(RADIUS))
-    parser.add_argument("--families", nargs="+", default=["large", "small"])
+    parser.add_argument("--families", nargs="+", help="networks; all by default")
     parser.add_argument("--sets", nargs="*", help="names of sets; all by default")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--folds", type=int, default=2)
@@ -164,20 +188,24 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     train, _, info = data.load(arguments.dataset, download=False)
     images, labels = (tensor[: arguments.limit].to(arguments.device) for tensor in train.tensors)
+    relu = RELU.get(arguments.dataset, 0)
+    if relu:
+        straight = Straighten(info.shape).to(arguments.device)
+        images = torch.cat([straight(part) for part in images.split(4096)])
     blocks = Blocks(TensorDataset(images, labels), info.shape, arguments.device)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(7)).to(arguments.device)
-    tenths, grid = order.tensor_split(10), settings()
-    families = (colour_sets if info.shape[0] == 3 else grey_sets)()
+    tenths, grid = order.tensor_split(10), settings(arguments.dataset)
+    families = SETS[arguments.dataset]()
     best: dict[str, tuple[float, list[Block], dict[float, tuple[float, Setting]]]] = {}
     print(f"ready after {time.monotonic() - started:.1f} s", flush=True)
-    for family in arguments.families:
+    for family in arguments.families or families:
         for name, chosen in families[family].items():
             if (arguments.sets and name not in arguments.sets) or time.monotonic() - started > arguments.seconds:
                 continue
             scores = []
             for fold in range(arguments.folds):
                 held, kept = tenths[fold], torch.cat([part for number, part in enumerate(tenths) if number != fold])
-                x = on_sphere(blocks, chosen, kept, RADIUS[arguments.dataset], 100 + fold)
+                x = on_sphere(blocks, chosen, kept, RADIUS[arguments.dataset], 100 + fold, relu)
                 scores.append(
                     train_columns(
                         x[kept], labels[kept], x[held], labels[held], info.classes, grid, arguments.steps, STATISTICS, 10 + fold

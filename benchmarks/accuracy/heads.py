@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from columns import Setting, gaussian_mu, train_columns
+from columns import FADE, Setting, gaussian_mu, train_columns
 from feature_sets import LISTS
 from trials import Config, run_trial
 
@@ -167,8 +167,7 @@ def as_recipe(dataset: str, epsilon: float, made: dict[str, Any], setting: dict[
         "blocks": [library_block(block, FLIPS[dataset]) for block in made["blocks"]],
         "centre": "private",
         "radius": made.get("radius", RADIUS[dataset]),
-        "clip": setting["clip"],
-        "normalise": setting["normalise"],
+        "clip": FADE if setting["normalise"] else setting["clip"],
         **{name: made[name] for name in ("straighten", "relu") if made.get(name)},
     }
     return Recipe(

@@ -32,7 +32,7 @@ from lipdp import data, recipes
 from lipdp.features import extract_features, split_front
 from lipdp.recipes import Recipe
 from lipdp.recipes.catalog import to_toml
-from lipdp.recipes.run import _optimizer, _scheduler, _seeded_model
+from lipdp.recipes.run import optimizer_for, seeded_model
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "benchmarks/results/lockbox.jsonl"
@@ -57,14 +57,14 @@ def committed() -> str:
 def features_of(recipe: Recipe, device: str) -> tuple[TensorDataset, TensorDataset]:
     """What the fixed front makes of both parts of the dataset, where the heads are trained."""
     train, test, info = data.load(recipe.dataset, download=False)
-    front, _ = split_front(_seeded_model(recipe, info, 0))
+    front, _ = split_front(seeded_model(recipe, info, 0))
     learn, judge = (extract_features(front, part, device=device, keep=device) for part in (train, test))
     return learn, judge
 
 
 def planned(recipe: Recipe, records: int) -> tuple[torch.nn.Module, lipdp.PrivacyPlan]:
     """The head behind the fixed front, which starts at zero, and the plan of its training."""
-    _, head = split_front(_seeded_model(recipe, data.info(recipe.dataset), 0))
+    _, head = split_front(seeded_model(recipe, data.info(recipe.dataset), 0))
     plan = lipdp.plan(
         head, recipe.make_loss(), dataset_size=records, batch_size=recipe.batch_for(records, records), delta=recipe.delta,
         epsilon=recipe.epsilon, epochs=recipe.epochs, allocation=recipe.allocation, statistics_budget=recipe.statistics_budget,
@@ -83,11 +83,10 @@ def reading(
 ) -> dict[str, object]:
     """One head, trained with the recipe's budget and judged once."""
     loss = recipe.make_loss()
-    optimizer = _optimizer(recipe, head, plan.sensitivity)
+    optimizer, scheduler = optimizer_for(recipe, head, plan)
     started = time.monotonic()
     history = lipdp.fit(
-        head, loss, optimizer, plan, train, scheduler=_scheduler(recipe.schedule, optimizer, plan.steps),
-        ema_decay=recipe.ema_decay,
+        head, loss, optimizer, plan, train, scheduler=scheduler, ema_decay=recipe.ema_decay,
         seed=seed, device=device, evaluations=1, settle=True,
     )  # fmt: skip
     seconds = time.monotonic() - started
@@ -101,6 +100,7 @@ def reading(
         "releases": [str(release) for release in plan.releases],
         "private": history.private,
         "head_seconds": round(seconds, 2),
+        **({"memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)} if "cuda" in device else {}),
     }
 
 

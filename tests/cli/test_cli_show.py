@@ -1,5 +1,7 @@
 """`lipdp plan`, `bounds`, `data` and `recipes`."""
 
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -82,20 +84,40 @@ def test_bounds(lipdp):
 def test_recipes(lipdp):
     plain = lipdp("recipes")
     assert plain.code == 0
-    assert "mnist-lenet" in plain.stdout
+    for name in recipes.names():
+        if recipes.get(name).name == name:
+            assert any(name in line.split() for line in plain.stdout.splitlines()), name  # whole, on one line, into a pipe
     rows = {row["name"]: row for row in lipdp("recipes", "--json").json["recipes"]}
     assert rows["digits-mlp"]["alias"] == "digits"
     assert rows["digits-mlp"]["options"]["hidden"] == list(recipes.get("digits-mlp").options["hidden"])
 
 
+def test_recipes_come_with_what_they_gave_and_the_record_first(lipdp):
+    rows = lipdp("recipes", "--json").json["recipes"]
+    for row in rows:
+        figures = row["measured"]
+        assert figures is not None, f"{row['name']} was never tried"
+        assert figures["epsilon"] == row["epsilon"]
+        assert 0 < figures["score"] <= 100
+    groups = [place for place, _ in itertools.groupby((row["dataset"], row["epsilon"]) for row in rows)]
+    assert len(groups) == len(set(groups))  # what can be compared stands together
+    for row, after in itertools.pairwise(rows):
+        if (row["dataset"], row["epsilon"]) == (after["dataset"], after["epsilon"]):
+            assert row["measured"]["score"] >= after["measured"]["score"]
+    best = lipdp("recipes", "cifar10-mixture-eps1", "--json").json
+    assert best["measured"] == dataclasses.asdict(recipes.measured("cifar10-mixture-eps1"))
+    line = next(line for line in lipdp("recipes", "mixture").stdout.splitlines() if "mixture-eps1" in line)
+    assert f"{best['measured']['score']:.1f} ± {best['measured']['deviation']:.1f}" in line
+
+
 def test_recipes_by_words(lipdp):
-    plain = lipdp("recipes", "cifar10-", "LENET")
+    plain = lipdp("recipes", "cifar10-", "VGG")
     assert plain.code == 0
-    for name in ("cifar10-lenet ", "cifar10-lenet-boundaries ", "cifar10-lenet-bookkeeping "):  # whole, on one line
+    for name in ("cifar10-vgg ", "cifar10-vgg-boundaries ", "cifar10-vgg-bookkeeping "):  # whole, on one line
         assert name in plain.stdout
-    assert "vgg" not in plain.stdout
-    found = lipdp("recipes", "cifar10-", "lenet", "--json").json["recipes"]
-    assert [row["name"] for row in found] == ["cifar10-lenet", "cifar10-lenet-boundaries", "cifar10-lenet-bookkeeping"]
+    assert "lenet" not in plain.stdout
+    listed = lipdp("recipes", "cifar10-", "vgg", "--json").json["recipes"]
+    assert {row["name"] for row in listed} == {"cifar10-vgg", "cifar10-vgg-boundaries", "cifar10-vgg-bookkeeping"}
     unknown = lipdp("recipes", "cats", "--json")
     assert (unknown.code, unknown.json["kind"]) == (2, "ConfigurationError")
 

@@ -12,7 +12,7 @@ from lipdp import data, recipes
 from lipdp.data import Flip, RandomCrop, Shifts
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import AdaptiveClip
-from lipdp.recipes import Recipe, get, names, prepare, read_recipes, save_recipe
+from lipdp.recipes import Recipe, get, measured, names, prepare, read_recipes, save_recipe
 from lipdp.recipes.catalog import nearest_budget, to_toml
 from lipdp.recipes.recipe import settings_of
 from lipdp.recipes.spaces import default_space
@@ -20,7 +20,10 @@ from lipdp.recipes.spaces import default_space
 SHORT = ("cifar10", "digits", "fashion_mnist", "mnist")
 NETWORKS = ("mlp", "lenet", "vgg", "resnet", "mixer")
 METHODS = ("clipless", "boundaries", "bookkeeping")
-GRID = [*itertools.product(("mnist", "cifar10"), NETWORKS, METHODS), *itertools.product(("fashion-mnist",), ("mlp",), METHODS)]
+# Runs of cifar10-lenet-boundaries differed by ten points: what isn't stable is no recipe.
+UNSTABLE = ("cifar10", "lenet", "boundaries")
+CELLS = [*itertools.product(("mnist", "cifar10"), NETWORKS, METHODS), *itertools.product(("fashion-mnist",), ("mlp",), METHODS)]
+GRID = [cell for cell in CELLS if cell != UNSTABLE]
 
 
 def grid_name(dataset: str, network: str, method: str) -> str:
@@ -37,7 +40,7 @@ def test_every_cell_of_the_grid_has_a_recipe(dataset: str, network: str, method:
 
 
 def test_twins_share_their_network() -> None:
-    for dataset, network in {(dataset, network) for dataset, network, _ in GRID}:
+    for dataset, network in {(dataset, network) for dataset, network, _ in GRID} - {UNSTABLE[:2]}:
         twins = [get(grid_name(dataset, network, method)) for method in METHODS[1:]]
         own = {"clip", "conv_clip", "activation"}
         shapes = [{name: value for name, value in recipe.options.items() if name not in own} for recipe in twins]
@@ -49,8 +52,9 @@ def test_twins_share_their_network() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_networks_are_planned_without_data(network: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "load", lambda *_, **__: pytest.fail("data were read"))
-    recipe = get(grid_name("cifar10", network, method))
-    plan = prepare(recipe, data.info("cifar10"), noise_multiplier=2.0, accountant="rdp", seed=0).plan
+    dataset = "mnist" if ("cifar10", network, method) == UNSTABLE else "cifar10"
+    recipe = get(grid_name(dataset, network, method))
+    plan = prepare(recipe, data.info(dataset), noise_multiplier=2.0, accountant="rdp", seed=0).plan
     assert plan.method == recipe.method
     assert plan.batch_size == recipe.batch_size
     # The learning rate is in units of this.
@@ -63,6 +67,9 @@ def test_what_is_shipped_was_tried_and_says_so() -> None:
         assert recipe.provenance, name
         assert not recipe.provenance.startswith("untried"), name
         assert "not searched" not in recipe.provenance, name
+        figures = measured(recipe.name)
+        assert figures is not None, f"{name} has no figures: run benchmarks/accuracy/catalogue.py"
+        assert figures.epsilon == recipe.epsilon
         assert default_space(recipe).fitting(recipe)
         assert recipe.batch_size <= data.info(recipe.dataset).train_size
         if "-eps" in name:

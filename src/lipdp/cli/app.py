@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated
 
@@ -65,4 +66,7 @@ def main() -> None:
         # A terminal that can't show an ε shows a question mark; it is not a reason to lose a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    said = logging.getLogger("lipdp")  # what takes a while before there is a bar: public constants of features
+    said.addHandler(logging.StreamHandler())
+    said.setLevel(logging.INFO)
     app(prog_name="lipdp")

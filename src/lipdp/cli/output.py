@@ -88,17 +88,20 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = (), **options: Any) -> Table:
-    """A table in the style of all commands; the columns named in ``right`` are numbers."""
+def table(
+    headers: Iterable[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = (), whole: Iterable[str] = (), **options: Any
+) -> Table:
+    """A table in the style of all commands; the columns named in ``right`` are numbers, those in ``whole`` are never folded."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    numeric = set(right)
+    numeric, unbroken, lines = set(right), set(whole), list(rows)
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, **options)
-    for header in headers:
+    for number, header in enumerate(headers):
         justify: Literal["left", "right"] = "right" if header in numeric else "left"
-        grid.add_column(header, justify=justify, overflow="fold")
-    for row in rows:
+        least = max((len(line[number]) for line in lines), default=0) if header in unbroken else None
+        grid.add_column(header, justify=justify, overflow="fold", no_wrap=header in unbroken, min_width=least)
+    for row in lines:
         grid.add_row(*row)
     return grid
 

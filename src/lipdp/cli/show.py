@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lipdp._names import match
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
-from lipdp.cli.output import console, number, print_fields, print_json, print_plan, table
+from lipdp.cli.output import console, duration, number, print_fields, print_json, print_plan, table
 from lipdp.errors import ConfigurationError
 
 __all__ = ["BOUNDS_EXAMPLE", "DATA_EXAMPLE", "PLAN_EXAMPLE", "RECIPES_EXAMPLE", "bounds", "data", "plan", "recipes"]
@@ -133,7 +134,7 @@ DATA_EXAMPLE = """Example: lipdp data
 Example: lipdp data mnist --data /srv/datasets"""
 RECIPES_EXAMPLE = """Example: lipdp recipes cifar10 lenet
 
-Example: lipdp recipes cifar10-lenet-boundaries"""
+Example: lipdp recipes cifar10-mixture-eps3"""
 
 
 def data(
@@ -217,11 +218,11 @@ def recipes(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the recipes that can be trained; or show one, with its settings and where they come from."""
+    """List the recipes that can be trained, with what they gave; or show one, with its settings and where they come from."""
     from lipdp import recipes as catalogue
 
     by_name = {name: catalogue.get(name) for name in catalogue.names()}
-    short = {recipe.name: name for name, recipe in by_name.items() if recipe.name != name}
+    short = {catalogue.get(name, own.epsilon).name: name for name in by_name for own in by_name.values() if name == own.dataset}
     wanted = [word.lower() for word in words or ()]
     one = match(wanted[0], by_name) if len(wanted) == 1 else None
     if one is not None:
@@ -232,39 +233,72 @@ def recipes(
         raise ConfigurationError(
             f"no recipe has {' and '.join(repr(word) for word in wanted)} in its name; `lipdp recipes` lists all of them"
         )
+    listed.sort(key=_record_first)
     if as_json:
-        print_json({"recipes": [{**dataclasses.asdict(recipe), "alias": short.get(recipe.name)} for recipe in listed]})
+        print_json({"recipes": [_as_fields(recipe, short.get(recipe.name)) for recipe in listed]})
         return
-    rows = [
-        (
-            recipe.name,
-            short.get(recipe.name, ""),
-            recipe.model,
-            recipe.method,
-            f"{recipe.batch_size:,}",
-            f"{recipe.epochs:.3g}",
-        )
-        for recipe in listed
-    ]
-    headers = ("recipe", "short name", "model", "method", "batch", "epochs")
+    rows = [_row(recipe, short.get(recipe.name)) for recipe in listed]
+    headers = ("recipe", "ε", "accuracy %", "time", "memory", "method")
     out = console()
-    out.print(table(headers, rows, right=("batch", "epochs")))
+    out.print(table(headers, rows, right=("ε", "memory"), whole=headers[:3]))
     out.print(
-        "[dim]`lipdp recipes NAME` shows one with its settings, `lipdp recipes WORD …` those with the words in their names.[/dim]"
+        f"[dim]* what {', '.join(sorted(set(short.values())))} alone mean, at the nearest budget. By dataset and ε, best first.\n"
+        "Accuracy: mean on the test set ± deviation over seeds; (…): on held-out records alone; AUROC for adbench-….\n"
+        "Time: features and training of one run.\n"
+        "`lipdp recipes NAME` shows one with its settings, `lipdp recipes WORD …` those with the words in their names.[/dim]"
     )
+
+
+def _record_first(recipe: Recipe) -> tuple[bool, str, float, float]:
+    """What sorts recipes: tables last, by dataset, then by ε, the best first."""
+    from lipdp.recipes import measured
+
+    figures = measured(recipe.name)
+    tables = recipe.metric == "auroc"
+    return tables, recipe.dataset, recipe.epsilon, math.inf if figures is None else -figures.score
+
+
+def _as_fields(recipe: Recipe, alias: str | None) -> dict[str, Any]:
+    """A recipe for JSON, with its figures."""
+    from lipdp.recipes import measured
+
+    figures = measured(recipe.name)
+    return {**dataclasses.asdict(recipe), "alias": alias, "measured": None if figures is None else dataclasses.asdict(figures)}
+
+
+def _row(recipe: Recipe, alias: str | None) -> tuple[str, ...]:
+    from lipdp.recipes import measured
+
+    name, figures = recipe.name + ("" if alias is None else " *"), measured(recipe.name)
+    if figures is None:
+        return name, number(recipe.epsilon), "–", "–", "–", recipe.method
+    digits = 2 if figures.score >= 99 else 1
+    score = f"{figures.score:.{digits}f}" + ("" if figures.deviation is None else f" ± {figures.deviation:.{digits}f}")
+    seconds = 0 if figures.seconds is None else max(1, math.ceil(figures.seconds))
+    taken = f"{f'{seconds} s' if seconds < 120 else duration(seconds)}, {figures.machine}" if seconds else "–"
+    memory = "–" if figures.memory_gb is None else f"{figures.memory_gb:.1f} GB"
+    return name, number(recipe.epsilon), score if figures.part == "test" else f"({score})", taken, memory, recipe.method
 
 
 def _describe_recipe(recipe: Recipe, alias: str | None, as_json: bool) -> None:
     if as_json:
-        print_json({**dataclasses.asdict(recipe), "alias": alias})
+        print_json(_as_fields(recipe, alias))
         return
     out = console()
     out.print(f"[bold]{recipe.name}[/bold]" + ("" if alias is None else f", also {alias}"))
     elsewhere = ("name", "options", "provenance")
     fields = [(field.name, getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.name not in elsewhere]
     fields += [(f"options.{name}", value) for name, value in recipe.options.items()]
-    fields.append(("provenance", recipe.provenance))
+    _, _, score, taken, memory, _ = _row(recipe, alias)
+    fields += [("provenance", recipe.provenance), ("measured", f"{score} % ({_judged_on(recipe)}); {taken}; {memory}")]
     print_fields(out, [(name, _compact(value)) for name, value in fields if value is not None])
+
+
+def _judged_on(recipe: Recipe) -> str:
+    from lipdp.recipes import measured
+
+    figures = measured(recipe.name)
+    return "nothing was taken down" if figures is None else f"{recipe.metric}, {figures.part}, mean of {figures.runs}"
 
 
 def _compact(value: object) -> str:

@@ -19,6 +19,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.lowering import Site, lowering
 from lipdp.features.drawn import leaf_images
+from lipdp.features.kept import kept_constants
 
 __all__ = ["Dictionary", "PatchFeatures", "pooling_windows"]
 
@@ -181,7 +182,15 @@ def pooling_windows(size: int, grid: int, overlap: float) -> torch.Tensor:
 def _learn_from_leaves(
     shape: tuple[int, ...], patch: int, whiten: float, count: int, dictionary: Dictionary, mirror: bool, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
-    return _learn(leaf_images(shape, seed=seed), patch, whiten, count, dictionary, mirror, seed)
+    """:func:`_learn` from leaves: computed once on this machine."""
+
+    def compute() -> dict[str, torch.Tensor]:
+        learned = _learn(leaf_images(shape, seed=seed), patch, whiten, count, dictionary, mirror, seed)
+        whitener, vectors, energy, patches = learned
+        return {"whitener": whitener, "vectors": vectors, "energy": torch.tensor(energy, dtype=torch.float64), "patches": patches}
+
+    kept = kept_constants("a dictionary of patches", (shape, patch, whiten, count, dictionary, mirror, seed), compute)
+    return kept["whitener"], kept["vectors"], float(kept["energy"]), kept["patches"]
 
 
 def _learn(

@@ -21,6 +21,7 @@ from lipdp import nn
 from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawn import leaf_images, texture_images
+from lipdp.features.kept import kept_constants
 from lipdp.features.kernels import RandomReLU
 from lipdp.features.layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
 from lipdp.features.learned import LearnedFeatures
@@ -414,6 +415,14 @@ def _block_constants(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock
         raise ConfigurationError(
             f"compress is 'none', 'log' or 'root' and decorrelate in [0, 1], not {block.compress!r} and {block.decorrelate!r}"
         )
+    kept = kept_constants(
+        "scattering" if isinstance(block, ScatteringBlock) else "patches", (shape, block), lambda: _measured(shape, block)
+    )
+    levels, mean, std = (tuple(kept[name].tolist()) for name in ("levels", "mean", "std"))
+    return _Constants(tuple(kept["shape"].tolist()), levels, mean, std, kept.get("mixing"))
+
+
+def _measured(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock) -> dict[str, torch.Tensor]:
     extractor = block.extractor(shape)
     with torch.no_grad():
         response = torch.cat([extractor(part) for part in torch.split(block.drawn(shape), 16)])
@@ -424,10 +433,10 @@ def _block_constants(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock
             response = Compress(levels.tolist(), block.compress)(response)
         mean, std = response.mean((0, 2, 3)), response.std((0, 2, 3))
         std = std.clamp_min(1e-3 * float(std.max()))
-        mixing = None
+        constants = {"shape": torch.tensor(response.shape[1:]), "levels": levels, "mean": mean, "std": std}
         if block.decorrelate:
             even = ((response - mean[:, None, None]) / std[:, None, None]).movedim(1, -1).flatten(0, 2)
             values, vectors = torch.linalg.eigh((even.T @ even).double() / len(even))
             shrunk = (1 - block.decorrelate) * values.clamp_min(0) + block.decorrelate
-            mixing = (vectors * shrunk.rsqrt() @ vectors.T).float()
-    return _Constants(tuple(response.shape[1:]), tuple(levels.tolist()), tuple(mean.tolist()), tuple(std.tolist()), mixing)
+            constants["mixing"] = (vectors * shrunk.rsqrt() @ vectors.T).float()
+    return constants

@@ -1,7 +1,20 @@
 """Experiments as named configurations: ``lipdp.recipes.train("mnist", epsilon=3)``."""
 
 from lipdp.recipes.catalog import get, names, read_recipes, save_recipe
+from lipdp.recipes.measured import Measured, measured
 from lipdp.recipes.recipe import Recipe
 from lipdp.recipes.run import Prepared, Result, prepare, train
 
-__all__ = ["Prepared", "Recipe", "Result", "get", "names", "prepare", "read_recipes", "save_recipe", "train"]
+__all__ = [
+    "Measured",
+    "Prepared",
+    "Recipe",
+    "Result",
+    "get",
+    "measured",
+    "names",
+    "prepare",
+    "read_recipes",
+    "save_recipe",
+    "train",
+]

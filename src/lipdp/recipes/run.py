@@ -26,7 +26,18 @@ from lipdp.recipes.recipe import Metric, RateSchedule, Recipe
 from lipdp.training import Callback, History, evaluate, fit
 from lipdp.training.callbacks import Run
 
-__all__ = ["AUROC", "Prepared", "Result", "auroc", "class_margins", "fit_prepared", "prepare", "train"]
+__all__ = [
+    "AUROC",
+    "Prepared",
+    "Result",
+    "auroc",
+    "class_margins",
+    "fit_prepared",
+    "optimizer_for",
+    "prepare",
+    "seeded_model",
+    "train",
+]
 
 AUROC = "validation_auroc"
 """The name of the validation AUROC in a history."""
@@ -150,7 +161,7 @@ def prepare(
             f"the recipe {chosen.name} pays for statistics with a share of epsilon: give epsilon, or change its settings to "
             "statistics_budget=none and options.statistics=textures"
         )
-    model, loss = _seeded_model(chosen, known, seed), chosen.make_loss()
+    model, loss = seeded_model(chosen, known, seed), chosen.make_loss()
     size = known.train_size if dataset_size is None else dataset_size
     # With both a budget and a noise multiplier, the plan finds the largest number of steps instead of using the recipe's.
     both = budget.get("epsilon") is not None and budget.get("noise_multiplier") is not None
@@ -169,8 +180,7 @@ def prepare(
         schedule=Schedule(chosen.clip_schedule, chosen.noise_schedule, chosen.freeze),
         **budget,
     )
-    optimizer = _optimizer(chosen, model, decided.sensitivity)
-    return Prepared(chosen, model, loss, decided, optimizer, _scheduler(chosen.schedule, optimizer, decided.steps))
+    return Prepared(chosen, model, loss, decided, *optimizer_for(chosen, model, decided))
 
 
 def train(
@@ -304,8 +314,14 @@ def _chosen(recipe: Recipe | str, epsilon: float | None) -> Recipe:
     return chosen
 
 
-def _seeded_model(recipe: Recipe, info: DatasetInfo, seed: int | None) -> torch.nn.Module:
-    """A model with initial weights drawn from ``seed`` (``None``: from the system); the caller's generator stays where it is."""
+def seeded_model(recipe: Recipe, info: DatasetInfo, seed: int | None) -> torch.nn.Module:
+    """The recipe's network with initial weights drawn from ``seed``; the caller's generator stays where it is.
+
+    Args:
+        recipe: its settings.
+        info: the public description of the data.
+        seed: of the initial weights; ``None``: drawn by the system.
+    """
     with torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)
@@ -314,14 +330,23 @@ def _seeded_model(recipe: Recipe, info: DatasetInfo, seed: int | None) -> torch.
         return models.create(recipe.model, input_shape=info.shape, classes=info.classes, **recipe.options)
 
 
-def _optimizer(recipe: Recipe, model: torch.nn.Module, sensitivity: float) -> torch.optim.Optimizer:
-    """SGD in units of the step's sensitivity; all weights but the last at the hidden rate."""
+def optimizer_for(
+    recipe: Recipe, model: torch.nn.Module, decided: PrivacyPlan
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler | None]:
+    """SGD in units of the step's sensitivity, all weights but the last at the hidden rate; and its schedule over the plan's steps.
+
+    Args:
+        recipe: its settings.
+        model: what is trained: the recipe's whole network, or its head on stored outputs of the front.
+        decided: the plan of that training.
+    """
     *hidden, last = (weight for weight in model.parameters() if weight.requires_grad)
-    rate = recipe.learning_rate / sensitivity
-    if recipe.hidden_rate == 1 or not hidden:
-        return torch.optim.SGD(model.parameters(), lr=rate, momentum=recipe.momentum)
-    groups = [{"params": hidden, "lr": rate * recipe.hidden_rate}, {"params": [last], "lr": rate}]
-    return torch.optim.SGD(groups, momentum=recipe.momentum)
+    rate = recipe.learning_rate / decided.sensitivity
+    groups: Any = model.parameters()
+    if recipe.hidden_rate != 1 and hidden:
+        groups = [{"params": hidden, "lr": rate * recipe.hidden_rate}, {"params": [last], "lr": rate}]
+    optimizer = torch.optim.SGD(groups, lr=rate, momentum=recipe.momentum)
+    return optimizer, _scheduler(recipe.schedule, optimizer, decided.steps)
 
 
 def _scheduler(kind: RateSchedule, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR | None:
