@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sklearn.base import BaseEstimator
 from torch.utils.data import TensorDataset
@@ -168,6 +169,10 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         self.epsilon_, self.delta_, self.private_ = history.epsilon + released, plan.delta, history.private
         self.released_ = released
         return history
+
+    def _outputs(self, X: Any) -> npt.NDArray[np.float64]:
+        """The network's outputs for records as those of ``fit``, (records, outputs)."""
+        raise NotImplementedError
 
     def report(self) -> str:
         """What was promised, spent, chosen and taken to be public, as Markdown."""
