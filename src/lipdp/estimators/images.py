@@ -29,12 +29,12 @@ from lipdp import losses, models
 from lipdp._names import choose
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice
+from lipdp.estimators.base import Choice, plan_head
 from lipdp.estimators.classifier import Classifier, is_place
 from lipdp.estimators.repeats import note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
-from lipdp.training import PrivacyPlan, plan
+from lipdp.training import PrivacyPlan
 
 __all__ = ["PrivateImageClassifier", "is_images"]
 
@@ -134,7 +134,7 @@ class PrivateImageClassifier(Classifier):
             options = {name: self.choice_.settings[name] for name in ("blocks", "centre", "radius", "clip")}
             model = models.create("patches-linear", input_shape=(channels, _SIDE, _SIDE), classes=len(labels), **options)
         private_mean = self.choice_.settings["centre"] == "private"
-        decided = plan(
+        decided = plan_head(
             model,
             loss,
             dataset_size=len(pixels),

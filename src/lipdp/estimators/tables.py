@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from lipdp import losses
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, PrivateEstimator
+from lipdp.estimators.base import Choice, PrivateEstimator, plan_head
 from lipdp.estimators.classifier import Classifier, check_lengths
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
@@ -24,7 +24,7 @@ from lipdp.estimators.ranges import private_ranges
 from lipdp.estimators.repeats import note_rows
 from lipdp.estimators.schema import Column, Numeric, Schema, columns_of, is_boolean, is_frame, is_numeric, read_schema
 from lipdp.privacy import Adjacency, Pure
-from lipdp.training import PrivacyPlan, plan
+from lipdp.training import PrivacyPlan
 
 __all__ = ["PrivateClassifier", "PrivateRegressor"]
 
@@ -121,7 +121,7 @@ class _PrivateTable(PrivateEstimator):
 
     def _plan(self, model: torch.nn.Module, loss: losses.Loss, records: int, epsilon: float, delta: float) -> PrivacyPlan:
         clips = self.choice_.method == "clipping"
-        return plan(
+        return plan_head(
             model,
             loss,
             dataset_size=records,
