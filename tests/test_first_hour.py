@@ -139,13 +139,14 @@ def test_the_mnist_example_of_opacus_ported(clone, tmp_path) -> None:
 
 
 def test_interrupted_and_resumed(clone, tmp_path) -> None:
-    settings = ["--noise-multiplier", "20", "--epochs", "300", "--checkpoint", "run.ckpt"]
+    settings = ["--noise-multiplier", "20", "--epochs", "600", "--checkpoint", "run.ckpt"]
     words = [_python(clone), "-m", "lipdp", "train", "digits", *settings]
     process = subprocess.Popen(
         words, cwd=tmp_path, env=_environment(clone), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    while not (tmp_path / "run.ckpt").exists() and process.poll() is None:
+    while not (tmp_path / "run.ckpt.lock").exists() and process.poll() is None:  # it has begun
         time.sleep(0.05)
+    time.sleep(1.5)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=600)
     assert process.returncode == 130, told[-2000:]

@@ -108,8 +108,8 @@ class _PrivateTable(PrivateEstimator):
         delta = self._check_privacy(len(rows))
         spent = float(self.ranges_share) * float(self.epsilon) if found else 0.0
         left = float(self.epsilon) - spent
-        self.choice_ = choose_method(self.method, records=len(rows), outputs=outputs, epsilon=left)
         shape = Schema(tuple(columns), tuple(known.get(name, Numeric(0, 1)) for name in columns))
+        self.choice_ = choose_method(self.method, records=len(rows), outputs=outputs, epsilon=left, schema=shape)
         seed = self._seed()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -189,7 +189,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
             :class:`~lipdp.estimators.Numeric` or :class:`~lipdp.estimators.Categorical` (for short: ``(low, high)``,
             ``[categories]``); a list of them; or one for all.
         classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
-        method: "linear" (a line on the scaled columns), "kernel" (on fixed random features of them), "network" (a hidden layer
+        method: "linear" (a line on the scaled columns), "kernel" (on fixed random features beside them), "network" (a hidden layer
             between boundaries), "clipping" (the same, without boundaries, every record's gradient clipped), for images "features"
             (fixed public ones, and a private linear head); "auto" chooses.
         ranges_share: share of ε for ranges, where some column has none.
