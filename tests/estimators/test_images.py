@@ -16,7 +16,7 @@ import lipdp
 from lipdp.cli.app import app
 from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators import PrivateImageClassifier, images
+from lipdp.estimators import Numeric, PrivateImageClassifier, images
 
 
 def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -116,11 +116,11 @@ def test_what_is_no_image_is_told(x: Any, words: str) -> None:
 
 def test_labels() -> None:
     x, y = halves(6)
-    with pytest.raises(DataError, match="6 images and 5 labels"):
+    with pytest.raises(DataError, match="X has 6 images and y has 5"):
         PrivateImageClassifier().fit(x, y[:5])
     with pytest.raises(DataError, match="nothing to tell apart"):
         PrivateImageClassifier().fit(x, np.zeros(6))
-    with pytest.raises(DataError, match="declared"):
+    with pytest.raises(DataError, match="not among the 2 declared"):
         PrivateImageClassifier(classes=["up", "down"]).fit(x, y)
     with pytest.raises(DataError, match="requires y"):
         PrivateImageClassifier().fit(x, None)
@@ -152,6 +152,77 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     (tmp_path / "all" / "left" / "bad.png").write_text("no picture")
     with pytest.raises(DataError, match=r"bad\.png"):
         read_images(tmp_path / "all")
+
+
+def test_a_folder_is_fitted_judged_and_predicted(tmp_path: Path) -> None:
+    pictures(tmp_path / "train", 120)
+    pictures(tmp_path / "test", 20)
+    image = pytest.importorskip("PIL.Image")
+    model = lipdp.PrivateClassifier(epsilon=8.0).fit(tmp_path / "train")
+    assert list(model.classes_) == ["left", "right"]
+    assert model.score(str(tmp_path / "test")) > 0.9
+    (tmp_path / "new").mkdir()  # no labels, in colour, another size: each picture is brought to what was fitted
+    for name, file in (("a", next((tmp_path / "test" / "left").iterdir())), ("b", next((tmp_path / "test" / "right").iterdir()))):
+        image.open(file).convert("RGB").resize((24, 20)).save(tmp_path / "new" / f"{name}.png")
+    assert list(model.predict(tmp_path / "new")) == ["left", "right"]
+    with pytest.raises(DataError, match="LABEL/picture"):
+        model.score(tmp_path / "new")
+    with pytest.raises(DataError, match="LABEL/picture"):
+        lipdp.PrivateClassifier().fit(tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no pictures"):
+        model.predict(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("layout", ["torch", "list"])
+def test_the_classifier_takes_images_as_they_come_and_says_what_it_chose(layout: str) -> None:
+    x, y = halves(200)
+    given: Any = torch.from_numpy(x)[:, None] if layout == "torch" else list(x)
+    model = lipdp.PrivateClassifier(3.0, random_state=1).fit(given, y)
+    assert model.choice_.method == "features"
+    for words in ("X holds images of 1 × 12 × 12", "fixed public features", "small ones, what runs anywhere"):
+        assert words in model.choice_.why
+    assert model.epsilon_ <= 3
+    test_x, test_y = halves(40, seed=1)
+    assert model.score(test_x, test_y) > 0.95
+    assert model.decision_function(test_x).shape == (40,)
+    shares = model.predict_proba(test_x)
+    assert np.allclose(shares.sum(1), 1)
+    assert ((shares[:, 1] > 0.5) == (model.predict(test_x) == model.classes_[1])).all()
+    assert "# PrivateClassifier" in model.report()
+    assert "features" in model.report()
+    with pytest.raises(DataError, match="height, width"):
+        model.predict(np.zeros((3, 144)))
+
+
+def test_a_table_after_images_and_images_after_a_table() -> None:
+    x, y = halves(60)
+    rows = x.reshape(len(x), -1).astype(float)
+    model = lipdp.PrivateClassifier(8.0).set_params(schema=Numeric(0, 255)).fit(rows, y)
+    with pytest.raises(DataError, match="was fitted on a table"):
+        model.predict(x)
+    model.set_params(schema=None).fit(x, y)
+    assert not hasattr(model, "n_features_in_")
+    assert not hasattr(model, "schema_")
+    model.set_params(schema=Numeric(0, 255)).fit(rows, y)
+    assert not hasattr(model, "images_")
+    assert model.predict(rows).shape == (60,)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"method": "kernel"}, "these are images"), ({"schema": Numeric(0, 1)}, "leave it out"), ({"method": "svm"}, "for tables")],
+)
+def test_what_is_a_tables_is_refused_for_images(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        lipdp.PrivateClassifier(**change).fit(*halves(10))
+
+
+def test_what_is_for_images_is_refused_for_tables() -> None:
+    with pytest.raises(ConfigurationError, match="this is a table"):
+        lipdp.PrivateClassifier(method="features").fit(np.zeros((4, 3)), [0, 1, 0, 1])
+    with pytest.raises(DataError, match="PrivateRegressor is for tables"):
+        lipdp.PrivateRegressor(target=(0, 1)).fit(np.zeros((4, 3, 8, 8)), np.zeros(4))
 
 
 def test_the_command_line(tmp_path: Path) -> None:

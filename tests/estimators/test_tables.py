@@ -17,10 +17,11 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
 
 import lipdp
-from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpWarning, RepeatedRunWarning
+from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice, LipdpWarning, RepeatedRunWarning
 from lipdp.estimators import Categorical, Numeric, categorical, numeric
 from lipdp.estimators.methods import METHODS, choose_method
 from lipdp.estimators.repeats import forget_rows
+from lipdp.estimators.schema import Schema
 
 UNIT = Numeric(0, 1)
 # Two fits differ, for their noise is secret: what compares two of them can only hold for fits that are not private.
@@ -116,11 +117,46 @@ def test_what_is_decided_does_not_depend_on_the_rows() -> None:
 
 
 def test_the_choice_follows_public_numbers_and_says_why() -> None:
-    few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0) for n in (100, 10_000))
+    numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
+    few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0, schema=numbers) for n in (100, 10_000))
     assert (few.method, many.method) == ("linear", "kernel")
     assert "N·ε per output is 50, below 100" in few.why
+    words = Schema((0, 1, 2), (UNIT, Categorical(["a", "b"]), Categorical([1, 2])))
+    chosen = choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=words)
+    assert chosen.method == "linear"
+    assert "2 of the 3 columns are categories" in chosen.why
     with pytest.raises(ConfigurationError, match=r"there is no method named 'kernle'.*Did you mean 'kernel'"):
-        choose_method("kernle", records=10, outputs=2, epsilon=1.0)
+        choose_method("kernle", records=10, outputs=2, epsilon=1.0, schema=numbers)
+
+
+def test_a_sum_over_categories_is_learned() -> None:
+    """20 columns of 6 categories, each with a weight: next to nothing for a kernel on all of them."""
+    draw = np.random.default_rng(1)
+    rows, weights = draw.integers(0, 6, (4000, 20)), draw.normal(size=(20, 6))
+    labels = (weights[np.arange(20), rows].sum(1) > 0).astype(int)
+    schema = Categorical(range(6))
+    model = lipdp.PrivateClassifier(3.0, schema=schema).fit(rows[:3000], labels[:3000])
+    assert model.choice_.method == "linear"
+    assert model.score(rows[3000:], labels[3000:]) > 0.85
+
+
+def test_a_line_and_a_curve_are_learned_by_one_method() -> None:
+    """The columns lie beside the random features: neither a plain sum nor a disc is lost."""
+    draw = np.random.default_rng(2)
+    rows = draw.uniform(-1, 1, (3000, 4))
+    for labels in (rows.sum(1) > 0, (rows[:, :2] ** 2).sum(1) > 0.6):
+        forget_rows()
+        model = lipdp.PrivateClassifier(3.0, schema=Numeric(-1, 1)).fit(rows[:2400], labels[:2400])
+        assert model.choice_.method == "kernel"
+        assert model.score(rows[2400:], labels[2400:]) > 0.85
+
+
+def test_a_fit_that_can_not_learn_says_so_and_one_that_can_does_not() -> None:
+    with pytest.warns(LipdpNotice, match="this fit can't learn"):
+        lipdp.PrivateClassifier(0.01, schema=UNIT, classes=[0, 1]).fit(*_rows(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LipdpNotice)
+        lipdp.PrivateClassifier(1.0, schema=UNIT).fit(*_rows(100))
 
 
 def test_a_frame_with_mixed_columns() -> None:

@@ -157,3 +157,20 @@ def test_sizes_of_the_papers_models() -> None:
 def test_options_that_can_not_be_meant(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         models.create(name, input_shape=shape, classes=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("plain-transformer", {"dim": 10, "heads": 4}, "dim=10 and heads=4.*multiple of heads, e.g. dim=8"),
+        ("plain-transformer", {"heads": 0}, "heads is 0: it has to be a whole number"),
+        ("plain-transformer", {"depth": -1}, "depth is -1"),
+        ("plain-transformer", {"hidden": 0}, "hidden is 0"),
+        ("vgg5", {"depth": 5}, "the depth of model 'vgg5' goes with its name: leave out depth="),
+        ("vgg5", {"deep": 5}, "does not accept these options"),
+        ("plain-lstm", {"hidden": -3}, "model 'plain-lstm' can't be built with hidden=-3"),
+    ],
+)
+def test_options_that_no_model_can_have_are_told_in_our_words(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        models.create(name, input_shape=(1, 28, 28), classes=10, **options)

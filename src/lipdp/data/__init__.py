@@ -35,6 +35,7 @@ from lipdp.data.colour import (
     rgb_to_yuv,
 )
 from lipdp.data.columns import Columns
+from lipdp.data.images import read_images
 from lipdp.data.imdb import reviews
 from lipdp.data.info import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
@@ -77,6 +78,7 @@ __all__ = [
     "names",
     "norm_histogram",
     "project_inputs",
+    "read_images",
     "require_finite",
     "reviews",
     "rgb_to_grayscale",

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sklearn.base import BaseEstimator
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import positive, probability
-from lipdp.errors import BudgetError, ConfigurationError
+from lipdp.errors import BudgetError, ConfigurationError, LipdpNotice
 from lipdp.privacy.budget import open_budget
-from lipdp.training import History, PrivacyPlan, fit
+from lipdp.training import History, PrivacyPlan, fit, plan
 from lipdp.training.account import several_runs
 from lipdp.training.history import NOT_PRIVATE
 
-__all__ = ["Choice", "PrivateEstimator", "default_delta"]
+__all__ = ["Choice", "PrivateEstimator", "default_delta", "plan_head"]
 
 _NEIGHBOURS = "adding or removing one row"
 
@@ -53,6 +55,26 @@ def _upwards(value: float) -> str:
 def default_delta(records: int) -> float:
     """A power of ten, at most a tenth of 1/N and at most 1e-5."""
     return min(1e-5, 10.0 ** -math.ceil(math.log10(10 * max(1, records))))
+
+
+def plan_head(model: torch.nn.Module, loss: Any, **settings: Any) -> PrivacyPlan:
+    """:func:`lipdp.plan` for a head on rows of norm 1, with a notice of its own where nothing can be learned.
+
+    An output sees the noise along one direction, its row's, not the whole length √p·s that a plan's own notice compares with:
+    over T steps of N records that all pull the same way, N·√T/σ against 1.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpNotice)
+        decided = plan(model, loss, **settings)
+    signal = decided.batch_size * math.sqrt(decided.steps) / decided.noise_multiplier
+    if signal < 1:
+        warnings.warn(
+            f"this fit can't learn: even if all {decided.dataset_size} records said the same, that would be {signal:.2g} of the "
+            "noise of a prediction. More records or a larger epsilon are needed.",
+            LipdpNotice,
+            stacklevel=4,
+        )
+    return decided
 
 
 class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
@@ -169,22 +191,26 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         self.released_ = released
         return history
 
+    def _outputs(self, X: Any) -> npt.NDArray[np.float64]:
+        """The network's outputs for records as those of ``fit``, (records, outputs)."""
+        raise NotImplementedError
+
     def report(self) -> str:
         """What was promised, spent, chosen and taken to be public, as Markdown."""
         from sklearn.utils.validation import check_is_fitted
 
         check_is_fitted(self)
-        plan, choice = self.plan_, self.choice_
+        spent, choice = self.plan_, self.choice_
         ranges = f" ({self.released_:.3g} of it for ranges of columns)" if self.released_ else ""
-        sources = sorted({group.source for group in plan.groups})
+        sources = sorted({group.source for group in spent.groups})
         lines = [
             f"# {type(self).__name__}",
             "",
             *([] if self.private_ else [f"**{NOT_PRIVATE}**", ""]),
             f"- **Guarantee**: ε = {_upwards(self.epsilon_)}{ranges} at δ = {self.delta_:g}, for {_NEIGHBOURS}; "
-            f"{plan.accountant.upper()} "
-            f"accounting of {plan.steps} steps at sampling rate {plan.sampling_rate:.3g}, noise multiplier "
-            f"{plan.noise_multiplier:.4g}.",
+            f"{spent.accountant.upper()} "
+            f"accounting of {spent.steps} steps at sampling rate {spent.sampling_rate:.3g}, noise multiplier "
+            f"{spent.noise_multiplier:.4g}.",
             f"- **Method**: {choice.method}: {choice.why}. Sensitivities are {' and '.join(sources)}.",
             *(f"- **Taken to be public**: {fact}." for fact in self.public_),
             "- **Not covered**: the test rows, what was done to the table before it came here, other fits on the same rows.",

@@ -21,22 +21,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.base import ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d
+from sklearn.utils.validation import check_is_fitted
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lipdp import losses, models
 from lipdp._names import choose
+from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, PrivateEstimator
+from lipdp.estimators.base import Choice, plan_head
+from lipdp.estimators.classifier import Classifier, is_place
 from lipdp.estimators.repeats import note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
-from lipdp.training import PrivacyPlan, plan
+from lipdp.training import PrivacyPlan
 
-__all__ = ["PrivateImageClassifier"]
+__all__ = ["PrivateImageClassifier", "is_images"]
 
 _SIDE = 32  # pixels along each side that features are made of
 _SMALLEST, _LARGEST = 8, 1024
@@ -49,8 +49,10 @@ _CROSS = [[0, 0], [2, 0], [-2, 0], [0, 2], [0, -2]]
 _ROWS = 2048
 
 
-class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
-    """A private classifier for images: arrays or tensors of 8 to 1024 pixels along each side, grey or in colour.
+class PrivateImageClassifier(Classifier):
+    """A private classifier for images: arrays or tensors of 8 to 1024 pixels along each side, grey or in colour, or a folder.
+
+    :class:`PrivateClassifier` hands images over to it; here its features can be chosen.
 
     Nothing is searched for, and nothing is read off the images but what the plan pays for: features are public, and rates, clip,
     schedule and averages follow from N, the number of classes, ε and δ. ``choice_`` and ``report()`` say what was chosen.
@@ -87,6 +89,8 @@ class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore
         (True, True)
     """
 
+    _records = "images"
+
     def __init__(
         self,
         epsilon: float = 1.0,
@@ -105,19 +109,21 @@ class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = True  # on the few images of its own checks, noise is what is left
         tags.input_tags.two_d_array, tags.input_tags.three_d_array = False, True
         return tags
 
-    def fit(self, X: Any, y: Any) -> PrivateImageClassifier:
+    def fit(self, X: Any, y: Any = None) -> PrivateImageClassifier:
         """Train privately.
 
         Args:
             X: images (N, height, width), (N, height, width, channels) or (N, channels, height, width), with 1 or 3 channels;
-                whole numbers from 0 to 255, or numbers from 0 to 1.
-            y: a label for each.
+                whole numbers from 0 to 255, or numbers from 0 to 1. Or the path of a folder with a folder of pictures for each
+                class, or of an .npz file (:func:`lipdp.data.read_images`).
+            y: a label for each; a folder and a file bring their own.
         """
-        pixels = _channels_first(X)
+        if is_place(X) and y is None:
+            y = read_labels(X)
+        pixels = _channels_first(read_pictures(X) if is_place(X) else X)
         labels, codes = self._labels(y, len(pixels))
         delta = self._check_privacy(len(pixels))
         channels = pixels.shape[1]
@@ -128,7 +134,7 @@ class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore
             options = {name: self.choice_.settings[name] for name in ("blocks", "centre", "radius", "clip")}
             model = models.create("patches-linear", input_shape=(channels, _SIDE, _SIDE), classes=len(labels), **options)
         private_mean = self.choice_.settings["centre"] == "private"
-        decided = plan(
+        decided = plan_head(
             model,
             loss,
             dataset_size=len(pixels),
@@ -142,34 +148,15 @@ class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore
         images = _sized(pixels)
         note_rows(images.flatten(1).numpy(), float(self.epsilon), delta, self._account_path)
         self.classes_, self.shape_ = labels, tuple(pixels.shape[1:])
-        declared = "as declared" if self.classes is not None else "as they occur in y: nobody declared them"
         self.public_ = (
             f"the number of images, {len(pixels)}, and their size, {' × '.join(map(str, self.shape_))}",
-            f"the {len(labels)} classes, {declared}",
+            self._public_classes(labels),
         )
         place = torch.device("cpu" if self.device is None else self.device)
         data = TensorDataset(images.to(place), torch.from_numpy(codes).to(place))
         optimizer, scheduler = _optimizer(model, decided)
         self._train(model, loss, optimizer, scheduler, decided, data, seed=seed, ema_decay=_AVERAGE, settle=True)
         return self
-
-    def _labels(self, y: Any, images: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """The classes, sorted, and the number of each image's."""
-        if y is None:
-            raise DataError("PrivateImageClassifier requires y to be passed, but the target y is None: give a label for each image")
-        given = column_or_1d(y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y, warn=True)
-        check_classification_targets(given)
-        if len(given) != images:
-            raise DataError(f"there are {images} images and {len(given)} labels: give a label for each image")
-        labels = np.unique(given if self.classes is None else np.asarray(self.classes))
-        if len(labels) < 2:
-            raise DataError(
-                f"the only class is {labels[0]!r}: there is nothing to tell apart. Declare those that may occur, classes=[…]"
-            )
-        codes = np.searchsorted(labels, given)
-        if (labels[np.minimum(codes, len(labels) - 1)] != given).any():
-            raise DataError(f"y has labels that are not among the {len(labels)} declared classes. Declare all that may occur")
-        return labels, codes.astype(np.int64)
 
     def _chosen(self, records: int, channels: int) -> Choice:
         """Features and settings, from public numbers alone."""
@@ -196,9 +183,10 @@ class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore
         mean = "the data's mean is released" if affordable else "N·ε is too small to release a mean that is worth its noise"
         return Choice(level, f"{why}; {width} public features of each image{', mirrored too' if mirror else ''}; {mean}", settings)
 
-    def _logits(self, X: Any) -> npt.NDArray[np.float64]:
+    def _outputs(self, X: Any) -> npt.NDArray[np.float64]:
+        """Logits. Pictures of a folder are brought to the size of those that it was fitted on; an array has to have it."""
         check_is_fitted(self)
-        pixels = _channels_first(X)
+        pixels = _channels_first(read_pictures(X, self.shape_) if is_place(X) else X)
         if tuple(pixels.shape[1:]) != self.shape_:
             raise DataError(
                 f"the classifier was fitted on images of shape {self.shape_}, and these are of {tuple(pixels.shape[1:])}"
@@ -210,30 +198,9 @@ class PrivateImageClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore
         logits: npt.NDArray[np.float64] = torch.cat(parts).numpy()
         return logits
 
-    def decision_function(self, X: Any) -> npt.NDArray[np.float64]:
-        """How much each image looks like each class, (images, classes); for two classes how much more like the second, (images,).
-
-        Args:
-            X: images of the same size.
-        """
-        logits = self._logits(X)
-        return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
-
-    def predict_proba(self, X: Any) -> npt.NDArray[np.float64]:
-        """(images, classes): the softmax of the logits.
-
-        Args:
-            X: images of the same size.
-        """
-        return np.asarray(torch.from_numpy(self._logits(X)).softmax(1).numpy(), dtype=np.float64)
-
-    def predict(self, X: Any) -> npt.NDArray[Any]:
-        """The class of each image.
-
-        Args:
-            X: images of the same size.
-        """
-        return np.asarray(self.classes_[self._logits(X).argmax(axis=1)])
+    def _shares(self, outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The softmax of the logits."""
+        return np.asarray(torch.from_numpy(outputs).softmax(1).numpy(), dtype=np.float64)
 
 
 def _optimizer(model: torch.nn.Module, decided: PrivacyPlan) -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR]:
@@ -255,6 +222,16 @@ def _blocks(level: str, channels: int, mirror: bool) -> tuple[list[dict[str, Any
     learned |= {"shifts": _CROSS} if large else {}
     width = filters * (1 if mirror else 2) * 16 + channels * 217 * 16 + (6656 if large else 3328)
     return [patches, scattering, learned], width
+
+
+def is_images(given: Any) -> bool:
+    """Whether records are images: a folder or file, an array of 3 or 4 dimensions, a list of arrays of 2 or 3."""
+    if is_place(given):
+        return True
+    if isinstance(given, list | tuple):
+        first = getattr(given[0], "shape", None) if given else None
+        return first is not None and len(first) in (2, 3)
+    return getattr(given, "ndim", 2) in (3, 4)
 
 
 def _channels_first(given: Any) -> torch.Tensor:

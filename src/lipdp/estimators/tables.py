@@ -1,4 +1,4 @@
-"""Private estimators for tables: :class:`PrivateClassifier` and :class:`PrivateRegressor`."""
+"""Private estimators for tables: :class:`PrivateClassifier`, which hands images over, and :class:`PrivateRegressor`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.base import ClassifierMixin, RegressorMixin
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.base import RegressorMixin
 from sklearn.utils.validation import _check_feature_names, _check_n_features, check_array, check_is_fitted, column_or_1d
 from torch.utils.data import TensorDataset
 
 from lipdp import losses
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import PrivateEstimator
-from lipdp.estimators.methods import choose_method, make_model, make_optimizer
+from lipdp.estimators.base import Choice, PrivateEstimator, plan_head
+from lipdp.estimators.classifier import Classifier, check_lengths
+from lipdp.estimators.images import PrivateImageClassifier, is_images
+from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
 from lipdp.estimators.repeats import note_rows
 from lipdp.estimators.schema import Column, Numeric, Schema, columns_of, is_boolean, is_frame, is_numeric, read_schema
 from lipdp.privacy import Adjacency, Pure
-from lipdp.training import PrivacyPlan, plan
+from lipdp.training import PrivacyPlan
 
 __all__ = ["PrivateClassifier", "PrivateRegressor"]
 
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
+_OF_IMAGES = ("epsilon", "delta", "classes", "random_state", "reproducible", "device", "budget")
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ class _PrivateTable(PrivateEstimator):
     def _read(self, table: Any, *, first: bool) -> tuple[dict[Hashable, Any], Any]:
         """The columns by name, and the raw rows; scikit-learn's checks of names and numbers of columns are made on the way."""
         if not is_frame(table):
-            if getattr(table, "ndim", 2) == 4:
+            if is_images(table):
                 raise DataError(
-                    f"rows of shape {tuple(table.shape[1:])} are images, and this estimator is for tables: Found array with dim 4, "
-                    "expected <= 2. Take the estimator for images, or a recipe (`lipdp recipes`)"
+                    f"these are images, and {type(self).__name__} {'was fitted on a table' if not first else 'is for tables'}. "
+                    "lipdp.PrivateClassifier().fit takes images; pixels are columns after X.reshape(len(X), -1)"
                 )
             # With a schema, texts may be categories, and missing values are looked at column by column.
             texts = self.schema is not None and np.asarray(table).dtype.kind in "OUS"
@@ -106,8 +108,8 @@ class _PrivateTable(PrivateEstimator):
         delta = self._check_privacy(len(rows))
         spent = float(self.ranges_share) * float(self.epsilon) if found else 0.0
         left = float(self.epsilon) - spent
-        self.choice_ = choose_method(self.method, records=len(rows), outputs=outputs, epsilon=left)
         shape = Schema(tuple(columns), tuple(known.get(name, Numeric(0, 1)) for name in columns))
+        self.choice_ = choose_method(self.method, records=len(rows), outputs=outputs, epsilon=left, schema=shape)
         seed = self._seed()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -119,7 +121,7 @@ class _PrivateTable(PrivateEstimator):
 
     def _plan(self, model: torch.nn.Module, loss: losses.Loss, records: int, epsilon: float, delta: float) -> PrivacyPlan:
         clips = self.choice_.method == "clipping"
-        return plan(
+        return plan_head(
             model,
             loss,
             dataset_size=records,
@@ -172,11 +174,12 @@ class _PrivateTable(PrivateEstimator):
         return result
 
 
-class PrivateClassifier(ClassifierMixin, _PrivateTable):  # type: ignore[misc]
-    """A private classifier for tables: arrays and DataFrames of numbers and categories. scikit-learn's shape.
+class PrivateClassifier(Classifier, _PrivateTable):
+    """A private classifier for tables (arrays and DataFrames of numbers and categories) and for images. scikit-learn's shape.
 
     Ranges and categories are declared (``schema=``), or ranges are found privately and paid for from ``ranges_share`` of ε.
-    Nothing else is read off the rows but what the plan pays for. The method follows from N, ε and the number of classes, all of
+    Nothing else is read off the rows but what the plan pays for. Images (arrays of 3 or 4 dimensions, folders of pictures) need
+    no schema; :class:`PrivateImageClassifier` does the work. The method follows from N, ε and the number of classes, all of
     them public: ``choice_`` and ``report()`` say what was chosen and why.
 
     Args:
@@ -186,8 +189,9 @@ class PrivateClassifier(ClassifierMixin, _PrivateTable):  # type: ignore[misc]
             :class:`~lipdp.estimators.Numeric` or :class:`~lipdp.estimators.Categorical` (for short: ``(low, high)``,
             ``[categories]``); a list of them; or one for all.
         classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
-        method: "linear" (a line on the scaled columns), "kernel" (on fixed random features of them), "network" (a hidden layer
-            between boundaries), "clipping" (the same, without boundaries, every record's gradient clipped); "auto" chooses.
+        method: "linear" (a line on the scaled columns), "kernel" (on fixed random features beside them), "network" (a hidden layer
+            between boundaries), "clipping" (the same, without boundaries, every record's gradient clipped), for images "features"
+            (fixed public ones, and a private linear head); "auto" chooses.
         ranges_share: share of ε for ranges, where some column has none.
         random_state: of the initial weights. Noise does not follow from it.
         reproducible: draw the noise from ``random_state`` too: repeatable, and *not private*.
@@ -196,7 +200,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateTable):  # type: ignore[misc]
 
     Attributes:
         classes_: the labels.
-        schema_: the columns, with ranges found for those that had none.
+        schema_: the columns, with ranges found for those that had none; for tables.
+        images_: the fitted :class:`PrivateImageClassifier`; for images.
         epsilon_: what was spent, at ``delta_``.
         plan_: of the training.
         history_: of the training.
@@ -231,18 +236,20 @@ class PrivateClassifier(ClassifierMixin, _PrivateTable):  # type: ignore[misc]
         self.ranges_share, self.random_state, self.reproducible, self.device = ranges_share, random_state, reproducible, device
         self.budget = budget
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = True  # on the few rows of its own checks, noise is what is left
-        return tags
-
-    def fit(self, X: Any, y: Any) -> PrivateClassifier:
+    def fit(self, X: Any, y: Any = None) -> PrivateClassifier:
         """Train privately.
 
         Args:
-            X: the rows: an array or a DataFrame.
-            y: a label for each.
+            X: the rows, an array or a DataFrame; or images, as :class:`PrivateImageClassifier` takes them: (N, height, width),
+                (N, channels, height, width), the path of a folder with a folder of pictures for each class.
+            y: a label for each; a folder of pictures brings its own.
         """
+        if is_images(X):
+            self._fit_images(X, y)
+            return self
+        if self.method == "features":
+            raise ConfigurationError(f'method="features" is for images, and this is a table: "auto", {", ".join(METHODS)}')
+        self.__dict__.pop("images_", None)
         columns, rows = self._read(X, first=True)
         labels, codes = self._labels(y, len(rows))
         known, unknown = self._schema(columns)
@@ -250,62 +257,42 @@ class PrivateClassifier(ClassifierMixin, _PrivateTable):  # type: ignore[misc]
         ranges = self._ranges({name: columns[name] for name in unknown}, ready)
         self.classes_ = labels
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
-        declared = "as declared" if self.classes is not None else "as they occur in y: nobody declared them"
-        self.public_ = (*_public_facts(len(codes), len(known)), f"the {len(labels)} classes, {declared}")
+        self.public_ = (*_public_facts(len(codes), len(known)), self._public_classes(labels))
         self._run(ready, columns, codes)
         return self
 
-    def _labels(self, y: Any, rows: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """The classes, sorted, and the number of each row's."""
-        if y is None:
-            raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a label for each row")
-        given = column_or_1d(y, warn=True)
-        check_classification_targets(given)
-        _check_lengths(rows, given)
-        if self.classes is None:
-            labels, codes = np.unique(given, return_inverse=True)
-            if len(labels) < 2:
-                raise DataError(
-                    f"y has one class only, {labels[0]!r}: there is nothing to tell apart. Declare the classes that may "
-                    "occur, classes=[…], if "
-                    "there are others"
-                )
-            return labels, codes.astype(np.int64)
-        labels = np.unique(np.asarray(self.classes))
-        if len(labels) < 2 or len(labels) < len(np.asarray(self.classes)):
-            raise ConfigurationError(f"classes is {self.classes!r}: at least two different labels")
-        codes = np.searchsorted(labels, given)
-        if (labels[np.minimum(codes, len(labels) - 1)] != given).any():
-            raise DataError(f"y has labels that are not among the {len(labels)} declared classes. Declare all that may occur")
-        return labels, codes.astype(np.int64)
+    def _fit_images(self, X: Any, y: Any) -> None:
+        """Hand over to :class:`PrivateImageClassifier`; what it spent and decided is then this estimator's."""
+        if self.method not in ("auto", "features"):
+            raise ConfigurationError(
+                f'method={self.method!r} is for tables, and these are images: take "auto" or "features". To learn from pixels as '
+                "columns, give X.reshape(len(X), -1) with schema=numeric(0, 255)"
+            )
+        if self.schema is not None:
+            raise ConfigurationError("schema= declares the columns of a table, and these are images: leave it out")
+        shared = {name: value for name, value in self.get_params(deep=False).items() if name in _OF_IMAGES}
+        by_images = PrivateImageClassifier(**shared).fit(X, y)
+        for name in [name for name in vars(self) if name.endswith("_")]:
+            delattr(self, name)
+        self.__dict__.update({name: value for name, value in vars(by_images).items() if name.endswith("_")})
+        inner = by_images.choice_
+        size = " × ".join(map(str, self.shape_))
+        why = f"X holds images of {size}: a private linear head on fixed public features of each; {inner.method} ones, {inner.why}"
+        self.choice_ = Choice("features", why, inner.settings)
+        self.images_ = by_images
 
-    def decision_function(self, X: Any) -> npt.NDArray[np.float64]:
-        """How much each row looks like each class, (rows, classes); for two classes how much more like the second, (rows,).
+    def _outputs(self, X: Any) -> npt.NDArray[np.float64]:
+        check_is_fitted(self)
+        by_images = getattr(self, "images_", None)
+        return super()._outputs(X) if by_images is None else np.asarray(by_images._outputs(X))
 
-        Args:
-            X: rows of the same columns.
-        """
-        outputs = self._outputs(X)
-        return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
-
-    def predict_proba(self, X: Any) -> npt.NDArray[np.float64]:
-        """(rows, classes): the outputs, which are fitted to the indicators of the classes, made non-negative with sum 1.
-
-        Args:
-            X: rows of the same columns.
-        """
-        outputs = self._outputs(X)
+    def _shares(self, outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """A table's outputs are fitted to the indicators of the classes, less their mean; those of images are logits."""
+        by_images = getattr(self, "images_", None)
+        if by_images is not None:
+            return np.asarray(by_images._shares(outputs))
         shares = np.maximum(outputs + 1 / outputs.shape[1], 1e-6)
         return np.asarray(shares / shares.sum(axis=1, keepdims=True), dtype=np.float64)
-
-    def predict(self, X: Any) -> npt.NDArray[Any]:
-        """The class of each row.
-
-        Args:
-            X: rows of the same columns.
-        """
-        outputs = self._outputs(X)
-        return np.asarray(self.classes_[outputs.argmax(axis=1)])
 
 
 class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
@@ -397,7 +384,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         if y is None:
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a number for each row")
         given = column_or_1d(y, warn=True)
-        _check_lengths(rows, given)
+        check_lengths("rows", rows, given)
         values = check_array(given, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
         return np.asarray(values, dtype=np.float64)
 
@@ -419,11 +406,6 @@ def _target(given: Any) -> Numeric:
     if not (isinstance(given, tuple | list) and len(given) == 2):
         raise ConfigurationError(f"target is {given!r}: the public range of y, (low, high)")
     return Numeric(*given)
-
-
-def _check_lengths(rows: int, targets: npt.NDArray[Any]) -> None:
-    if len(targets) != rows:
-        raise DataError(f"X has {rows} rows and y has {len(targets)}: Found input variables with inconsistent numbers of samples")
 
 
 def _public_facts(records: int, declared: int) -> list[str]:

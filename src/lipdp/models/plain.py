@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
 from lipdp.models.registry import create, register
 from lipdp.nn.embedding import SinusoidalPositions
@@ -174,6 +175,13 @@ def plain_transformer(
         hidden: width inside each block's dense layers.
         vocabulary: number of token ids (0 to vocabulary − 1), for inputs that are ids; ``None`` for inputs that are numbers.
     """
+    for option, value in (("dim", dim), ("heads", heads), ("depth", depth), ("hidden", hidden)):
+        whole(option, value)
+    if dim % heads or dim % 2:
+        raise ConfigurationError(
+            f"plain-transformer has dim={dim} and heads={heads}: dim is even (sines and cosines of positions) and a multiple of "
+            f"heads, e.g. dim={2 * heads * max(1, round(dim / (2 * heads)))}"
+        )
     if vocabulary is None:
         length, size, front = _sequence(input_shape, "plain-transformer")
         front = [*front, T.Linear(size, dim)]
@@ -285,7 +293,7 @@ def tanh_cnn(
     """Two strided convolutions with tanh and 2×2 max pooling of stride 1, then two dense layers; unconstrained.
 
     Args:
-        input_shape: (channels, height, width), 28 pixels a side or more.
+        input_shape: (channels, height, width), 20 pixels a side or more.
         classes: number of outputs.
         width: channels of the first convolution; the second has twice as many.
         hidden: width of the hidden dense layer; 0 for none.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from lipdp._names import choose
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpError
 
 __all__ = ["create", "names", "option_names", "register"]
 
@@ -63,9 +64,22 @@ def create(name: str, *, input_shape: Sequence[int], classes: int, **options: An
         raise ConfigurationError(f"classes must be at least 1, not {classes}")
     try:
         model = _builders[name](tuple(input_shape), classes, **options)
-    except TypeError as error:
-        named = ", ".join(option_names(name)) or "none by name"
-        raise ConfigurationError(f"model {name!r} does not accept these options: {error}. It has: {named}") from error
+    except LipdpError:
+        raise
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:  # from torch's own constructors, among others
+        raise ConfigurationError(_refusal(name, options, tuple(input_shape), error)) from error
     # How it was made, so that lipdp.save_model can write it and lipdp.load build it again.
     vars(model)["lipdp_config"] = {"name": name, "input_shape": tuple(input_shape), "classes": classes, "options": dict(options)}
     return model
+
+
+def _refusal(name: str, options: dict[str, Any], input_shape: tuple[int, ...], error: Exception) -> str:
+    """What was wrong with a model's options, and which it has."""
+    fixed = re.search(r"multiple values for (?:keyword )?argument '(\w+)'", str(error))
+    if fixed is not None:
+        return f"the {fixed[1]} of model {name!r} goes with its name: leave out {fixed[1]}=, or take another model"
+    named = ", ".join(option_names(name)) or "none by name"
+    if isinstance(error, TypeError):
+        return f"model {name!r} does not accept these options: {error}. It has: {named}"
+    given = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "its defaults"
+    return f"model {name!r} can't be built with {given} for inputs of shape {input_shape}: {error}. Its options: {named}"

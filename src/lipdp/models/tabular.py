@@ -10,6 +10,7 @@ import torch
 from lipdp import nn
 from lipdp.errors import ConfigurationError
 from lipdp.features.kernels import Asinh, Constant, Landmarks, RandomFourier
+from lipdp.features.layers import SideBySide
 from lipdp.models.registry import register
 
 __all__ = ["tabular"]
@@ -27,6 +28,7 @@ def tabular(
     scale: float | Sequence[float] = 1.0,
     each: int | None = None,
     centre: bool = False,
+    line: bool = False,
     landmarks: int = 0,
     ridge: float = 1e-4,
     reach: float | None = None,
@@ -53,6 +55,8 @@ def tabular(
         each: how many columns each of them reads.
         centre: subtract their means, released privately (needs ``statistics_budget``), before they are brought to norm 1. What all
             rows have in common tells no classes apart, but takes up most of the norm that the noise is scaled to.
+        line: put the columns themselves, at norm 1, beside the Fourier features: what is a sum over columns is learned from
+            them, and what is not from the features, each with half of the squared norm.
         landmarks: number of kernel features at fixed points (:class:`~lipdp.features.kernels.Landmarks`) of width ``scale``, for
             columns that come standardised; instead of ``fourier``.
         ridge: how far those are whitened.
@@ -70,6 +74,8 @@ def tabular(
         raise ConfigurationError(
             "centre is for Fourier features (fourier=…), and can't be had with standardise: statistics are released once"
         )
+    if line and (not fourier or centre):
+        raise ConfigurationError("line puts the columns beside Fourier features (fourier=…), and can't be had with centre")
     if landmarks and (fourier or not isinstance(scale, int | float)):
         raise ConfigurationError("landmarks are features of one width, instead of Fourier features: leave out fourier")
     columns = input_shape[0]
@@ -82,10 +88,17 @@ def tabular(
     if reach is not None:
         layers.append(nn.Boundary(norm=reach))
     if fourier:
-        layers += [RandomFourier(columns, fourier, scale, each=each), nn.BoundedInput((fourier,), mode="sphere")]
+        curved = [RandomFourier(columns, fourier, scale, each=each), nn.BoundedInput((fourier,), mode="sphere")]
+        if line:
+            straight = [nn.BoundedInput(input_shape, mode="sphere"), Constant(columns, constant)]
+            straight.append(nn.BoundedInput((columns + 1,), mode="sphere"))
+            both = fourier + columns + 1
+            branches = SideBySide(nn.Sequential(*curved), nn.Sequential(*straight))
+            curved = [branches, nn.BoundedInput((both,), mode="sphere")]
+        layers += curved
         if centre:
             layers += [nn.Standardize(fourier, radius=1.0, moments=1), nn.BoundedInput((fourier,), mode="sphere")]
-        width = fourier
+        width = both if line else fourier
     elif landmarks and isinstance(scale, int | float):
         layers += [Landmarks(columns, landmarks, scale, ridge), nn.BoundedInput((landmarks,), mode="sphere")]
         width = landmarks
