@@ -105,9 +105,9 @@ def _nodes_that_sum(total: torch.Tensor) -> Iterator[Any]:
                 waiting.append(following)
             if own is None:
                 own = [] if node.name() in _OWN else [tuple(one.shape) for one in node._input_metadata]
-                found = not own
-            if not found and any(shape != tuple(following._input_metadata[number].shape) for shape in own):
-                found = True
+                reached = not own
+            if not reached and any(shape != tuple(following._input_metadata[number].shape) for shape in own):
+                reached = True
                 yield node
 
 
@@ -198,10 +198,10 @@ def _convolution(
     of_x = func(delta, x, weight, *settings, [True, False, False])[0] if mask[0] else None
     of_weight = of_bias = None
     if mask[1]:
-        found = convolution_sums(
+        sums = convolution_sums(
             delta, x, weight.shape, stride, padding, dilation, groups, transposed=transposed, output_padding=output_padding
         )
-        of_weight = found.to(weight.dtype)
+        of_weight = sums.to(weight.dtype)
     if mask[2]:
         of_bias = row_sums(delta, [0, *range(2, delta.ndim)]).to(delta.dtype)
     return of_x, of_weight, of_bias
@@ -227,8 +227,8 @@ def _widened(func: Any, *args: Any, **kwargs: Any) -> Any:
     def down(value: Any) -> Any:
         return value.to(first.dtype) if isinstance(value, torch.Tensor) else value
 
-    found = func(*map(up, args), **{key: up(value) for key, value in kwargs.items()})
-    return tuple(map(down, found)) if isinstance(found, tuple) else down(found)
+    widened = func(*map(up, args), **{key: up(value) for key, value in kwargs.items()})
+    return tuple(map(down, widened)) if isinstance(widened, tuple) else down(widened)
 
 
 @_handles(

@@ -92,8 +92,8 @@ def _single(tensor: torch.Tensor) -> torch.Tensor:
 
 def _blocks(x: torch.Tensor, dim: int) -> torch.Tensor:
     """A dimension cut into blocks, of which it is a multiple."""
-    found: torch.Tensor = x.unflatten(dim, (-1, BLOCK))  # type: ignore[no-untyped-call]
-    return found
+    blocks: torch.Tensor = x.unflatten(dim, (-1, BLOCK))  # type: ignore[no-untyped-call]
+    return blocks
 
 
 def contract(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -215,10 +215,10 @@ def convolution_sums(
 
     def gradients(cotangents: torch.Tensor, inputs: torch.Tensor, sets: int = 1) -> torch.Tensor:
         kernel = inputs.new_empty(1).expand(sets * shape[0], *shape[1:])
-        found: torch.Tensor = torch.ops.aten.convolution_backward(
+        kernels: torch.Tensor = torch.ops.aten.convolution_backward(
             cotangents, inputs, kernel, None, *settings, sets * groups, [False, True, False]
         )[1]
-        return found
+        return kernels
 
     if rows <= size:
         return gradients(delta, x).to(wide(x))

@@ -64,7 +64,7 @@ def _works(device: torch.device) -> bool:
     try:
         generator = torch.Generator(device).manual_seed(0)
         x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
-        found = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3, precision="tf32x3")
+        computed = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3, precision="tf32x3")
         expected = torch.ops.aten.convolution_backward(
             delta.double(),
             x.double(),
@@ -78,7 +78,7 @@ def _works(device: torch.device) -> bool:
             2,
             [False, True, False],
         )[1]
-        trouble = "" if torch.allclose(found, expected, rtol=1e-4, atol=1e-3) else "it does not compute what it should"
+        trouble = "" if torch.allclose(computed, expected, rtol=1e-4, atol=1e-3) else "it does not compute what it should"
     except Exception as error:  # a compiler that is missing or does not fit
         trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if trouble:
@@ -153,5 +153,5 @@ def convolution_sums(
                 num_stages=tiles.stages,
             )
             _triton().add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
-    found = total.reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
-    return found.movedim(-1, 1).reshape(tuple(shape))
+    by_tap = total.reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
+    return by_tap.movedim(-1, 1).reshape(tuple(shape))

@@ -223,13 +223,13 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _cells(function: types.FunctionType) -> list[Any]:
-    found = []
+    parts = []
     for cell in function.__closure__ or ():
         try:
-            found.append(cell.cell_contents)
+            parts.append(cell.cell_contents)
         except ValueError:  # not assigned yet
-            found.append(None)
-    return found
+            parts.append(None)
+    return parts
 
 
 def _tensor(tensor: torch.Tensor) -> Hashable:

@@ -130,21 +130,21 @@ class GraphedFunction(Generic[R]):
         key = (_signatures(inputs), _arithmetic(), self.state())
         if key in self._recorded:
             self._recorded.move_to_end(key)
-            found = self._recorded[key]
-            if found is None:
+            recorded = self._recorded[key]
+            if recorded is None:
                 return _run(self.function, inputs, between)
             self._unused = 0
-            return found(inputs, between)
+            return recorded(inputs, between)
         if key not in self._met:
             if len(self._met) > 16 * self.limit:
                 self._met.clear()
             self._met.add(key)
             return _run(self.function, inputs, between)
-        made = self._record(inputs)
-        self._recorded[key] = made
+        recording = self._record(inputs)
+        self._recorded[key] = recording
         while self.recordings > self.limit:
             self._recorded.popitem(last=False)
-        return _run(self.function, inputs, between) if made is None else made(inputs, between)
+        return _run(self.function, inputs, between) if recording is None else recording(inputs, between)
 
     def forget(self) -> None:
         """Free all recordings and their memory."""
@@ -174,8 +174,8 @@ class GraphedFunction(Generic[R]):
 
 def _run(function: Callable[..., R | Staged[R]], inputs: Sequence[torch.Tensor], between: Between | None = None) -> R:
     """Call it, through both stages if it has two."""
-    made = function(*inputs)
-    return through(made, between or (lambda early: None)) if isinstance(made, Generator) else made
+    result = function(*inputs)
+    return through(result, between or (lambda early: None)) if isinstance(result, Generator) else result
 
 
 def through(stages: Staged[R], between: Between) -> R:
@@ -250,13 +250,13 @@ def _record(
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.set_rng_state(numbers, device)
             with _passing_workspaces():  # not the rehearsal's: those are ordinary memory, and will be someone else's
-                made = _recorded_stages(function, buffers, pool, stream)
+                recording = _recorded_stages(function, buffers, pool, stream)
         torch.cuda.set_rng_state(numbers, device)
-        for replay in made.replays:
+        for replay in recording.replays:
             replay()
-        if not _agree(made.outputs, expected):
+        if not _agree(recording.outputs, expected):
             raise _RecordingError("a replay does not give what a call gives")
-        return made
+        return recording
     finally:
         _recording.reset(token)
         torch.cuda.set_rng_state(numbers, device)
@@ -268,13 +268,13 @@ def _recorded_stages(function: Callable[..., R | Staged[R]], buffers: list[torch
     options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, **options):
-        made = function(*buffers)
-        early = next(made) if isinstance(made, Generator) else None
-    if not isinstance(made, Generator):
-        return _Recorded(buffers, None, made, [graph.replay])
+        result = function(*buffers)
+        early = next(result) if isinstance(result, Generator) else None
+    if not isinstance(result, Generator):
+        return _Recorded(buffers, None, result, [graph.replay])
     second = torch.cuda.CUDAGraph()
     with torch.cuda.graph(second, **options):
-        outputs = _rest(made)
+        outputs = _rest(result)
     return _Recorded(buffers, early, outputs, [graph.replay, second.replay])
 
 

@@ -103,12 +103,12 @@ def passes_excess(
 
 
 def _forward(forward: Forward, sums: Mapping[fx.Node, _Sums], units: Units) -> dict[fx.Node, float]:
-    found: dict[fx.Node, float] = {}
+    logs: dict[fx.Node, float] = {}
     for node, own in sums.items():
-        entering = [found.get(source, 0.0) for source in forward.sources[node]]
+        entering = [logs.get(source, 0.0) for source in forward.sources[node]]
         before = 0.0 if own.anew else sum(entering) if own.multiplies else max(entering, default=0.0)
-        found[node] = before + (math.log1p(units.excess(own.forward, own.spread)) if own.forward else 0.0)
-    return found
+        logs[node] = before + (math.log1p(units.excess(own.forward, own.spread)) if own.forward else 0.0)
+    return logs
 
 
 def _backward(

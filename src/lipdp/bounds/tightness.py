@@ -53,16 +53,16 @@ def lower_norm(layer: torch.nn.Module, shape: Shape, iterations: int = 10) -> fl
     work = copy.deepcopy(layer).to(torch.float32).requires_grad_(False)
     device = next(work.parameters()).device
     vector = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device)
-    found = 0.0
+    largest = 0.0
     with torch.no_grad():
         still = work(torch.zeros_like(vector))
     with torch.enable_grad():
         for _ in range(iterations):
             vector = (vector / torch.linalg.vector_norm(vector).clamp_min(1e-30)).detach().requires_grad_()
             image = work(vector) - still
-            found = max(found, float(torch.linalg.vector_norm(image.detach())))
+            largest = max(largest, float(torch.linalg.vector_norm(image.detach())))
             (vector,) = torch.autograd.grad(image, vector, image.detach())
-    return found
+    return largest
 
 
 def convolution_notes(model: torch.nn.Module, *, input_shape: Shape | None = None) -> tuple[ConvolutionNote, ...]:

@@ -63,7 +63,7 @@ def audit(
         if ":" not in target:
             if plan is not None or lipschitz is not None:
                 raise ConfigurationError("a recipe brings its own plan and loss: leave --plan and --lipschitz out")
-            found: Any = audit_recipe(
+            audit: Any = audit_recipe(
                 configured(target, settings, epsilon=epsilon),
                 epsilon,
                 noise_multiplier,
@@ -75,11 +75,11 @@ def audit(
         else:
             model, loss = _made(target, lipschitz)
             if plan is None:
-                found = audits.sensitivities(model, loss, seconds=seconds, input_shape=given, check=False)
+                audit = audits.sensitivities(model, loss, seconds=seconds, input_shape=given, check=False)
             elif isinstance(loss, float):
-                found = audits.sensitivities(model, loss, _plan(plan), seconds=seconds, input_shape=given, check=False)
+                audit = audits.sensitivities(model, loss, _plan(plan), seconds=seconds, input_shape=given, check=False)
             else:
-                found = audits.check(
+                audit = audits.check(
                     _plan(plan),
                     model,
                     loss,
@@ -90,10 +90,10 @@ def audit(
                     progress=status.update,
                 )
     if as_json:
-        print_json(found.to_dict())
+        print_json(audit.to_dict())
     else:
-        console().print(str(found), markup=False, soft_wrap=True)
-    if found.refuted:
+        console().print(str(audit), markup=False, soft_wrap=True)
+    if audit.refuted:
         typer.echo("error: the audit refutes the guarantee", err=True)
         raise typer.Exit(REFUTED)
 

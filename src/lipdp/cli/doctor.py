@@ -38,31 +38,31 @@ class Finding(NamedTuple):
 
 def doctor(data: options.DataRoot = None, as_json: options.Json = False) -> None:
     """Check this installation: packages, noise, accounting, datasets, GPU. Exit code 2 where something that is needed is broken."""
-    found = [*_packages(), *(_tried(what, check) for what, check in _CHECKS.items()), *_data(data)]
-    broken = [finding.what for finding in found if finding.verdict == "broken"]
+    findings = [*_packages(), *(_tried(what, check) for what, check in _CHECKS.items()), *_data(data)]
+    broken = [finding.what for finding in findings if finding.verdict == "broken"]
     if as_json:
-        print_json({"findings": [finding._asdict() for finding in found], "broken": broken})
+        print_json({"findings": [finding._asdict() for finding in findings], "broken": broken})
     else:
         out = console()
-        out.print(table(("", "verdict", "detail"), [tuple(finding) for finding in found]))
+        out.print(table(("", "verdict", "detail"), [tuple(finding) for finding in findings]))
         out.print(f"broken: {', '.join(broken)}" if broken else "All that lipdp needs works here.", markup=False)
     if broken:
         raise typer.Exit(2)
 
 
 def _packages() -> list[Finding]:
-    found = [Finding("Python", "ok", platform.python_version())]
+    findings = [Finding("Python", "ok", platform.python_version())]
     for name in _CORE:
         try:
-            found.append(Finding(name, "ok", metadata.version(name)))
+            findings.append(Finding(name, "ok", metadata.version(name)))
         except metadata.PackageNotFoundError:
-            found.append(Finding(name, "broken", "lipdp needs it: pip install lipdp"))
+            findings.append(Finding(name, "broken", "lipdp needs it: pip install lipdp"))
     for name, purpose in _EXTRAS.items():
         try:
-            found.append(Finding(name, "ok", f"{metadata.version(name)} ({purpose.partition(':')[0]})"))
+            findings.append(Finding(name, "ok", f"{metadata.version(name)} ({purpose.partition(':')[0]})"))
         except metadata.PackageNotFoundError:
-            found.append(Finding(name, "missing", f"optional, {purpose}"))
-    return found
+            findings.append(Finding(name, "missing", f"optional, {purpose}"))
+    return findings
 
 
 def _tried(what: str, check: Callable[[], str]) -> Finding:

@@ -58,9 +58,9 @@ def learn(
     """Learn a mechanism from the default prior and save it. No data are read."""
     if not output.parent.is_dir():  # found out now, not after the training
         raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
-    found = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
-    found.save(output)
-    described = found.describe()
+    chosen = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
+    chosen.save(output)
+    described = chosen.describe()
     if as_json:
         print_json({**described, "path": str(output)})
         return
@@ -95,17 +95,17 @@ def release(
         raise ConfigurationError("give --budget FILE, so that the budget is kept, or --no-budget to keep no account (not both)")
     if ledger is None and dataset is not None:
         raise ConfigurationError("--dataset goes with --ledger; `lipdp budget create` begins a budget")
-    made = load(mechanism)
+    loaded = load(mechanism)
     values = read_column(data, column, encoding)
-    made.problem.dataset(values, clamp)  # refuse bad data before a ledger is begun
+    loaded.problem.dataset(values, clamp)  # refuse bad data before a ledger is begun
     book = _account(budget, ledger, dataset)
-    answer = made.release(values, budget=book, clamp=clamp)
+    answer = loaded.release(values, budget=book, clamp=clamp)
     left = None if book is None else book.remaining
-    query = made.problem.query.name
+    query = loaded.problem.query.name
     if as_json:
-        print_json({"query": query, "answer": answer, "epsilon": made.epsilon, "remaining": left, "mechanism": made.title})
+        print_json({"query": query, "answer": answer, "epsilon": loaded.epsilon, "remaining": left, "mechanism": loaded.title})
         return
-    fields = [(query, f"{answer:.6g}"), ("epsilon", f"{made.epsilon:g}, for replacing one record")]
+    fields = [(query, f"{answer:.6g}"), ("epsilon", f"{loaded.epsilon:g}, for replacing one record")]
     print_fields(console(), fields if left is None else [*fields, ("budget left", f"{left:g}")])
 
 
@@ -217,10 +217,10 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """The learned mechanism beside the best expert, on held-out datasets of the default prior. No data are read."""
-    found = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed)
-    report = found.chosen.report
+    comparison = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed)
+    report = comparison.chosen.report
     if as_json:
-        print_json({"query": found.chosen.problem.query.name, "epsilon": epsilon, **report})
+        print_json({"query": comparison.chosen.problem.query.name, "epsilon": epsilon, **report})
         return
     rows = (
         ("expert", f"{report['expert_loss']:.5g}  {report['expert']}"),

@@ -243,9 +243,9 @@ def train(
     if not result.private:
         out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
     if audited is not None:
-        found = audited.epsilon
+        bound = audited.epsilon
         out.print(
-            f"audited: nothing refutes the plan; one step leaks ε ≥ {found.epsilon:.3g} of {found.claimed:.3g}", soft_wrap=True
+            f"audited: nothing refutes the plan; one step leaks ε ≥ {bound.epsilon:.3g} of {bound.claimed:.3g}", soft_wrap=True
         )
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)

@@ -375,12 +375,12 @@ def _verdict(twin: torch.nn.Module, rows: tuple[Row, ...]) -> ConversionReport:
     missing = [row.where for row in rows if row.outcome == "not converted"]
     head = f"Not converted: {', '.join(missing)}. " if missing else "Everything was converted. "
     try:
-        found = analyse(twin, 1.0)
+        analysis = analyse(twin, 1.0)
     except LipdpError as error:
         return ConversionReport(rows, False, f"{head}The twin has no finite sensitivities yet: {error}")
-    if not found.parameters:
+    if not analysis.parameters:
         return ConversionReport(rows, True, f"{head}The twin has no trainable parameters.")
-    largest = max(found.parameters, key=lambda row: row.sensitivity)
+    largest = max(analysis.parameters, key=lambda row: row.sensitivity)
     return ConversionReport(
         rows,
         True,

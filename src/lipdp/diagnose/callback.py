@@ -63,7 +63,7 @@ class DiagnosisCallback(Callback):
         for name, layer in model.named_modules():
             if isinstance(layer, nn.ClipGradient) and name in present:
                 layer.max_norm = float(present[name])  # an adaptive one has moved
-        found = diagnose(
+        diagnosis = diagnose(
             model,
             engine.loss,
             self._batch,
@@ -74,7 +74,7 @@ class DiagnosisCallback(Callback):
             float64=self.float64,
             input_shape=tuple(self._batch[0].shape[1:]),
         )
-        self.records.append((engine.steps, found))
+        self.records.append((engine.steps, diagnosis))
 
     def series(self, name: str, figure: str = "tightness") -> list[float]:
         """One figure of one parameter over the records: "tightness", "peak", "snr", "mean", "mean_gradient" …"""
@@ -100,8 +100,8 @@ class DiagnosisCallback(Callback):
             for step, _ in self.records:
                 table.add_column(f"step {step}", justify="right", no_wrap=True)
             for row in self.records[0][1].rows:
-                found = [record[row.name] for _, record in self.records]
-                table.add_row(row.name, *(_cell(one.tightness, one.snr) for one in found))
+                values = [record[row.name] for _, record in self.records]
+                table.add_row(row.name, *(_cell(one.tightness, one.snr) for one in values))
             console.print(table)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

@@ -283,8 +283,8 @@ def diagnose(
         measured: Measured | None = None
         for start in range(0, len(x), _CHUNK):
             part = slice(start, start + _CHUNK)
-            found = measure_gradients(own, proved_loss, x[part], y[part], one_by_one=one_by_one)
-            measured = found if measured is None else measured.joined(found)
+            norms = measure_gradients(own, proved_loss, x[part], y[part], one_by_one=one_by_one)
+            measured = norms if measured is None else measured.joined(norms)
     assert measured is not None
     noise = None if plan is None else _Noise(plan.batch_size, plan.noise_stds if noise_stds is None else noise_stds)
     return _assemble(analysis, measured, noise, len(x), public, whole("bins", bins))

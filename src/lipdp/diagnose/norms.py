@@ -67,8 +67,8 @@ def measure_gradients(model: torch.nn.Module, loss: PerExampleLoss, x: Tensor, y
     with torch.enable_grad(), effective_leaves(model) as leaves:
         wanted = {**parameters, **leaves}
         with _watched(model, len(x)) as measured:
-            found = _gradients(model, loss, x, y, wanted)
-        measured.sums = found
+            gradients = _gradients(model, loss, x, y, wanted)
+        measured.sums = gradients
         if one_by_one or leaves:
             rows = [_gradients(model, loss, x[i : i + 1], y[i : i + 1], wanted) for i in range(len(x))]
             measured.norms = {name: torch.stack([row[name].norm() for row in rows]).double() for name in wanted}
@@ -86,10 +86,10 @@ def _gradients(model: torch.nn.Module, loss: PerExampleLoss, x: Tensor, y: Tenso
             f"the loss returned shape {tuple(values.shape)} for {len(x)} examples; it must give one value per example "
             "(reduction='none')"
         )
-    found = torch.autograd.grad(values.sum(), list(wanted.values()), allow_unused=True)
+    gradients = torch.autograd.grad(values.sum(), list(wanted.values()), allow_unused=True)
     return {
         name: torch.zeros_like(tensor) if gradient is None else gradient.detach()
-        for (name, tensor), gradient in zip(wanted.items(), found, strict=True)
+        for (name, tensor), gradient in zip(wanted.items(), gradients, strict=True)
     }
 
 

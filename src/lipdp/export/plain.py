@@ -214,7 +214,7 @@ def lower(
     modules = dict(model.named_modules())
     like = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     builder = Builder(modules)
-    made: dict[tuple[str, Shape | None], torch.nn.Module] = {}  # a layer used twice at one size is one module
+    lowered: dict[tuple[str, Shape | None], torch.nn.Module] = {}  # a layer used twice at one size is one module
     for node in graph.nodes:
         rule = choose(modules[str(node.target)]) if node.op == "call_module" else None
         if rule is None:
@@ -226,8 +226,8 @@ def lower(
         known = [seen.get(source) for source in node.args]
         shapes = tuple(None if entry is None else entry.shape for entry in known)
         key = (str(node.target), shapes[0])
-        if key in made:
-            builder.env[node] = builder.call(key[0], made[key], *(builder.env[source] for source in node.args))
+        if key in lowered:
+            builder.env[node] = builder.call(key[0], lowered[key], *(builder.env[source] for source in node.args))
             continue
         dtype = like if known[0] is None else known[0].dtype
         builder.site = key[0]
@@ -235,7 +235,7 @@ def lower(
         if isinstance(result, fx.Proxy):
             builder.env[node] = result.node
         elif isinstance(result, torch.nn.Module):
-            made[key] = result
+            lowered[key] = result
             builder.env[node] = builder.call(key[0], result, *(builder.env[source] for source in node.args))
         else:
             raise UnsupportedError(f"the lowering of {where} gave a {type(result).__name__}, not a module or its output")

@@ -197,10 +197,10 @@ def classes(loss: Loss, outputs: Tensor, targets: Tensor, ignore_index: int | No
         if ignore_index is not None:
             wrong = wrong & (y != ignore_index)
         try:
-            found = bool(wrong.any())
+            refused = bool(wrong.any())
         except RuntimeError:  # under vmap or a fake tensor there is nothing to read; indexing still checks
-            found = False
-        if found:
+            refused = False
+        if refused:
             raise DataError(
                 f"Some target is not a class of the network: {type(loss).__name__} got {outputs.shape[1]} outputs, so "
                 f"classes must be 0 to {outputs.shape[1] - 1}. Renumber the labels or add outputs."

@@ -144,7 +144,7 @@ class _Spectral(Reparametrised, Constrained):
             note = f"{type(pi).__name__}: {pi.note}, ‖K∗‖ ≤ 1 certified; Δ = {'' if pi.scaled else f'√{m}·'}G·X"
             exact = exact or geometry.mode == "circular"  # every pixel is read equally often: a constant image reaches √m
             sizes = {"weight": geometry.groups * geometry.rows * geometry.columns * math.prod(pi.window(geometry))}
-        found = weighted_transfer(
+        transfer = weighted_transfer(
             x,
             call.output_shape,
             gain=1.0,
@@ -154,7 +154,7 @@ class _Spectral(Reparametrised, Constrained):
             exact=exact,
             note=note,
         )
-        return dataclasses.replace(found, sizes=sizes)
+        return dataclasses.replace(transfer, sizes=sizes)
 
 
 class _SpectralConv(_Spectral):

@@ -93,7 +93,7 @@ def _clipped(
     trained: Mapping[str, int], max_norm: MaxNorm, style: Style, prefixes: Sequence[str] | None
 ) -> tuple[ParameterGroup, ...]:
     """The groups that a clipping style makes."""
-    found = clipping_groups(trained, max_norm, style, prefixes)
+    limits = clipping_groups(trained, max_norm, style, prefixes)
     return tuple(
         ParameterGroup(
             name=CLIPPED_GROUP if style == "flat" else group.name,
@@ -105,7 +105,7 @@ def _clipped(
             input_norm=math.inf,
             cotangent_norm=math.inf,
         )
-        for group in found
+        for group in limits
     )
 
 
@@ -164,13 +164,13 @@ def adaptive_names(model: torch.nn.Module, groups: Sequence[ParameterGroup], cli
 
 def weights_by_group(groups: Sequence[ParameterGroup], weights: Mapping[str, float]) -> dict[str, float]:
     """The weight of each group: that of the longest prefix of its name."""
-    found = {}
+    by_group = {}
     for group in groups:
         fitting = [prefix for prefix in weights if matches(group.name, prefix)]
         if not fitting:
             raise ConfigurationError(f"allocation gives no weight for {group.name!r}; name it, or a module it is in")
-        found[group.name] = positive(f"the noise weight of {group.name!r}", weights[max(fitting, key=len)])
+        by_group[group.name] = positive(f"the noise weight of {group.name!r}", weights[max(fitting, key=len)])
     idle = [prefix for prefix in weights if not any(matches(group.name, prefix) for group in groups)]
     if idle:
         raise ConfigurationError(f"allocation names {idle[0]!r}, and no parameter group is called that")
-    return found
+    return by_group

@@ -200,14 +200,14 @@ class NoiseSettings:
         if self.count_noise:
             sigma = gradient_multiplier(sigma, self.count_noise, self.counts)
         weights = None if self.weights is None else {name: self.weights[name] for name in bounds}
-        found = allocate(bounds, sizes, sigma * factor, self.allocation, weights)
+        allocated = allocate(bounds, sizes, sigma * factor, self.allocation, weights)
         for_grid = grid_factor(sigma * factor, _noised(bounds, sizes))
         if math.isinf(for_grid):
             raise ConfigurationError(
                 f"a noise multiplier of {sigma * factor:.3g} on {_noised(bounds, sizes):,} numbers is more than the noise's grid "
                 "is fine enough for. Use less noise."
             )
-        return {name: std * self.slack * for_grid for name, std in found.items()}
+        return {name: std * self.slack * for_grid for name, std in allocated.items()}
 
     def real_multiplier(
         self, bounds: Mapping[str, float], sizes: Mapping[str, int], stds: Mapping[str, float], factor: float = 1.0

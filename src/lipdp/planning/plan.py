@@ -233,8 +233,8 @@ class PrivacyPlan:
         sizes = {group.name: group.size for group in self.groups}
         total = math.hypot(*(g.sensitivity / g.noise_std for g in self.groups if g.noise_std > 0)) or math.inf
         known: tuple[Allocation, ...] = ("global", "per_layer", "optimal")
-        found = {name: noise_energy(allocate(bounds, sizes, 1 / total, name), sizes) for name in known}
-        return found if self.allocation != "weights" else {**found, "weights": self.noise_energy}
+        energies = {name: noise_energy(allocate(bounds, sizes, 1 / total, name), sizes) for name in known}
+        return energies if self.allocation != "weights" else {**energies, "weights": self.noise_energy}
 
     def __str__(self) -> str:
         from lipdp.planning.table import render

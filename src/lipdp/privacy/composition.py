@@ -77,11 +77,11 @@ class Totals:
 
     def plus(self, more: Counts) -> Totals:
         """The totals with these too; for asking, not for keeping."""
-        made = Totals(self.adjacency)
-        made.counts, made.noise = dict(self.counts), dict(self.noise)
-        made.stated, made.slack, made._curve = self.stated, self.slack, self._curve
-        made.add(more)
-        return made
+        copied = Totals(self.adjacency)
+        copied.counts, copied.noise = dict(self.counts), dict(self.noise)
+        copied.stated, copied.slack, copied._curve = self.stated, self.slack, self._curve
+        copied.add(more)
+        return copied
 
     def quick(self, more: Counts, delta: Fraction) -> float:
         """An upper bound on the ε of all this and ``more``, in constant time."""

@@ -172,10 +172,10 @@ def from_data(data: Any) -> Any:
             return Pure(Fraction(data["epsilon"]), data["adjacency"])
         if kind == "approximate":
             return Approximate(Fraction(data["epsilon"]), Fraction(data["delta"]), data["adjacency"])
-        made = getattr(_dp_event(), kind)
-        if not issubclass(made, _dp_event().DpEvent):
+        event = getattr(_dp_event(), kind)
+        if not issubclass(event, _dp_event().DpEvent):
             raise ValueError(kind)
-        return made(**{name: _unplain(value) for name, value in data.get("of", {}).items()})
+        return event(**{name: _unplain(value) for name, value in data.get("of", {}).items()})
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"no event: {data!r}") from error
 

@@ -93,11 +93,11 @@ def _work(device: torch.device) -> bool:
 def _right(device: torch.device) -> bool:
     """ChaCha20 as on the processor, and noise too, for enough values that all of the kernels' ways are gone."""
     key = bytes(range(32))
-    found = chacha_on_device(key, 5, (1, 2, 3), 7, device).cpu().numpy().astype("<i4").tobytes()
+    blocks = chacha_on_device(key, 5, (1, 2, 3), 7, device).cpu().numpy().astype("<i4").tobytes()
     sums = torch.linspace(-3.0, 3.0, 20_000, dtype=torch.float64)
     drawn = noised_on_device([([sums.to(device)], 0.7, torch.float64)], key, [], bound=False)[0].cpu().numpy()
     expected = noised_on_processor(sums.numpy(), 0.7, key)
-    return found == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn, expected))
+    return blocks == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn, expected))
 
 
 def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count: int, device: torch.device) -> Tensor:

@@ -184,13 +184,13 @@ def _weights(near: range, centre: Fraction, slope: Fraction) -> list[int]:
     """exp(−slope·min(|k − centre|, L)) for each k, in units of 2^-512: by powers of exp(−slope), from the middle outwards."""
     least, step = exp_of_minus(Fraction(_DEEPEST), _BITS), exp_of_minus(slope, _BITS)
     middle = math.ceil(centre)
-    found: dict[int, int] = {}
+    weights: dict[int, int] = {}
     for side, first in ((range(middle, near.stop), middle - centre), (range(middle - 1, near.start - 1, -1), centre - middle + 1)):
         weight = exp_of_minus(slope * first, _BITS)
         for k in side:
-            found[k] = max(weight, least)
+            weights[k] = max(weight, least)
             weight = weight * step >> _BITS
-    return [found[k] for k in near]
+    return [weights[k] for k in near]
 
 
 def crossing_scales(epsilon: float, sensitivity: float = 1.0, *, monotone: bool = False) -> tuple[float, float]:
@@ -321,8 +321,8 @@ def clip_search(
     data = _numbers(norms)
     allowed = (1 - _share(quantile)) * whole("dataset_size", dataset_size)
     too_long = (-float(len(data) - np.count_nonzero(data <= value)) for value in grid)
-    found = above_threshold(too_long, -allowed, epsilon=epsilon, monotone=True, generator=generator, budget=budget)
-    return Crossing(found.index, found.epsilon, None if found.index is None else grid[found.index])
+    chosen = above_threshold(too_long, -allowed, epsilon=epsilon, monotone=True, generator=generator, budget=budget)
+    return Crossing(chosen.index, chosen.epsilon, None if chosen.index is None else grid[chosen.index])
 
 
 def _range(bounds: tuple[float, float]) -> tuple[float, float]:

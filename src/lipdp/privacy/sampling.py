@@ -144,9 +144,9 @@ def _by_gaps(count: int, q: float, key: bytes) -> npt.NDArray[np.int64]:
         for row in np.flatnonzero(unsure & (x < 2.0 * count + 2)).tolist():
             gaps[row] = _exact_gap(int(words[row]), q, int(gaps[row]), key, number + row)
         gaps = np.minimum(gaps, count)  # beyond the end all are the same, and sums do not overflow
-        found = last + np.cumsum(gaps + 1)
-        positions.append(found[found < count])
-        last, number = int(found[-1]), number + -(-len(words) // 8) * 8
+        places = last + np.cumsum(gaps + 1)
+        positions.append(places[places < count])
+        last, number = int(places[-1]), number + -(-len(words) // 8) * 8
     return np.concatenate(positions)
 
 

@@ -158,13 +158,13 @@ def _evaluate(function: Callable[[torch.Tensor], Any], program: Program, x: torc
                 zero = {name: torch.zeros_like(p) for name, p in trained.items()} if gradients else {}
                 return output.detach() if isinstance(output, torch.Tensor) else output, zero
             weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output)
-            found = torch.autograd.grad(output, list(trained.values()), weights, allow_unused=True)
+            slopes = torch.autograd.grad(output, list(trained.values()), weights, allow_unused=True)
         except LipdpError:
             raise
         except Exception as error:
             raise UnsupportedError(f"{type(program.model).__name__} fails on {len(x)} random examples: {error}") from error
     return output.detach(), {
-        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)
+        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), slopes, strict=True)
     }
 
 

@@ -71,13 +71,13 @@ def fusions(
         layer_of: a node's layer and the class that it runs as; ``None`` for other operations.
         ranks: dimensions of each activation, the batch's included.
     """
-    found: dict[fx.Node, Fused] = {}
+    fused: dict[fx.Node, Fused] = {}
     for node in graph.nodes:
         own = _stage_of(node, layer_of)
         if own is None or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
             continue
         source, rank = node.args[0], ranks.get(node.args[0], 0)
-        before = found.get(source)
+        before = fused.get(source)
         if (
             own.pool is not None
             and before is not None
@@ -85,14 +85,14 @@ def fusions(
             and rank == 4
             and _sorts_channels(source, layer_of)
         ):
-            del found[source]
-            found[node] = Fused(partial(sorted_pool, sort=True, pool=own.pool), before.source, (*before.inside, node))
+            del fused[source]
+            fused[node] = Fused(partial(sorted_pool, sort=True, pool=own.pool), before.source, (*before.inside, node))
         elif own.pool is not None and rank == 4:
-            found[node] = Fused(partial(sorted_pool, sort=False, pool=own.pool), source, (node,))
+            fused[node] = Fused(partial(sorted_pool, sort=False, pool=own.pool), source, (node,))
         elif own.dim is not None and rank >= 2 and own.dim % rank in (1, rank - 1):
             function = partial(sorted_pool, sort=True) if own.dim % rank == 1 else _sort_features
-            found[node] = Fused(function, source, (node,))
-    return found
+            fused[node] = Fused(function, source, (node,))
+    return fused
 
 
 def _stage_of(node: fx.Node, layer_of: Callable[[fx.Node], tuple[torch.nn.Module, type[torch.nn.Module]] | None]) -> Stage | None:

@@ -162,13 +162,13 @@ def _cost(plan: PrivacyPlan) -> float:
 def _contradictions(plan: PrivacyPlan, history: History, result: dict[str, Any], epsilon: float) -> list[str]:
     """What the files say less of than the accountant does."""
     said = {"result.json": result.get("epsilon"), "history.json": history.epsilon}
-    found = [
+    rows = [
         f"{file} says ε = {value:.4g}, but the steps that were taken cost {epsilon:.4g}"
         for file, value in said.items()
         if isinstance(value, int | float) and value < epsilon * (1 - 1e-6)
     ]
     if result.get("delta") not in (None, plan.delta):
-        found.append(f"result.json says δ = {result['delta']}, the plan {plan.delta:g}")
+        rows.append(f"result.json says δ = {result['delta']}, the plan {plan.delta:g}")
     if history.last.get("step", 0) > plan.steps:
-        found.append(f"history.json has {history.last['step']:g} steps, and the plan pays for {plan.steps}")
-    return found
+        rows.append(f"history.json has {history.last['step']:g} steps, and the plan pays for {plan.steps}")
+    return rows

@@ -70,8 +70,8 @@ def _audited(run: RunRecord) -> str:
     """The audit's lower bound beside the accountant's upper one."""
     audit = run.result.get("audit")
     try:
-        found = audit["epsilon"]  # type: ignore[index]
-        lower, claimed = float(found["epsilon"]), float(found["claimed"])
+        bound = audit["epsilon"]  # type: ignore[index]
+        lower, claimed = float(bound["epsilon"]), float(bound["claimed"])
         if audit["refuted"]:  # type: ignore[index]
             return "REFUTED: an attack found more than is promised"
         return f"nothing refutes the plan: attacks show ε ≥ {lower:.3g} of {claimed:.3g} for what they audited"

@@ -118,8 +118,8 @@ def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
         return gather(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.long)[indices])
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         # index_select copies whole rows: several times as fast as tensor[indices] on a processor.
-        found: Batch = as_batch([tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors])
-        return found
+        batch: Batch = as_batch([tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors])
+        return batch
     if type(dataset) is Stored:
         return dataset.rows(indices.numpy())
     # An empty sample still needs a shape: any record has it.
@@ -138,8 +138,8 @@ def records_of(dataset: Any, numbers: list[int]) -> Sequence[Any]:
     }
     one, many = defining["__getitem__"], defining["__getitems__"]
     if many is not None and one is not None and many <= one:
-        found: Sequence[Any] = dataset.__getitems__(numbers)
-        return found
+        items: Sequence[Any] = dataset.__getitems__(numbers)
+        return items
     return [dataset[number] for number in numbers]
 
 

@@ -59,9 +59,9 @@ class Ranks:
         own = b"".join(content_digest(value) for value in parts.values())
         everybody = [torch.empty(len(own), dtype=torch.uint8, device=self._carrier) for _ in range(self.count)]
         dist.all_gather(everybody, torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._carrier))
-        found = [bytes(each.cpu().numpy().tobytes()) for each in everybody]
+        digests = [bytes(each.cpu().numpy().tobytes()) for each in everybody]
         for at, what in enumerate(parts):
-            values = [each[at * _DIGEST : (at + 1) * _DIGEST] for each in found]
+            values = [each[at * _DIGEST : (at + 1) * _DIGEST] for each in digests]
             others = [rank for rank, value in enumerate(values) if value != values[0]]
             if others:
                 raise ConfigurationError(

@@ -574,10 +574,10 @@ class PrivacyEngine:
         """
         if self._settled is None:
             raise ConfigurationError("only rows that engine.settle() has stored are put into another order: call it first")
-        found = shuffle(self._settled.dataset, self._streams.seats(0, "order of all"))
-        self._settled = dataclasses.replace(self._settled, dataset=found)
-        self._streams.know(found)
-        return found
+        shuffled = shuffle(self._settled.dataset, self._streams.seats(0, "order of all"))
+        self._settled = dataclasses.replace(self._settled, dataset=shuffled)
+        self._streams.know(shuffled)
+        return shuffled
 
     @property
     def noise_stds(self) -> dict[str, float]:
@@ -652,13 +652,13 @@ class PrivacyEngine:
         What a step rests on is not read but derived: weights that are not certainly inside their sets are projected, and all
         bounds and noise are proved anew.
         """
-        found = read_state(state, self.plan, self.model, self.optimizer, self.average)
+        given = read_state(state, self.plan, self.model, self.optimizer, self.average)
         if self._ranks.is_first:
-            self._account.check_resumed(found.budget)
+            self._account.check_resumed(given.budget)
         proved = not self._watch.changed
         before = EngineState(**self.state_dict())
         try:
-            self._load(found)
+            self._load(given)
             try_optimizer(self.optimizer)
             project_outside_(self.model)
             self._check_plan()

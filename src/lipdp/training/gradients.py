@@ -68,8 +68,8 @@ class LayerCounts:
                     "the quantile be of? Use a layer of its own at each place."
                 )
             if norms:
-                found = centred_count(norms[0], self.layers[name].max_norm, mask, copies)
-                self.totals[name] = self.totals[name] + found if name in self.totals else found
+                count = centred_count(norms[0], self.layers[name].max_norm, mask, copies)
+                self.totals[name] = self.totals[name] + count if name in self.totals else count
             norms.clear()
 
     def discard(self) -> None:
@@ -109,8 +109,8 @@ def gradient_sum(
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """:func:`pending_sum`, waited for."""
-    found = pending_sum(model, loss, parameters, inputs, targets, **settings)
-    return found.values if bool(found.fine) else found.again()
+    sums = pending_sum(model, loss, parameters, inputs, targets, **settings)
+    return sums.values if bool(sums.fine) else sums.again()
 
 
 def pending_sum(
@@ -199,10 +199,10 @@ def microbatch_sum(
     total = torch.where(mask, values, torch.zeros_like(values)).sum()
     if not total.requires_grad:
         raise DataError("the loss does not depend on any trainable parameter")
-    found = gradients(total, list(parameters.values()), len(mask))
+    gradient_of = gradients(total, list(parameters.values()), len(mask))
     sums = {
         name: zeros_like_sum(p) if g is None else g.detach().to(wide(p))
-        for (name, p), g in zip(parameters.items(), found, strict=True)
+        for (name, p), g in zip(parameters.items(), gradient_of, strict=True)
     }
     largest = torch._foreach_norm([g for g in sums.values() if g.numel()], float("inf"))
     fine = torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=x.device)

@@ -247,8 +247,8 @@ class ProvedQuery:
         assert self._analysis is not None
         enforced = {group.name for group in self.plan.groups if group.source == "clipped"}
         limits = {name: value for name, value in clips.items() if name not in enforced}
-        found = self._analysis.at_limits(limits) if limits else self._analysis.sensitivities
-        return {group.name: found[group.name] for group in self.groups}
+        bounds = self._analysis.at_limits(limits) if limits else self._analysis.sensitivities
+        return {group.name: bounds[group.name] for group in self.groups}
 
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
@@ -261,13 +261,13 @@ class ProvedQuery:
         moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
         still = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving})
         self._settings, self._beside = batch.settings, batch.beside
-        found: Sums | None = None
+        total: Sums | None = None
         with self._effective_leaves() as leaves, counts.watching():
             self._trained = {**moving, **{name: leaf for name, leaf in leaves.items() if name in moving}}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
             replays = not (leaves or clips)
             if moving:
-                found = pending_sum(
+                total = pending_sum(
                     self.program.fused,
                     self._proved_loss,
                     self._trained,
@@ -283,13 +283,13 @@ class ProvedQuery:
                     seats=batch.seats,
                     turn=batch.turn,
                 )
-                if not replays and not bool(found.fine):  # while the leaves are there
-                    found = Sums(found.again(), torch.ones_like(found.fine), found.again, found.seen)
+                if not replays and not bool(total.fine):  # while the leaves are there
+                    total = Sums(total.again(), torch.ones_like(total.fine), total.again, total.seen)
         zero = torch.zeros((), dtype=torch.float64, device=batch.device)
         noted = {name: counts.totals.get(name, zero) for name in counts.layers}
-        if found is None:
+        if total is None:
             return Answer(still, noted)
-        pending = found
+        pending = total
         return Answer(
             still | pending.values,
             noted,
@@ -375,8 +375,8 @@ class ClippedQuery:
         names = [name for group in self.groups for name in group.parameters]
         norms = {group.name: group.sensitivity for group in self.groups}
         flat = self.plan.clipping_style == "flat"
-        made = clipping_groups(names, sum(norms.values()) if flat else norms, self.plan.clipping_style)
-        expected = {CLIPPED_GROUP if flat else group.name: set(group.parameters) for group in made}
+        groups = clipping_groups(names, sum(norms.values()) if flat else norms, self.plan.clipping_style)
+        expected = {CLIPPED_GROUP if flat else group.name: set(group.parameters) for group in groups}
         if {group.name: set(group.parameters) for group in self.groups} != expected:
             raise ConfigurationError("the plan's clipping groups are not those of its style; it was changed. Make a new plan.")
 

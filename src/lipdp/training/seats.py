@@ -75,9 +75,9 @@ def seats_in_order(count: int, seats: int, draw: Stream, order: torch.Tensor | N
     if count > seats:
         return torch.arange(count)
     taken = (random_order(seats, draw) if order is None else order)[:count].sort().values
-    found = torch.full((seats,), -1, dtype=torch.long)
-    found[taken] = torch.arange(count)
-    return found
+    by_seat = torch.full((seats,), -1, dtype=torch.long)
+    by_seat[taken] = torch.arange(count)
+    return by_seat
 
 
 class Shuffled(TensorDataset):
@@ -131,15 +131,15 @@ class Copies:
             raise DataError(
                 f"{self.augmentation!r} makes copies of one tensor, and these records have several inputs. Leave augmentation out."
             )
-        made = self.augmentation(x, self.generator)
-        if made.ndim < 2 or made.shape[:2] != (len(x), self.count):
+        rows = self.augmentation(x, self.generator)
+        if rows.ndim < 2 or rows.shape[:2] != (len(x), self.count):
             raise DataError(
-                f"{self.augmentation!r} made {tuple(made.shape)} out of {tuple(x.shape)}: it has to give {self.count} copies of "
+                f"{self.augmentation!r} made {tuple(rows.shape)} out of {tuple(x.shape)}: it has to give {self.count} copies of "
                 "each example, as (batch, copies, …)"
             )
-        if self.shape is not None and tuple(made.shape[2:]) != self.shape:
-            raise DataError(f"the plan is for examples of shape {self.shape}; {self.augmentation!r} makes {tuple(made.shape[2:])}")
-        return made.flatten(0, 1)
+        if self.shape is not None and tuple(rows.shape[2:]) != self.shape:
+            raise DataError(f"the plan is for examples of shape {self.shape}; {self.augmentation!r} makes {tuple(rows.shape[2:])}")
+        return rows.flatten(0, 1)
 
     def repeat(self, per_example: torch.Tensor) -> torch.Tensor:
         """What belongs to the example, for each of its rows: targets, the mask."""

@@ -224,8 +224,8 @@ def read_state(
     if isinstance(number := state.get("format"), int) and number != STATE_FORMAT:
         raise CheckpointError(f"this state has format {number}; this lipdp reads format {STATE_FORMAT}")
     try:
-        found: EngineState = read(EngineState, state, "the state")
-        other = PrivacyPlan.from_json(found.plan)
+        checked: EngineState = read(EngineState, state, "the state")
+        other = PrivacyPlan.from_json(checked.plan)
     except LipdpError as error:
         raise CheckpointError(f"this is not an engine's state: {error}") from error
     if other != plan:
@@ -233,17 +233,17 @@ def read_state(
             "this state belongs to another plan (or to a model with other sensitivities): its steps were paid for from "
             "another budget. Use the plan that is stored with it: PrivacyPlan.from_json(state['plan'])."
         )
-    _check_account(found, plan)
-    _check_clips(found, plan)
-    _check_tensors("model", model.state_dict(), found.model)
-    check_optimizer_state(optimizer, found.optimizer)
-    _check_average(average, found)
-    if sealed(state)["digest"] != found.digest:
+    _check_account(checked, plan)
+    _check_clips(checked, plan)
+    _check_tensors("model", model.state_dict(), checked.model)
+    check_optimizer_state(optimizer, checked.optimizer)
+    _check_average(average, checked)
+    if sealed(state)["digest"] != checked.digest:
         raise CheckpointError(
             "this state was changed since an engine made it: its content does not match its digest. Load it as it was saved, and "
             "change weights or the optimiser's settings afterwards."
         )
-    return found
+    return checked
 
 
 def _check_account(state: EngineState, plan: PrivacyPlan) -> None:

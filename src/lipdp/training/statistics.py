@@ -22,17 +22,17 @@ __all__ = ["find_standardize", "release_moments"]
 
 def find_standardize(model: torch.nn.Module) -> nn.Standardize:
     """The model's one Standardize layer."""
-    found = [module for module in model.modules() if isinstance(module, nn.Standardize)]
-    if len(found) != 1:
+    layers = [module for module in model.modules() if isinstance(module, nn.Standardize)]
+    if len(layers) != 1:
         raise ConfigurationError(
-            f"statistics are released for one lipdp.nn.Standardize layer; this model has {len(found)}. "
+            f"statistics are released for one lipdp.nn.Standardize layer; this model has {len(layers)}. "
             + (
                 "Put one into it, or leave statistics_budget out."
-                if not found
+                if not layers
                 else "Statistics behind another would need its own first."
             )
         )
-    return found[0]
+    return layers[0]
 
 
 def release_moments(

@@ -109,10 +109,10 @@ def _code(value: Any) -> list[str]:
     kinds = [kind for kind in type(value).__mro__ if kind.__module__.split(".")[0] not in ("torch", "builtins", "abc", "typing")]
     own = vars(value) if hasattr(value, "__dict__") else {}
     functions = [(name, f) for place in (*map(vars, kinds), own) for name, f in place.items()]
-    found = [f"{name} {_digest_of_code(f.__code__)}" for name, f in functions if isinstance(f, types.FunctionType)]
+    lines = [f"{name} {_digest_of_code(f.__code__)}" for name, f in functions if isinstance(f, types.FunctionType)]
     named = [f"{name} {getattr(f, '__qualname__', f)}" for name, f in own.items() if isinstance(f, types.BuiltinFunctionType)]
     plain = [f"{name}={v!r}" for name, v in own.items() if isinstance(v, bool | int | float | str) and name != "training"]
-    return sorted([*found, *named, *plain])
+    return sorted([*lines, *named, *plain])
 
 
 @lru_cache(maxsize=4096)
