@@ -305,14 +305,14 @@ def test_a_model_that_changes_is_recorded_again(recorder):
 
 
 class Scaled(nn.Module):
-    """A parameter of its own, for torch.func to do."""
+    """A parameter of its own, of which no copies for each example can be made: for torch.func to do."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(4))
 
     def forward(self, x):
-        return torch.tanh(x * self.scale)
+        return torch.tanh(x * self.scale / self.scale.norm())
 
 
 @pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
