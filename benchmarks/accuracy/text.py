@@ -223,6 +223,15 @@ def next_letter(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
 
 
+def by_tables(train: torch.Tensor, other: torch.Tensor, before: int) -> float:
+    """The perplexity of counts: of letters (``before`` = 0) or of letters after one other (1)."""
+    counts = torch.full((LETTERS if before else 1, LETTERS), 0.05, dtype=torch.float64)
+    rows = train[:, :-1] * before
+    counts.index_put_((rows.flatten(), train[:, 1:].flatten()), torch.ones((), dtype=torch.float64), accumulate=True)
+    likely = counts / counts.sum(1, keepdim=True)
+    return math.exp(-float(likely[(other[:, :-1] * before).flatten(), other[:, 1:].flatten()].log().mean()))
+
+
 def letters(options: argparse.Namespace) -> None:
     """The last tenth of the text is the test set; what is held out is drawn from the rest."""
     records = data.windows((data_root() / "text" / "tinyshakespeare.txt").read_bytes(), LENGTH)
@@ -231,6 +240,7 @@ def letters(options: argparse.Namespace) -> None:
     end = len(records) - len(records) // 10
     kept, out = (torch.arange(end), torch.arange(end, len(records))) if options.test else held_out(end)
     other = records[out]
+    print(f"tables, not private: letters {by_tables(records[kept], other, 0):.2f}, pairs {by_tables(records[kept], other, 1):.2f}")
     train = on(options.device, records[kept, :-1], records[kept, 1:])
     for epsilon in options.epsilon:
         for seed in options.seeds:
