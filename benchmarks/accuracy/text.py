@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import data
 from lipdp.data.files import data_root
+from lipdp.data.imdb import BUCKETS, hashed_words
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "text"
 HELD_OUT, DELTA = 0.1, 1e-5
@@ -72,11 +73,11 @@ def settings_for(table: dict[float, Settings], epsilon: float, options: argparse
 
 
 def trained(
-    model: torch.nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: Dataset[Any], epsilon: float, found: Settings,
-    seed: int, device: str,
+    model: torch.nn.Module, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: TensorDataset, epsilon: float,
+    found: Settings, seed: int, device: str,
 ) -> float:  # fmt: skip
     """Train in place; the ε that was spent."""
-    size = len(train)  # type: ignore[arg-type]
+    size = len(train)
     batch = min(found.batch or size, size)
     parameters = [p for p in model.parameters() if p.requires_grad]
     momentum = found.momentum
@@ -93,18 +94,18 @@ def trained(
 
 
 def _without_privacy(
-    model: torch.nn.Module, loss: Any, train: Dataset[Any], optimizer: torch.optim.Optimizer, scheduler: Any, steps: int,
+    model: torch.nn.Module, loss: Any, train: TensorDataset, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int,
     batch: int, seed: int, device: str,
 ) -> float:  # fmt: skip
-    from lipdp.inputs import call, loss_of, mapped
+    from lipdp.inputs import call, loss_of
 
     draw = torch.Generator().manual_seed(seed)
     model.to(device).train()
     for _ in range(steps):
-        rows = torch.randperm(len(train), generator=draw)[:batch].tolist()  # type: ignore[arg-type]
-        x, y = mapped(lambda part: part.to(device), torch.utils.data.default_collate([train[i] for i in rows]))
+        rows = torch.randperm(len(train), generator=draw)[:batch].to(device)
+        *x, y = (part.index_select(0, rows) for part in train.tensors)
         optimizer.zero_grad()
-        loss_of(loss, call(model, x), y).mean().backward()
+        loss_of(loss, call(model, tuple(x)), y).mean().backward()
         optimizer.step()
         scheduler.step()
     return math.inf
@@ -128,24 +129,22 @@ def texts(test: bool) -> tuple[list[str], torch.Tensor, list[str], torch.Tensor]
 
 def bag(options: argparse.Namespace) -> None:
     train, labels, other, truth = texts(options.test)
-    x, other_x = data.hashed_bag(train), data.hashed_bag(other)
+    x, other_x = data.hashed_bag(train, options.buckets), data.hashed_bag(other, options.buckets)
+    records = on(options.device, x, labels)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
     for epsilon in options.epsilon:
         for seed in options.seeds:
-            model = torch.nn.Linear(x.shape[1], 2)
+            model = torch.nn.Linear(x.shape[1], 2, bias=False)  # whose gradient would be as long as that of all words
             torch.nn.init.zeros_(model.weight)
-            torch.nn.init.zeros_(model.bias)
             started = time.perf_counter()
-            spent = trained(
-                model, loss, TensorDataset(x, labels), epsilon, settings_for(BAG, epsilon, options), seed, options.device
-            )
+            spent = trained(model, loss, records, epsilon, settings_for(BAG, epsilon, options), seed, options.device)
             with torch.no_grad():
                 right = model.cpu()(other_x).argmax(1) == truth
             note("bag", options, epsilon, seed, spent, {"accuracy": float(right.double().mean())}, started)
 
 
-def transformer(weights: str | None) -> tuple[torch.nn.Module, Callable[[list[str]], dict[str, torch.Tensor]]]:
-    """A classifier with LoRA adapters and a trained head, and what makes tokens for it.
+def transformer(weights: str | None) -> tuple[torch.nn.Module, Callable[[list[str]], tuple[torch.Tensor, ...]]]:
+    """A classifier with LoRA adapters and a trained head, and what makes its two inputs: tokens and their mask.
 
     Without weights: a small random encoder that reads hashed words. With them, a folder or a name of Hugging Face's hub.
     """
@@ -154,38 +153,30 @@ def transformer(weights: str | None) -> tuple[torch.nn.Module, Callable[[list[st
 
     if weights is None:
         config = transformers.BertConfig(
-            vocab_size=data.imdb.BUCKETS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
+            vocab_size=BUCKETS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
             max_position_embeddings=TOKENS, num_labels=2,
         )  # fmt: skip
         base: torch.nn.Module = transformers.BertForSequenceClassification(config)
 
-        def tokens(reviews: list[str]) -> dict[str, torch.Tensor]:
-            ids = data.imdb.hashed_words(reviews, TOKENS)
-            return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+        def tokens(reviews: list[str]) -> tuple[torch.Tensor, ...]:
+            ids = hashed_words(reviews, TOKENS)
+            return ids, (ids > 0).long()
 
     else:
         base = transformers.AutoModelForSequenceClassification.from_pretrained(weights, num_labels=2)
         tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
 
-        def tokens(reviews: list[str]) -> dict[str, torch.Tensor]:
+        def tokens(reviews: list[str]) -> tuple[torch.Tensor, ...]:
             made = tokenizer(reviews, truncation=True, padding="max_length", max_length=TOKENS, return_tensors="pt")
-            return {name: made[name] for name in ("input_ids", "attention_mask")}
+            return made["input_ids"], made["attention_mask"]
 
     adapters = peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.0)
     return peft.get_peft_model(base, adapters), tokens
 
 
-class Encoded(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
-    """Tokens and labels, a dict for each record."""
-
-    def __init__(self, tokens: dict[str, torch.Tensor], labels: torch.Tensor) -> None:
-        self.tokens, self.labels = tokens, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        return {name: part[index] for name, part in self.tokens.items()}, self.labels[index]
+def on(device: str, *tensors: torch.Tensor) -> TensorDataset:
+    """Records that are where they are needed in every step."""
+    return TensorDataset(*(tensor.to(device) for tensor in tensors))
 
 
 def lora(options: argparse.Namespace) -> None:
@@ -201,8 +192,8 @@ def lora(options: argparse.Namespace) -> None:
             model, tokens = transformer(options.weights)
             started = time.perf_counter()
             found = settings_for(LORA, epsilon, options)
-            spent = trained(model, loss, Encoded(tokens(train), labels), epsilon, found, seed, options.device)
-            reached = lipdp.evaluate(model, loss, Encoded(tokens(other), truth), device=options.device)
+            spent = trained(model, loss, on(options.device, *tokens(train), labels), epsilon, found, seed, options.device)
+            reached = lipdp.evaluate(model, loss, on(options.device, *tokens(other), truth), device=options.device)
             note("lora", options, epsilon, seed, spent, {"accuracy": reached["accuracy"], "weights": options.weights}, started)
 
 
@@ -232,6 +223,15 @@ def next_letter(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
 
 
+def by_tables(train: torch.Tensor, other: torch.Tensor, before: int) -> float:
+    """The perplexity of counts: of letters (``before`` = 0) or of letters after one other (1)."""
+    counts = torch.full((LETTERS if before else 1, LETTERS), 0.05, dtype=torch.float64)
+    rows = train[:, :-1] * before
+    counts.index_put_((rows.flatten(), train[:, 1:].flatten()), torch.ones((), dtype=torch.float64), accumulate=True)
+    likely = counts / counts.sum(1, keepdim=True)
+    return math.exp(-float(likely[(other[:, :-1] * before).flatten(), other[:, 1:].flatten()].log().mean()))
+
+
 def letters(options: argparse.Namespace) -> None:
     """The last tenth of the text is the test set; what is held out is drawn from the rest."""
     records = data.windows((data_root() / "text" / "tinyshakespeare.txt").read_bytes(), LENGTH)
@@ -239,14 +239,16 @@ def letters(options: argparse.Namespace) -> None:
         records = records[: options.records]
     end = len(records) - len(records) // 10
     kept, out = (torch.arange(end), torch.arange(end, len(records))) if options.test else held_out(end)
-    train, other = records[kept], records[out]
+    other = records[out]
+    print(f"tables, not private: letters {by_tables(records[kept], other, 0):.2f}, pairs {by_tables(records[kept], other, 1):.2f}")
+    train = on(options.device, records[kept, :-1], records[kept, 1:])
     for epsilon in options.epsilon:
         for seed in options.seeds:
             torch.manual_seed(seed)
             model = Letters(options.width, options.blocks)
             started = time.perf_counter()
             found = settings_for(CHARACTERS, epsilon, options)
-            spent = trained(model, next_letter, TensorDataset(train[:, :-1], train[:, 1:]), epsilon, found, seed, options.device)
+            spent = trained(model, next_letter, train, epsilon, found, seed, options.device)
             model.eval().cpu()
             with torch.no_grad():
                 value = torch.cat([next_letter(model(part[:, :-1]), part[:, 1:]) for part in other.split(256)]).mean()
@@ -261,7 +263,7 @@ def note(
         "epsilon": epsilon, "spent": round(spent, 6), "delta": DELTA, "seed": seed, "on": "test" if options.test else "held out",
         **reached, "seconds": round(time.perf_counter() - started, 1), "device": options.device,
     }  # fmt: skip
-    line |= {name: value for name in ("records", "batch", "steps", "clip", "rate") if (value := getattr(options, name))}
+    line |= {name: value for name in ("records", "buckets", "batch", "steps", "clip", "rate") if (value := getattr(options, name))}
     print(name, json.dumps(line), flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a") as file:
@@ -282,6 +284,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=0, help="only so many, for a trial")
     parser.add_argument("--width", type=int, default=96, help="letters: of the decoder")
     parser.add_argument("--blocks", type=int, default=2, help="letters: of the decoder")
+    parser.add_argument("--buckets", type=int, default=16_384, help="bag: of the hash")
     parser.add_argument("--batch", type=int, help="instead of the settings that were chosen; so are --steps, --clip and --rate")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--clip", type=float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -135,6 +136,27 @@ def test_a_parameter_of_two_modules():
     model = nn.Sequential(Scale(WIDTH), nn.Tanh(), Scale(WIDTH), nn.Flatten(), nn.Linear(LENGTH * WIDTH, 3)).double()
     model[2].gamma = model[0].gamma
     x, y = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64), torch.arange(ROWS) % 3
+    assert_same(clipping.clipped_gradients(model, cross_entropy, x, y, CLIP), looped(model, x, y, cross_entropy))
+
+
+def test_copies_of_an_example_share_its_norm():
+    """Two rows make up one example: their gradients are added up before they are clipped."""
+    torch.manual_seed(0)
+    model, x, y = Tokens().double(), torch.randn(6, LENGTH, WIDTH, dtype=torch.float64), torch.arange(3)
+    found = clipping.clipped_gradients(model, cross_entropy, x, y, CLIP, copies=2)
+    expected = clipping.clipped_gradients(model, cross_entropy, x, y, CLIP, "naive", copies=2)
+    assert_same(found, expected)
+
+
+def test_copies_in_layers_that_are_computed_again():
+    """Gradient checkpointing evaluates a module a second time, in the backward pass, with the same copies."""
+
+    class Checkpointed(Root):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model, x, y = Checkpointed().double(), torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64), torch.arange(ROWS) % 3
     assert_same(clipping.clipped_gradients(model, cross_entropy, x, y, CLIP), looped(model, x, y, cross_entropy))
 
 

@@ -81,11 +81,11 @@ def test_weights_of_a_folder_are_fine_tuned(tmp_path, monkeypatch):
     spec.loader.exec_module(script)
 
     model, tokens = script.transformer(str(tmp_path))
-    made = tokens(["great film", "dull film"] * 8)
-    assert made["input_ids"].shape == (16, script.TOKENS)
-    assert made["input_ids"][0, 1:4].tolist() == [5, 7, 3]
+    ids, mask = tokens(["great film", "dull film"] * 8)
+    assert ids.shape == mask.shape == (16, script.TOKENS)
+    assert ids[0, 1:4].tolist() == [5, 7, 3]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train, loss = script.Encoded(made, torch.arange(16) % 2), torch.nn.CrossEntropyLoss(reduction="none")
+    train, loss = script.on("cpu", ids, mask, torch.arange(16) % 2), torch.nn.CrossEntropyLoss(reduction="none")
     spent = script.trained(model, loss, train, 8.0, script.Settings(8, 2, 0.5, 1e-2, None), 0, "cpu")
     assert 0 < spent <= 8.0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp import losses, nn
 from lipdp.data import RandomCrop
+from lipdp.errors import UnsupportedError
 from lipdp.privacy import AdaptiveClip, Budget
 from tests.training.common import Spy, engine_of, free, planned, small, toy, weights
 
@@ -99,6 +100,25 @@ def _refusal(action):
     return None
 
 
+def _refuse(*_):
+    raise UnsupportedError("something of this rank's own")
+
+
+class _Unreadable(torch.utils.data.Dataset):
+    """Its records can't be read on rank 1."""
+
+    def __init__(self, rank):
+        self.rank, self.records = rank, toy()
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        if self.rank == 1:
+            raise OSError("a disk is gone")
+        return self.records[index]
+
+
 def disagreements(folder):
     """What each of two ranks is told when it was given something else than the other."""
     rank, found = dist.get_rank(), {}
@@ -117,6 +137,13 @@ def disagreements(folder):
     with torch.no_grad():
         model[1].weight.mul_(1 - 0.5 * rank)
     found["moved"] = _refusal(lambda: engine.step(*next(engine.batches(toy()))))
+    alone = engine_of(small(), plan, loss=LOSS)
+    found["unread"] = _refusal(lambda: next(alone.batches(_Unreadable(rank))))
+    batch = next(alone.batches(toy()))
+    if rank == 1:
+        alone._query.ask = _refuse
+    found["alone"] = _refusal(lambda: alone.step(*batch))
+    found["alone steps"] = alone.steps
     wrapped = torch.nn.parallel.DistributedDataParallel(small())
     found["wrapped"] = _refusal(lambda: engine_of(wrapped, plan, loss=LOSS))
     from torch.distributed.fsdp import fully_shard

@@ -85,7 +85,10 @@ def test_ranks_that_were_given_different_things_are_refused(tmp_path):
         assert "the training data of rank 1 differs" in messages["data"]
         assert "what step 0 depends on of rank 1 differs" in messages["batch"]
         assert "what step 0 depends on of rank 1 differs" in messages["moved"]
-        assert found["steps"] == 0
+        assert found["steps"] == found["alone steps"] == 0
+        assert found["alone"][0] == "UnsupportedError"  # on both, though only the second has refused
+        assert "something of this rank's own" in messages["alone"]
+        assert "a disk is gone" in messages["unread"]
         assert found["wrapped"][0] == found["sharded"][0] == "UnsupportedError"
         assert "data parallel keeps a copy" in messages["sharded"]
         assert found["budget"][0] == "BudgetError"  # on both, though only the first has asked

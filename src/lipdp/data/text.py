@@ -57,8 +57,9 @@ def hashed_bag(texts: Sequence[str], buckets: int = 16_384, *, leave_out: Collec
     whole("buckets", buckets, least=2)
     vectors = torch.zeros(len(texts), buckets)
     known: dict[str, int] = {}
+    left_out = frozenset(leave_out)
     for row, text in enumerate(texts):
-        numbers = [known.setdefault(word, hashed_word(word)) for word in sorted(set(words(text)) - set(leave_out))]
+        numbers = [known.setdefault(word, hashed_word(word)) for word in sorted(set(words(text)) - left_out)]
         places = torch.tensor([number % buckets for number in numbers], dtype=torch.long)
         signs = torch.tensor([1.0 - 2.0 * (number >> 63) for number in numbers])
         vectors[row].index_add_(0, places, signs)
@@ -70,6 +71,10 @@ def windows(text: str | bytes, length: int) -> torch.Tensor:
 
     Of a record the first ``length`` bytes are the input and the last ``length`` the targets of next-letter training. Records share
     no byte, so that one record is what a guarantee by record protects: ``length`` + 1 letters, not a work nor its author.
+
+    Args:
+        text: letters (encoded as UTF-8) or bytes.
+        length: of a record's input.
 
     Example:
         >>> windows("to be or not to be", 5).shape

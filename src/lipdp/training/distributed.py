@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
@@ -86,17 +87,40 @@ class Ranks:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
         return [int(number) for number in flat.tolist()]
 
-    def shared(self, value: bytes) -> bytes:
-        """The value of the first rank, on all of them."""
+    def shared(self, value: bytes, of: int = 0) -> bytes:
+        """The value of one rank, the first by default, on all of them."""
         if self.count == 1:
             return value
         length = torch.tensor([len(value)], dtype=torch.int64, device=self._carrier)
-        dist.broadcast(length, 0)
+        dist.broadcast(length, of)
         content = torch.zeros(int(length), dtype=torch.uint8, device=self._carrier)
-        if self.is_first and value:
+        if self.number == of and value:
             content.copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-        dist.broadcast(content, 0)
+        dist.broadcast(content, of)
         return content.cpu().numpy().tobytes()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is refused on one rank in the block is refused on all of them at its end: else they would wait for it for ever.
+
+        Nothing in the block may wait for other ranks.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if self.count == 1:
+                raise
+            failure = raised
+        if self.count == 1:
+            return
+        (refusing,) = self.most([0 if failure is None else self.number + 1])
+        if refusing:
+            told = self.shared(b"" if failure is None else f"{type(failure).__name__}\n{failure}".encode(), refusing - 1).decode()
+            if failure is not None:
+                raise failure
+            kind, _, message = told.partition("\n")
+            raise _error_of(kind)(f"rank {refusing - 1}: {message}")
 
     def by_first(self, action: Callable[[], T]) -> T | None:
         """Let the first rank do something. Where it is refused, it is refused on all ranks, so that none waits for the others."""
@@ -114,7 +138,7 @@ class Ranks:
             raise failure
         if told:
             kind, _, message = told.partition("\n")
-            raise getattr(errors, kind, LipdpError)(message)
+            raise _error_of(kind)(message)
         return result
 
     def state_of_first(self, read: Callable[[], Any]) -> Any:
@@ -159,6 +183,12 @@ def added_up(ranks: Ranks, answer: Answer, units: Mapping[str, float], count_std
         {name: floating(pair, unit) for name, pair in counts.items()},
         None if answer.clipped is None else (clipped[0], answer.clipped[1]),
     )
+
+
+def _error_of(kind: str) -> type[LipdpError]:
+    """The class of an error of ours by its name; of other people's errors, the one that all of ours are."""
+    found = getattr(errors, kind, LipdpError)
+    return found if isinstance(found, type) and issubclass(found, LipdpError) else LipdpError
 
 
 def present_ranks() -> Ranks:

@@ -245,7 +245,8 @@ class PrivacyEngine:
         """
         if self._settled is not None and train is self._settled.dataset:
             return
-        digest = self._streams.digest(train, progress)
+        with self._ranks.together():
+            digest = self._streams.digest(train, progress)
         if self._streams.data not in (None, digest):
             raise (CheckpointError if self._resumed else DataError)(
                 "these are not the records that this run has been trained on: one of them, their order or their types differ. Its "
@@ -373,7 +374,13 @@ class PrivacyEngine:
         """Digests of the weights, all in the first rows, and of a microbatch behind them."""
         return torch.cat([self._watch.digest_elsewhere(), noise_cuda.words_of(microbatch, self._streams.words_key)])
 
-    def _ask(self, batch: Sample, attempts: int = 2) -> _Asked:
+    def _ask(self, batch: Sample) -> _Asked:
+        """What the data say to all ranks together; what one of them refuses, all do."""
+        with self._ranks.together():
+            asked, turn = self._ask_alone(batch)
+        return asked._replace(answer=self._over_ranks(asked.answer, turn, asked.settings, asked.prepared))
+
+    def _ask_alone(self, batch: Sample, attempts: int = 2) -> tuple[_Asked, Turn]:
         """What the data say, computed by the model that was proved: to be released, and not before this returns.
 
         On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
@@ -415,14 +422,14 @@ class PrivacyEngine:
                 answer, noised = answer.again(), None
                 self._constants.refuse(read_flags(self._constants.same()))
         if unchanged:
-            return _Asked(self._over_ranks(answer, turn, settings, prepared), settings, prepared, noised)
+            return _Asked(answer, settings, prepared, noised), turn
         if attempts == 0:
             raise ConfigurationError(
                 "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
                 "them), so nothing bounds what it computes. No step was taken."
             )
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
-        return self._ask(batch, attempts - 1)
+        return self._ask_alone(batch, attempts - 1)
 
     def _turn(self, settings: StepSettings, number: int, begin: Callable[[int], None], copies: Copies) -> Turn:
         """Which microbatches this process computes; each begins with random draws of its own."""
