@@ -168,7 +168,7 @@ class _Leave(lipdp.training.Callback):
             run.stop = True
 
 
-def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=None):
+def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=None, rows=8):
     model = free()
     plan = planned(model, LOSS, steps=8, method="bookkeeping", max_grad_norm=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -190,7 +190,7 @@ def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=Non
         checkpoint=f"{folder}/run",
         resume=resume,
         checkpoint_every=1e-9,
-        microbatch_size=8,
+        microbatch_size=rows,
         evaluations=4,
         ema_decay=0.9,
         budget=budget,

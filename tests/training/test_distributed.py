@@ -13,6 +13,7 @@ import lipdp
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.privacy import Budget
 from lipdp.privacy.noise import grid
+from lipdp.training.checkpoint import load_checkpoint
 from lipdp.training.totals import carried, check_range, exact, floating, unit_of
 from tests.training.common import engine_of, planned, small, toy, weights
 from tests.training.rank_tasks import (
@@ -120,6 +121,15 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_another_number(tmp_path, priv
     for found in results(3, fitted_in, {"folder": str(folders[1]), "private": private, "resume": True}):
         assert _difference(found[0], whole[0]) == 0
         assert found[1:] == whole[1:]
+
+
+def test_a_rank_is_killed_in_the_first_step(tmp_path):
+    """The size of microbatches follows from the number of ranks, unless somebody has kept it: it was, before the first step."""
+    outcomes = run_ranks(2, fitted_in, {"folder": str(tmp_path), "private": True, "dies_at": 0, "rows": None})
+    assert outcomes[1] == ("gone", None)
+    state = load_checkpoint(tmp_path / "run", torch.device("cpu"))["engine"]
+    assert state["steps"] == 0
+    assert isinstance(state["rows"], int)
 
 
 def test_the_budget_is_charged_once_and_the_file_belongs_to_the_first(tmp_path):

@@ -474,6 +474,10 @@ class PrivacyEngine:
             for parameter in group["params"]:
                 parameter.grad = None
 
+    def fix_microbatches(self) -> None:
+        """Keep the size that microbatches have, in states too: steps that are done again elsewhere then give the same bits."""
+        self._rows = self.microbatch_size
+
     def _microbatch_size(self) -> int:
         whole = self.plan.sampling_rate == 1
         rows = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole, ranks=self._ranks.count)
@@ -641,7 +645,7 @@ class PrivacyEngine:
                 "plan": self.plan.to_json(),
                 "steps": self.steps,
                 "one_off": list(self.ledger.one_off),
-                "rows": self.microbatch_size if self.steps else None,
+                "rows": self.microbatch_size if self.steps or self._rows is not None else None,
                 "run": self._account.nonce,
                 "budget": self._account.name,
                 **self._streams.state_dict(),

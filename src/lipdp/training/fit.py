@@ -252,6 +252,9 @@ def _run(
         train = engine.settle(train, in_place=storing.settle == "in_place")
     if storing.settle and plan.sampling_rate == 1:
         train = engine.shuffle()
+    if saved.ranks.grouped and engine.steps == 0:
+        engine.fix_microbatches()
+        saved.save()
     validation = None if validation is None else engine.through_front(validation)
     run = Run(engine, history)
     every = max(1, round(plan.steps / evaluations))

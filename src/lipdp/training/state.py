@@ -159,7 +159,7 @@ class EngineState:
         plan: as JSON.
         steps: charged so far.
         one_off: the one-off releases charged so far.
-        rows: of a microbatch in the steps so far; ``None`` before the first.
+        rows: of a microbatch; ``None`` where nothing has fixed it, before the first step.
         run: a name drawn for this run alone.
         budget: the file of the budget that pays for it, if one does.
         key: the run's secret, in hexadecimal.
