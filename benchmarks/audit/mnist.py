@@ -27,7 +27,7 @@ RECIPES = ("mnist-mlp", "mnist-mlp-bookkeeping")
 
 def looks(records: int, seconds: float) -> dict[str, dict[str, object]]:
     """Arguments of :func:`lipdp.audit.run` for each look."""
-    white = {"guesses": 20_000, "seconds": seconds}
+    white = {"canaries": 128, "guesses": 20_000, "seconds": seconds}
     return {
         "white-box, one step, all records": {"steps": 1, "sampling": False, **white},
         "white-box, four steps, sampled": {"steps": 4, **white},
@@ -63,8 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in options.recipes:
-        for epsilon in options.epsilons:
+    for epsilon in options.epsilons:
+        for name in options.recipes:
             rows = audits(name, epsilon, options.records, options.seconds)
             with (RESULTS / "mnist.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
