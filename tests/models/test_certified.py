@@ -62,7 +62,7 @@ def test_sensitivity_is_norm_times_clip():
 
 @pytest.mark.parametrize("options", [{"scales": []}, {"orders": (0.2, 1.5, 1.0)}, {"orders": (0.2, 1.0)}])
 def test_what_would_expand_is_refused(options):
-    with pytest.raises(ConfigurationError, match="scale|orders"):
+    with pytest.raises(ConfigurationError, match=r"scale|orders"):
         network(**options)
 
 
