@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,6 +153,38 @@ def test_shadows_are_kept_and_interrupted_ones_go_on(tmp_path):
         audit.train_shadows(fresh, plan, Subset(pool, range(20)), 2, tmp_path)
     with pytest.raises(ConfigurationError, match="count"):
         audit.train_shadows(fresh, plan, pool, 0, tmp_path)
+
+
+def fresh_unless_told():
+    """As :func:`fresh`; a folder is told which processes have made one, and can say that none shall be made."""
+    folder = Path(os.environ["LIPDP_TEST_SHADOWS"])
+    (folder / f"process-{os.getpid()}").touch()
+    if os.getpid() != int(os.environ["LIPDP_TEST_PARENT"]) and (folder / "refuse").exists():
+        raise RuntimeError("told to")
+    return fresh()
+
+
+def test_shadows_in_several_processes(tmp_path, monkeypatch):
+    told, pool, plan = [], records(60), planned(1e-6, steps=3, size=50)
+    alone = audit.train_shadows(fresh, plan, pool, 3, tmp_path / "alone")
+    monkeypatch.setenv("LIPDP_TEST_SHADOWS", str(tmp_path))
+    monkeypatch.setenv("LIPDP_TEST_PARENT", str(os.getpid()))
+    (tmp_path / "refuse").touch()
+    with pytest.raises(RuntimeError, match="told to"):
+        audit.train_shadows(fresh_unless_told, plan, pool, 1, tmp_path / "several", workers=2)
+    (tmp_path / "refuse").unlink()
+    shadows = audit.train_shadows(
+        fresh_unless_told, plan, pool, 3, tmp_path / "several", workers=2, progress=lambda done, of: told.append((done, of))
+    )
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    others = {path.name for path in tmp_path.glob("process-*")} - {f"process-{os.getpid()}"}
+    assert len(others) >= 2  # one that refused, and one or two that did not
+    for one, two in zip(alone, shadows, strict=True):  # the same parts, the same first weights, other samples and hardly any noise
+        assert one[1].weight.shape == two[1].weight.shape
+        assert float((one[1].weight - two[1].weight).detach().norm() / one[1].weight.detach().norm()) < 0.5
+    assert not torch.equal(shadows[0][1].weight, shadows[1][1].weight)
+    with pytest.raises(ConfigurationError, match="top of a module"):
+        audit.train_shadows(lambda: fresh(), plan, pool, 2, tmp_path / "never", workers=2)
 
 
 def test_what_can_not_be_judged_is_refused(overfitted):

@@ -121,3 +121,11 @@ def test_a_refuted_plan_is_an_error_where_that_is_asked_for():
 def setting(kind):
     model, loss, plan = network(kind)
     return plan, model, loss
+
+
+def test_weights_that_are_far_outside_are_a_finding_and_no_crash():
+    """Where nothing can be proved any more, because outputs overflow, the report still comes."""
+    model, loss, plan = network("mlp")
+    with faults.no_projection():
+        report = audit.release_path(plan, model, loss, steps=2, travel=1e25)
+    assert "weights are back in their sets" in names(report)

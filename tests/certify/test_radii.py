@@ -395,7 +395,7 @@ def test_each_pair_of_outputs_has_its_own_constant():
     assert bool((radii <= expected).all())
     assert torch.allclose(radii, expected, rtol=1e-2, atol=1e-3)  # less what rounding may have added
     general = outputs.topk(2, dim=1).values.diff(dim=1)[:, 0].abs() / (
-        2**0.5 * float(torch.linalg.matrix_norm(common.weight, 2)) * norm
+        2**0.5 * float(torch.linalg.matrix_norm(common.weight.detach(), 2)) * norm
     )
     assert float((expected / general).median()) > 5
     moved = attack(model, x, radius=radii.float() * 0.999, steps=30, restarts=2)

@@ -1,7 +1,10 @@
 """`lipdp certify`: a trained run's certified accuracy."""
 
+import dataclasses
+
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import lipdp as package
 from lipdp.data import load
@@ -52,3 +55,28 @@ def test_what_is_not_there_is_named(lipdp, tmp_path):
     assert "no model.lipdp in the folder" in missing.stderr.replace("\n", " ")
     assert "no file" in lipdp("certify", tmp_path / "nothing.lipdp").stderr
     assert "--radii takes numbers" in lipdp("certify", tmp_path, "--radii", "a,b").stderr
+
+
+def test_two_classes_have_a_certified_auroc(lipdp, tmp_path, monkeypatch):
+    train, test, info = load("digits")
+    zero_or_not = [TensorDataset(part.tensors[0], (part.tensors[1] == 0).long()) for part in (train, test)]
+    known = dataclasses.replace(info, classes=2, class_names=("other", "zero"))
+    monkeypatch.setattr(package.data, "load", lambda *_, **__: (*zero_or_not, known))
+    torch.manual_seed(0)
+    file, loss = tmp_path / "zeros.lipdp", package.losses.CrossEntropy(8.0)
+    model = package.models.create("mlp", input_shape=(1, 8, 8), classes=2, hidden=(16,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(model(zero_or_not[0].tensors[0]), zero_or_not[0].tensors[1]).mean().backward()
+        optimizer.step()
+        package.parametrize.project_(model)
+    package.save_model(model, file)
+    found = lipdp("certify", file, "--dataset", "digits", "--radii", "0,16,64", "--json").json
+    x, y = zero_or_not[1].tensors
+    expected = package.certified_auroc(package.load(file), x, y, (0.0, 16 / 255, 64 / 255))
+    assert list(found["certified_auroc"].values()) == pytest.approx(list(expected.values()))
+    assert expected[0.0] > 0.95
+    assert expected[0.0] > expected[64 / 255]
+    text = lipdp("certify", file, "--dataset", "digits", "--radii", "0,16").stdout
+    assert "certified AUROC" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -67,13 +68,30 @@ def train_shadows(
             _train(make, plan, pool, place, shadow, seed)
             tell(number)
     else:
+        _check_sendable(make)
         # Not forked: a forked process shares keys, and the engine refuses that.
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as processes:
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            workers, spawned, torch.set_num_threads, (max(1, torch.get_num_threads() // workers),)
+        ) as processes:
             jobs = [processes.submit(_train, make, plan, pool, place, shadow, seed) for shadow in missing]
-            for number, job in enumerate(as_completed(jobs), 1):
-                job.result()
-                tell(number)
+            try:
+                for number, job in enumerate(as_completed(jobs), 1):
+                    job.result()
+                    tell(number)
+            except BaseException:
+                processes.shutdown(wait=False, cancel_futures=True)  # those under way are finished, and kept
+                raise
     return [_read(make, _file(place, number), seed, number) for number in range(wanted)]
+
+
+def _check_sendable(make: MakeShadow) -> None:
+    try:
+        pickle.dumps(make)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"make can't be sent to other processes ({error}): give a function at the top of a module, or workers=1"
+        ) from error
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -107,7 +107,8 @@ def _pair_constants(plain: fx.GraphModule, input_shape: Shape, input_norm: float
         return None
     layer = plain.get_submodule(place)
     assert isinstance(layer, torch.nn.Linear)
-    row = torch.nn.utils.skip_init(torch.nn.Linear, layer.in_features, 1, bias=False).to(layer.weight).requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        row = torch.nn.Linear(layer.in_features, 1, bias=False).to(layer.weight).requires_grad_(False)
     row.weight.zero_()[0, 0] = 1.0
     plain.set_submodule(place, row)
     try:

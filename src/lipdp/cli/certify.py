@@ -29,13 +29,16 @@ def certify(
         str | None, typer.Option(help="Whose test part to certify on.", show_default="the one that it was trained on")
     ] = None,
     radii: Annotated[
-        str, typer.Option(help="Radii in 255ths of the pixels' range (L2), with commas between them.")
+        str, typer.Option(help="Radii in 255ths of a unit of the inputs (L2; pixels are from 0 to 1), with commas between them.")
     ] = "0,1,2,4,8,16",
     examples: Annotated[int | None, typer.Option(min=1, help="Only so many examples.", show_default="all")] = None,
     data: options.DataRoot = None,
     as_json: options.Json = False,
 ) -> None:
-    """Certified accuracy: the share of test examples that are classified rightly, whatever moves them by less than a radius."""
+    """Certified accuracy: the share of test examples that are classified rightly, whatever moves them by less than a radius.
+
+    For two classes a certified AUROC too: what remains of it, whatever moves *every* example by up to the radius.
+    """
     try:
         asked = [float(part) for part in radii.split(",")]
     except ValueError:
@@ -55,22 +58,33 @@ def certify(
     x, y = gather_tensors(part, _numbers(len(part)))  # type: ignore[arg-type]
     certified = lipdp.certify(model, x, y)
     shares = lipdp.certified_accuracy(certified, [radius / 255 for radius in asked])
+    columns = {"certified accuracy": list(shares.values())}
+    if info.classes == 2:
+        columns["certified AUROC"] = list(lipdp.certified_auroc(model, x, y, [radius / 255 for radius in asked]).values())
     report = {
         "model": str(file),
         "dataset": info.name,
         "examples": len(x),
         "median_radius": float(certified.median()),
-        "certified_accuracy": {f"{radius:g}/255": share for radius, share in zip(asked, shares.values(), strict=True)},
+        **{
+            name.replace(" ", "_").lower(): {f"{radius:g}/255": value for radius, value in zip(asked, values, strict=True)}
+            for name, values in columns.items()
+        },
     }
     if as_json:
         print_json(report)
         return
-    rows = [(f"{radius:g}/255", f"{100 * share:.1f}%") for radius, share in zip(asked, shares.values(), strict=True)]
+    rows = [
+        (f"{radius:g}/255", *(f"{100 * value:.1f}%" for value in values))
+        for radius, *values in zip(asked, *columns.values(), strict=True)
+    ]
     out = console()
     out.print(
-        f"[bold]{file}[/bold] on {len(x):,} test examples of {info.name}; L2 radii in the units of pixels in [0, 1]", soft_wrap=True
+        f"[bold]{file}[/bold] on {len(x):,} test examples of {info.name}; L2 radii in the units of its inputs (pixels: [0, 1])",
+        soft_wrap=True,
     )
-    out.print(table(("radius", "certified accuracy"), rows, right=("radius", "certified accuracy")))
+    headers = ("radius", *columns)
+    out.print(table(headers, rows, right=headers))
     out.print(f"median radius {float(certified.median()):.4g}")
 
 

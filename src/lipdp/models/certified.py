@@ -41,7 +41,8 @@ def scattering_certified(
     the ball or sphere brings two images further apart: a constant is taken off the pixels, so that zeros continue the image
     beyond its border without copies of it; scattering is 1-Lipschitz, the mean over an image and its mirror image too; K
     scales side by side are divided by √K; weights of orders are at most 1; and taking the mean off moves all points alike. So a
-    margin m of the head is a margin of the pixels, times what the scaling to the sphere adds.
+    margin m of the head is a margin of the pixels, times what the scaling to the sphere adds. (With several scales the calculus
+    adds up what each gives back, so that certificates count √K instead of 1.)
 
     Args:
         input_shape: (channels, height, width).
