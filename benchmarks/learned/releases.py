@@ -7,8 +7,8 @@ Quantiles (replace-one, n = 1000 draws of a real column, the bounds of robustnes
 on all numbers for each with ε/m; OpenDP's private quantile on 1,000 even candidates for each with ε/m; and the recursion of Kaplan,
 Schnapp and Stemmer (2022), the middle quantile first, each level with ε/⌈log₂(m+1)⌉, written out here. Loss: squared error ÷
 range², averaged over the quantiles. Regression: the share of the target's variance that the private fit loses to least squares.
-AdaSSP (Wang 2018) is for neighbours that differ by one record more or less, ours and OpenDP's Theil-Sen (one feature) for a replaced
-one, which is harder.
+AdaSSP (Wang 2018) is for neighbours that differ by one record more or less; ours and OpenDP's Theil-Sen (one feature), for a
+replaced one, which is harder.
 """
 
 from __future__ import annotations

@@ -137,6 +137,10 @@ def answer(
         str,
         typer.Option(help="replace_one: the number of rows is public; add_remove: it is private (and count asks for it)."),
     ] = "replace_one",
+    step: Annotated[
+        float | None,
+        typer.Option(help="Public: every record is low, low + step, …; 1 for whole numbers. Quantiles are among these."),
+    ] = None,
     robustness: Robustness = 0.25,
     quick: Quick = False,
     clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
@@ -164,12 +168,12 @@ def answer(
     plans: list[mechanisms.Plan | mechanisms.OpenPlan] = []
     for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
         if adjacency == "add_remove":
-            plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query)))
+            plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step))
             continue
         if not as_json:
             console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")
         held = None if robustness == 0 else robustness
-        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings))
+        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings, step=step))
     answers = release_all(plans, values, budget=account, clamp=clamp)
     left = None if account is None else account.remaining
     if as_json:

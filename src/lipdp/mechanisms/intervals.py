@@ -28,13 +28,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Lattice", "Profile"]
+__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Lattice", "Profile", "Step", "check_step"]
+
+Step = Annotated[float, Range(above=0)]
 
 PARTS = 48
 """Parts of the range that a belief can tilt and shift."""
@@ -43,6 +46,12 @@ _COPIES = 2**80  # in all, before tilts,
 _ROUND, _MOST = _COPIES // 10, _COPIES // 10**4  # on round numbers, at most; and for each of a level
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
 _NUMBERS = 1_500_000  # in one intermediate tensor
+
+
+def check_step(step: float | None, low: float, high: float) -> None:
+    """Refuse a step that leaves fewer than two numbers of a range, or more than 10⁷."""
+    if step is not None and not (is_number(step) and 0 < step <= high - low <= 1e7 * step):
+        raise ConfigurationError(f"step is {step!r}: above 0, at most the range {high - low:g}, at least 10^-7 of it; e.g. 1.")
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,17 @@ class Lattice:
         levels = [(m, min(_ROUND // len(liked) // count, _MOST)) for m, count in liked]
         rest = _COPIES - sum(copies * count for (_, copies), (_, count) in zip(levels, liked, strict=True))
         return cls(origin, step, first, last, ((1, rest // (last - first + 1)), *levels))
+
+    @classmethod
+    def of_steps(cls, low: float, high: float, step: float) -> Lattice:
+        """low, low + step, … up to high: for columns of which it is public that they hold no other numbers."""
+        size = Fraction(repr(float(step)))
+        last = (Fraction(repr(high)) - Fraction(repr(low))) // size
+        return cls(low, size, 0, last, ((1, _COPIES // (last + 1)),))
+
+    def value(self, place: int) -> float:
+        """A candidate in the user's units, as the decimal that it is."""
+        return float(place * self.step + Fraction(repr(self.origin)))
 
     def places(self, x: Tensor) -> Tensor:
         """Each record's nearest candidate, int64: record by record, so neighbours stay neighbours."""
