@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -253,6 +254,15 @@ def _is_even(mechanism: IntervalMechanism, robustness: float) -> bool:
     return spread and not bool(mechanism.shift.any()) and not any(mechanism.ends)
 
 
+def _far_ends(problem: Problem) -> tuple[bool, bool]:
+    """Which ends may have copies of their own: not the one that a quantile is nearer to by rank.
+
+    Beyond the data on that side, δ wide, little else weighs as much as their even measure does: it costs δ³/3, and copies M of the
+    end δ²·M. Data close to the end, with δ small, would lose any number of times more.
+    """
+    return problem.query.p >= Fraction(1, 2), problem.query.p <= Fraction(1, 2)
+
+
 def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
     """The best part of a fit, with its own ends or others, that keeps to 1 + τ on the pool; the plain one at the last."""
     scale = float(fit.tilt.max())
@@ -260,7 +270,7 @@ def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMec
     tried = [
         IntervalMechanism.tilted(fit.problem, (part * logs).exp(), part * fit.shift, ends=ends)
         for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-        for ends in ([part * end for end in own], *itertools.product(_ENDS, _ENDS))
+        for ends in ([part * end for end in own], *itertools.product(*(_ENDS if far else (0.0,) for far in _far_ends(fit.problem))))
     ]  # the last ones are even, and the first of these is the plain one
     return next(one for one in sorted(tried, key=pool.score) if pool.worst(one)[0] <= 1 + _MARGIN * robustness)
 
@@ -274,11 +284,11 @@ def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> Interval
     logs = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
     moves = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
     more = torch.full((2,), math.log(_START), dtype=torch.float64, requires_grad=True)
-    nothing = torch.zeros(2, dtype=torch.float64)
+    nothing, allowed = torch.zeros(2, dtype=torch.float64), torch.tensor(_far_ends(base.problem), dtype=torch.float64)
     optimiser = torch.optim.Adam([logs, moves, more], lr=0.03)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.03, total_steps=_STEPS, pct_start=0.1)
     for _ in range(_STEPS):
-        tilt = torch.cat([logs.exp(), more.exp()])
+        tilt = torch.cat([logs.exp(), allowed * more.exp()])
         shift = torch.cat([scale * moves, nothing]) if squared else None
         losses = believed.losses(tilt, shift)
         against = hostile.losses(tilt, shift)
@@ -291,7 +301,7 @@ def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> Interval
         optimiser.step()
         schedule.step()
     shifts = (scale * moves).detach() if squared else torch.zeros(PARTS, dtype=torch.float64)
-    return IntervalMechanism.tilted(base.problem, logs.detach().exp(), shifts, ends=more.detach().exp().tolist())
+    return IntervalMechanism.tilted(base.problem, logs.detach().exp(), shifts, ends=(allowed * more.detach().exp()).tolist())
 
 
 class _Seen:
