@@ -199,6 +199,8 @@ def show() -> None:
     for kind in SETS:
         for epsilon in EPSILONS:
             own = [row for row in held["quantiles"] if row["levels"] == kind and row["epsilon"] == epsilon]
+            if not own:
+                continue
             cells = []
             for other in ("split", "opendp", "recursion"):
                 ratios = np.array([max(row["joint"], 1e-12) / max(row[other], 1e-12) for row in own])
