@@ -127,7 +127,7 @@ class Sort(torch.nn.Module):
 
 def plot(results: Path) -> None:
     """Every figure whose numbers are there."""
-    for name, panels in (("fig1", panels1), ("fig4", panels4), ("fig5", panels5)):
+    for name, panels in (("fig1", panels1), ("fig2", panels2), ("fig4", panels4), ("fig5", panels5)):
         source = results / f"{name}.json"
         if source.exists():
             text = svg(panels(json.loads(source.read_text()), results))
@@ -148,6 +148,22 @@ def panels1(made: dict[str, Any], results: Path) -> list[Panel]:
             error = made["mse"][f"{activation} k={k:g}"]
             lines.append((f"k = {k:g}: {error:.3f}", made["x"], made["fits"][f"{activation} k={k:g}"], colour))
         panels.append((f"{activation}, {depth} layers of {width}: fits of sin x + ½cos 10x, and their error", lines, False))
+    return panels
+
+
+def figure2(scale: int = 1) -> dict[str, Any]:
+    """Four datasets of the distribution that everything is trained on, with their means and medians."""
+    datasets = Mixture(4, *BOUNDS)(4, N, torch.Generator().manual_seed(2))
+    return {"datasets": datasets.tolist(), "mean": datasets.mean(1).tolist(), "median": datasets.quantile(0.5, dim=1).tolist()}
+
+
+def panels2(made: dict[str, Any], results: Path) -> list[Panel]:
+    panels: list[Panel] = []
+    for i, data in enumerate(made["datasets"]):
+        bins = torch.histc(torch.tensor(data), 25, 0, 10) / N
+        lines: list[Line] = [("data", [0.2 + 0.4 * b for b in range(25)], bins.tolist(), "#1f77b4")]
+        lines += [(name, [made[name][i]] * 2, [0.0, 0.3], colour) for name, colour in (("mean", "#d62728"), ("median", "#000"))]
+        panels.append((f"draw {i + 1} of four truncated Gaussians", lines, False))
     return panels
 
 

@@ -168,3 +168,21 @@ def test_describe_checks_the_file(files: Path) -> None:
     assert json.loads(text.strip().splitlines()[-1])["epsilon"] == 1.0
     (files / "mean.mechanism").write_bytes((files / "mean.mechanism").read_bytes()[:-40])
     assert invoke("describe", files / "mean.mechanism")[0] == 2
+
+
+def test_answer_with_a_private_number_of_rows(files: Path) -> None:
+    (files / "people.csv").write_text("age\n" + "".join(f"{20 + i % 50}\n" for i in range(2000)))
+    Budget(files / "b", epsilon=10.0, delta=0.0, dataset="people")
+    words = ("answer", files / "people.csv", "--low", 0, "--high", 120, "--column", "age", "--adjacency", "add-remove")
+    asked = ("--query", "count", "--query", "mean", "--query", "median", "--query", "p90", "--epsilon", 5)
+    code, text = invoke(*words, *asked, "--budget", files / "b", "--json")
+    assert code == 0, text
+    said = json.loads(text.strip().splitlines()[-1])
+    assert (said["remaining"], said["adjacency"]) == (5.0, "add_remove")
+    count, mean, median, p90 = (one["value"] for one in said["answers"])
+    assert (count, mean, median, p90) == pytest.approx((2000, 44.5, 44.5, 65), abs=12)
+    code, text = invoke(*words, *asked)
+    assert code == 0, text
+    assert "adding or removing one record" in text
+    assert invoke(*words[:-1], "both", *asked)[0] == 2
+    assert invoke(*words, *asked, "--belief", files / "people.csv")[0] == 2

@@ -192,3 +192,23 @@ def test_sums_over_ranks_are_those_of_the_whole_matrix(target: int, limit: int) 
     apart = np.arange(n + 1)[:, None] - np.arange(n + 1)[None]
     want = np.where(apart > 0, np.exp(-slope * np.minimum(np.abs(apart - target), limit)), 0.0) @ weights
     assert np.allclose(chain._entered(weights, target), want, rtol=1e-11, atol=0)
+
+
+def test_a_public_step_leaves_no_place_between(tmp_path: Path) -> None:
+    ages = torch.tensor([18, 20, 20, 33, 33, 33, 35, 60] * 10, dtype=torch.float64)
+    for adjacency in ("replace_one", "add_remove"):
+        (median,) = mechanisms.answer(ages, "median", (0, 120), 3.0, step=1, adjacency=adjacency)  # type: ignore[arg-type]
+        assert float(median.value).is_integer()
+        answers = mechanisms.answer(ages, ["p10", "median", "p90"], (0, 120), 6.0, step=1, adjacency=adjacency)  # type: ignore[arg-type]
+        assert all(float(one.value).is_integer() for one in answers)
+    released = [mechanisms.plan("median", 3.0, 80, (0, 120), step=1).release(ages)[0].value for _ in range(40)]
+    assert released.count(33.0) > 30
+    tenths = mechanisms.answer(ages / 100, "median", (0, 1.2), 30.0, step=0.01)[0].value
+    assert tenths == 0.33
+    planned = mechanisms.plan("median", 1.0, 80, (0, 120), step=1)
+    assert planned.describe()["questions"][0]["mechanism"]["mechanism"] == "permute-and-flip by rank among the 121 multiples of 1"
+    for bad in (0, -1.0, 121, 1e-9, math.nan, "1"):
+        with pytest.raises(ConfigurationError, match="step"):
+            mechanisms.plan("median", 1.0, 80, (0, 120), step=bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="step"):
+            mechanisms.answer(ages, "median", (0, 120), 1.0, step=bad, adjacency="add_remove")  # type: ignore[arg-type]

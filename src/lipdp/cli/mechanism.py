@@ -119,7 +119,7 @@ def answer(
     query: Annotated[
         list[str],
         typer.Option(
-            help="mean, sum, variance, std, median, p25, iqr, min, max, histogram:0,18,65; several: once for each.",
+            help="mean, sum, variance, std, median, p25, iqr, min, max, histogram:0,18,65, count:18,65; several: once for each.",
             show_default=False,
         ),
     ],
@@ -133,17 +133,31 @@ def answer(
     belief: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Public data with the same columns: what is believed of the private ones.")
     ] = None,
+    adjacency: Annotated[
+        str,
+        typer.Option(help="replace_one: the number of rows is public; add_remove: it is private (and count asks for it)."),
+    ] = "replace_one",
+    step: Annotated[
+        float | None,
+        typer.Option(help="Public: every record is low, low + step, …; 1 for whole numbers. Quantiles are among these."),
+    ] = None,
     robustness: Robustness = 0.25,
     quick: Quick = False,
     clamp: Annotated[bool, typer.Option(help="Move values outside of the bounds to the nearest bound.")] = False,
     encoding: Encoding = None,
     as_json: options.Json = False,
 ) -> None:
-    """Plan, charge and release private answers about columns of a CSV file. How many rows it has is taken to be public."""
+    """Plan, charge and release private answers about columns of a CSV file."""
     from lipdp import mechanisms
     from lipdp.mechanisms.answering import release_all
     from lipdp.mechanisms.problem import share_of
     from lipdp.privacy.budget import open_budget
+
+    adjacency = adjacency.replace("-", "_")
+    if adjacency not in ("replace_one", "add_remove"):
+        raise ConfigurationError(f"--adjacency {adjacency}: choose replace_one or add_remove")
+    if adjacency == "add_remove" and belief is not None:
+        raise ConfigurationError("--belief is for a public number of rows: leave it out, or use --adjacency replace_one")
 
     lows, highs = (_for_each(name, given, len(column)) for name, given in (("--low", low), ("--high", high)))
     account = open_budget(budget)
@@ -151,20 +165,24 @@ def answer(
     public = [None if belief is None else read_column(belief, name, encoding) for name in column]
     share = share_of(epsilon, len(column))
     settings = mechanisms.Settings.quick() if quick else None
-    plans = []
+    plans: list[mechanisms.Plan | mechanisms.OpenPlan] = []
     for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
+        if adjacency == "add_remove":
+            plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step))
+            continue
         if not as_json:
             console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")
         held = None if robustness == 0 else robustness
-        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings))
+        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings, step=step))
     answers = release_all(plans, values, budget=account, clamp=clamp)
     left = None if account is None else account.remaining
     if as_json:
         rows = [{"column": name, **dataclasses.asdict(one)} for name, own in zip(column, answers, strict=True) for one in own]
-        print_json({"answers": rows, "epsilon": epsilon, "delta": 0.0, "adjacency": "replace_one", "remaining": left})
+        print_json({"answers": rows, "epsilon": epsilon, "delta": 0.0, "adjacency": adjacency, "remaining": left})
         return
     fields = [(f"{name}: {one.question}", _shown(one)) for name, own in zip(column, answers, strict=True) for one in own]
-    fields.append(("epsilon", f"{epsilon:g}, for replacing one record"))
+    neighbours = "replacing one record" if adjacency == "replace_one" else "adding or removing one record"
+    fields.append(("epsilon", f"{epsilon:g}, for {neighbours}"))
     fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{left:g} left"))
     print_fields(console(), fields)
 

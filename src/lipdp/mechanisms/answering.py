@@ -20,14 +20,16 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Belief, as_distribution, draw
+from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Settings, learn
-from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import draw_noise
 from lipdp.mechanisms.postprocess import Plain
 from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, share_of
 from lipdp.mechanisms.questions import CONFIDENCE, Answer, Counts, Joint, Single, combined, edges_of, levels_of, normalised
 from lipdp.mechanisms.unknown_size import OpenPlan
+from lipdp.mechanisms.utilities import RankUtility
 from lipdp.mechanisms.worlds import Everyday
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
@@ -98,6 +100,7 @@ def plan(
     robustness: float | None = 0.25,
     settings: Settings | None = None,
     seed: int = 0,
+    step: float | None = None,
 ) -> Plan:
     """How to answer questions about a column with ε in all.
 
@@ -109,6 +112,7 @@ def plan(
         n: the number of records, public.
         bounds: (lo, hi) that hold for every possible record.
         distribution: as in :func:`~lipdp.mechanisms.learn`, and so are ``robustness``, ``settings`` and ``seed``.
+        step: where it is public that every record is lo, lo + step, …, e.g. 1 for whole numbers: quantiles are chosen among these.
     """
     asked = normalised(questions)
     problem = Problem.of("mean", epsilon, n, bounds)
@@ -117,7 +121,11 @@ def plan(
     work = settings if settings is not None else Settings(robust=800)
     everyday = belief or Everyday(problem.low, problem.high)
 
+    check_step(step, problem.low, problem.high)
+
     def find(query: str | Query) -> Mechanism:
+        if step is not None and isinstance(query, Query):
+            return _among_steps(replace(problem, query=query, epsilon=share), step)
         return learn(query, share, n, bounds, belief, robustness=robustness, settings=work, seed=seed)
 
     ranked = {question: levels for question in asked if (levels := levels_of(question, n, epsilon)) is not None}
@@ -128,7 +136,7 @@ def plan(
     ]
     if together:
         left = rounded_down(least_of(epsilon) - len(alone) * Fraction(share))
-        parts.append(_jointly(ranked, replace(problem, epsilon=left), everyday, seed))
+        parts.append(_jointly(ranked, replace(problem, epsilon=left), everyday, seed, step))
     return Plan(epsilon, problem, tuple(parts), tuple(asked))
 
 
@@ -144,6 +152,7 @@ def answer(
     robustness: float | None = 0.25,
     settings: Settings | None = None,
     adjacency: Adjacency = "replace_one",
+    step: float | None = None,
 ) -> list[Answer]:
     """Plan for as many records as there are, charge, release: see :func:`plan`. Their number is public, see ``adjacency``.
 
@@ -159,6 +168,7 @@ def answer(
         settings: how much work to do; by default a robust mechanism is fitted to 800 datasets.
         adjacency: "replace_one": n is public. "add_remove": it is private, a part of ε goes to a noisy count, and ``"count"`` can
             be asked; mechanisms without a belief (:class:`~lipdp.mechanisms.OpenPlan`).
+        step: as in :func:`plan`.
     """
     if adjacency not in get_args(Adjacency):
         raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
@@ -166,13 +176,13 @@ def answer(
         if distribution is not None:
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")
         problem = Problem.of("mean", epsilon, 2, bounds)
-        opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)))
+        opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step)
         return release_all([opened], [x], budget=budget, clamp=clamp)[0]
     try:
         size = len(x)
     except TypeError:
         raise DataError(f"the dataset is a {type(x).__name__}: give a tensor, array or list of numbers.") from None
-    planned = plan(questions, epsilon, size, bounds, distribution, robustness=robustness, settings=settings)
+    planned = plan(questions, epsilon, size, bounds, distribution, robustness=robustness, settings=settings, step=step)
     return planned.release(x, budget=budget, clamp=clamp)
 
 
@@ -215,14 +225,25 @@ def _part(
     return Single(question, mechanism, combine, error, "noise" if certain else "belief")
 
 
-def _jointly(ranked: dict[str, tuple[Fraction, ...]], problem: Problem, belief: Any, seed: int) -> Joint:
+def _among_steps(problem: Problem, step: float) -> Mechanism:
+    """A quantile by ranks among the numbers that there can be, by permute-and-flip: it needs no prior, and has no place between."""
+    lattice = Lattice.of_steps(problem.low, problem.high, step)
+    if lattice.last >= 20_000:
+        return IntervalMechanism.plain(problem)  # nearly all numbers
+    values = torch.tensor([lattice.value(place) for place in range(lattice.last + 1)], dtype=torch.float64)
+    utility = RankUtility(((values - problem.low) / problem.width).clamp(0, 1), problem.query.p * problem.n)
+    title = f"permute-and-flip by rank among the {len(values)} multiples of {step:g}"
+    return SelectionMechanism(problem, title, utility, "permute_and_flip", utility.grid)
+
+
+def _jointly(ranked: dict[str, tuple[Fraction, ...]], problem: Problem, belief: Any, seed: int, step: float | None) -> Joint:
     """All questions about ranks from one choice, with the error of each on 95% of the datasets believed in.
 
     These are of 4,000 records at most: with more, the noise on a rank is the same and a rank is less far.
     """
     levels = tuple(sorted({level for own in ranked.values() for level in own}))
     asked = tuple(tuple(levels.index(level) for level in own) for own in ranked.values())
-    quantiles = JointQuantiles(levels, problem.epsilon, problem.n, problem.low, problem.high)
+    quantiles = JointQuantiles(levels, problem.epsilon, problem.n, problem.low, problem.high, step=step)
     fewer = problem.resized(min(problem.n, 4000))
     trial = replace(quantiles, n=fewer.n)
     errors = []

@@ -10,7 +10,7 @@ maximum of two counts and 0, see :class:`~lipdp.mechanisms.utilities.RankUtility
 do not depend on the data. So each weight, and their sum, move by a factor of at most exp(ε/2): ε-DP.
 
 A belief enters by what is public or free: ``tilt`` multiplies the copies of each of 48 parts of the range, ``shift`` is added to
-answers from it.
+answers from it, and ``ends`` are more copies of the two ends, where zeros, full marks and clamped values lie.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Array, read
+from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Lattice", "Profile"]
+__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Lattice", "Profile", "Step", "check_step"]
+
+Step = Annotated[float, Range(above=0)]
 
 PARTS = 48
 """Parts of the range that a belief can tilt and shift."""
@@ -43,6 +46,12 @@ _COPIES = 2**80  # in all, before tilts,
 _ROUND, _MOST = _COPIES // 10, _COPIES // 10**4  # on round numbers, at most; and for each of a level
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
 _NUMBERS = 1_500_000  # in one intermediate tensor
+
+
+def check_step(step: float | None, low: float, high: float) -> None:
+    """Refuse a step that leaves fewer than two numbers of a range, or more than 10⁷."""
+    if step is not None and not (is_number(step) and 0 < step <= high - low <= 1e7 * step):
+        raise ConfigurationError(f"step is {step!r}: above 0, at most the range {high - low:g}, at least 10^-7 of it; e.g. 1.")
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,17 @@ class Lattice:
         rest = _COPIES - sum(copies * count for (_, copies), (_, count) in zip(levels, liked, strict=True))
         return cls(origin, step, first, last, ((1, rest // (last - first + 1)), *levels))
 
+    @classmethod
+    def of_steps(cls, low: float, high: float, step: float) -> Lattice:
+        """low, low + step, … up to high: for columns of which it is public that they hold no other numbers."""
+        size = Fraction(repr(float(step)))
+        last = (Fraction(repr(high)) - Fraction(repr(low))) // size
+        return cls(low, size, 0, last, ((1, _COPIES // (last + 1)),))
+
+    def value(self, place: int) -> float:
+        """A candidate in the user's units, as the decimal that it is."""
+        return float(place * self.step + Fraction(repr(self.origin)))
+
     def places(self, x: Tensor) -> Tensor:
         """Each record's nearest candidate, int64: record by record, so neighbours stay neighbours."""
         return ((x - self.origin) / float(self.step)).round().to(torch.int64).clamp(self.first, self.last)
@@ -105,7 +125,7 @@ class Lattice:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a dataset makes of the mechanism, part by part of the range, before tilt and shift: all (batch, PARTS).
+    """What a dataset makes of the mechanism, part by part, before tilt and shift: all (batch, PARTS + 2), the two ends last.
 
     ``mass`` is the weight of the answers in a part, ``error`` and ``cost`` are Σ weight·(r − q) and Σ weight·loss there (unit
     scale). With tilts θ and shifts s, the expected squared loss is Σ θ(cost + 2s·error + s²·mass) ÷ Σ θ·mass.
@@ -128,11 +148,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class IntervalMechanism(Mechanism):
-    """The exponential mechanism of this module. ``tilt`` (PARTS,) are whole numbers, ``shift`` (PARTS,) is in unit scale."""
+    """The exponential mechanism of this module. ``tilt`` (PARTS,) are whole numbers, ``shift`` (PARTS,) is in unit scale; ``ends``
+    are to the tilts as the further copies of an end are to all of an even measure.
+    """
 
     tilt: Tensor
     shift: Tensor
     rounds: bool = False
+    ends: tuple[int, int] = (0, 0)
     kind: ClassVar[str] = "interval"
 
     def __post_init__(self) -> None:
@@ -144,8 +167,11 @@ class IntervalMechanism(Mechanism):
             self.tilt.shape[0] != PARTS
             or self.shift.shape[0] != PARTS
             or not 1 <= int(self.tilt.min()) <= int(self.tilt.max()) <= 2**30
+            or not 0 <= min(self.ends) <= max(self.ends) <= 2**30
         ):
-            raise ConfigurationError(f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, and as many shifts.")
+            raise ConfigurationError(
+                f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, as many shifts, and two ends of 0 to 2^30."
+            )
         if self.problem.n >= 2**50:
             raise ConfigurationError(f"n is {self.problem.n}: ranks are exact below 2^50.")
 
@@ -156,11 +182,28 @@ class IntervalMechanism(Mechanism):
         return cls(problem, title, torch.ones(PARTS, dtype=torch.int64), torch.zeros(PARTS, dtype=torch.float64), rounds)
 
     @classmethod
-    def tilted(cls, problem: Problem, tilt: Tensor, shift: Tensor, rounds: bool = False) -> IntervalMechanism:
-        """With tilts (any positive numbers; only their ratios count) and shifts; ``rounds``: round numbers come first."""
-        whole = (tilt / tilt.max() * 2**30).round().to(torch.int64).clamp(min=1)
+    def tilted(
+        cls, problem: Problem, tilt: Tensor, shift: Tensor, rounds: bool = False, ends: Sequence[float] = (0.0, 0.0)
+    ) -> IntervalMechanism:
+        """With tilts (any positive numbers; only their ratios count) and shifts; ``rounds``: round numbers come first.
+
+        ``ends``: the further copies of each end, an even base measure of tilt 1 being 1 in all.
+        """
+        scale = 2**30 / max(float(tilt.max()), *ends)
+        whole = (tilt * scale).round().to(torch.int64).clamp(min=1)
+        low, high = (round(end * scale) for end in ends)
         title = "exponential mechanism on all numbers, learned base measure and answers"
-        return cls(problem, title, whole, shift.to(torch.float64), rounds)
+        return cls(problem, title, whole, shift.to(torch.float64), rounds, (low, high))
+
+    @property
+    def tilts(self) -> Tensor:
+        """Of all columns of a profile."""
+        return torch.cat([self.tilt, torch.tensor(self.ends)]).to(torch.float64)
+
+    @property
+    def shifts(self) -> Tensor | None:
+        """Likewise; what is drawn for being an end is one. Where the loss counts records there is none."""
+        return torch.cat([self.shift, torch.zeros(2, dtype=torch.float64)]) if self.problem.loss == "squared" else None
 
     @cached_property
     def lattice(self) -> Lattice:
@@ -214,7 +257,18 @@ class IntervalMechanism(Mechanism):
         def summed(values: Tensor) -> Tensor:
             return values.new_zeros(batch, PARTS).scatter_add_(1, part, weight * values)
 
-        return Profile(summed(count), summed(error), summed(square))
+        parts = [summed(count), summed(error), summed(square)]
+        return Profile(*(torch.cat(pair, 1) for pair in zip(parts, self._at_the_ends(t, data, truth, start), strict=True)))
+
+    def _at_the_ends(self, t: Tensor, data: Tensor, truth: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weight, error and cost of each end by itself, (batch, 2)."""
+        own, problem, rank = self.lattice, self.problem, self.problem.rank()
+        places = torch.tensor([own.first, own.last]).expand(t.shape[0], -1).contiguous()
+        below, upto = (start + torch.searchsorted(data, places, right=right) for right in (False, True))
+        weight = torch.exp(-(self.epsilon / 2) * torch.maximum(below - rank, rank - upto).clamp(min=0))
+        away = ((own.values(places) - problem.low) / problem.width).clamp(0, 1) - truth[:, None]
+        cost = away**2 if problem.loss == "squared" else self._between(t, truth, places, places)
+        return weight, weight * away, weight * cost
 
     def _moments(self, first: Tensor, last: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σ copies, Σ copies·(r − q), Σ copies·(r − q)² over each block's candidates first … last (none where last < first).
@@ -252,8 +306,7 @@ class IntervalMechanism(Mechanism):
 
     def losses(self, t: Tensor, seed: int = 0) -> Tensor:
         """See :meth:`Mechanism.losses`; exact (answers that a shift takes out of the range count as they are)."""
-        shift = self.shift if self.problem.loss == "squared" else None
-        return self.profile(t).losses(self.tilt.to(torch.float64), shift)
+        return self.profile(t).losses(self.tilts, self.shifts)
 
     def for_size(self, n: int) -> IntervalMechanism:
         """The same for another public size: ranks follow."""
@@ -271,9 +324,17 @@ class IntervalMechanism(Mechanism):
         index, number = release_block(distances, problem.exact_epsilon)
         _, _, place, last = blocks[index]
         part = int(torch.searchsorted(self.edges, torch.tensor(place), right=True)) - 1
-        chosen = own.candidate(place, last, number // int(self.tilt[part]))
+        extra = self._extra(place) if place == last else 0  # the first copies of an end are those for being one
+        chosen = place if number < extra else own.candidate(place, last, (number - extra) // int(self.tilt[part]))
+        moved = 0.0 if number < extra else float(self.shift[part])
         unit = (float(own.values(torch.tensor(chosen))) - problem.low) / problem.width
-        return torch.tensor(min(max(unit + float(self.shift[part]), 0.0), 1.0), dtype=torch.float64)
+        return torch.tensor(min(max(unit + moved, 0.0), 1.0), dtype=torch.float64)
+
+    def _extra(self, place: int) -> int:
+        """The further copies of an end; 0 for any other candidate."""
+        return _COPIES * sum(
+            more for end, more in zip((self.lattice.first, self.lattice.last), self.ends, strict=True) if end == place
+        )
 
     def _blocks(self, data: npt.NDArray[np.int64]) -> Iterator[tuple[Fraction, int, int, int]]:
         """(distance to the wanted rank, copies, first, last) of blocks that make up all candidates, in order.
@@ -287,12 +348,13 @@ class IntervalMechanism(Mechanism):
         near = (upto - counts <= float(rank) + reach) & (upto >= float(rank) - reach)
         ranks = {int(v): (int(b - c), int(b)) for v, c, b in zip(values[near], counts[near], upto[near], strict=True)}
         edges, tilts = self.edges.tolist(), self.tilt.tolist()
-        ends = sorted(ranks.keys() | set(edges))
+        ends = sorted(ranks.keys() | set(edges) | {own.last})
         seen = min(below for below, _ in ranks.values())
         for place, behind in zip(ends, [*ends[1:], own.last + 1], strict=True):
             tilt = tilts[bisect.bisect_right(edges, place) - 1]
             below, seen = ranks.get(place, (seen, seen))
-            yield max(below - rank, rank - seen, Fraction(0)), own.copies(place, place) * tilt, place, place
+            copies = own.copies(place, place) * tilt + self._extra(place)
+            yield max(below - rank, rank - seen, Fraction(0)), copies, place, place
             if behind - 1 > place:
                 yield abs(seen - rank), own.copies(place + 1, behind - 1) * tilt, place + 1, behind - 1
 
@@ -300,7 +362,7 @@ class IntervalMechanism(Mechanism):
         return "the choice among all numbers of the range, by the exponential mechanism on ranks (factor 1/2)"
 
     def _state(self) -> dict[str, Any]:
-        return {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds}
+        return {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds, "ends": list(self.ends)}
 
 
 @dataclass(frozen=True)
@@ -310,7 +372,8 @@ class IntervalState:
     tilt: Annotated[Tensor, Array(1, torch.int64)]
     shift: Annotated[Tensor, Array(1, torch.float64)]
     rounds: bool
+    ends: tuple[Annotated[int, Range(least=0, most=2**30)], Annotated[int, Range(least=0, most=2**30)]] = (0, 0)
 
     def build(self, problem: Problem, title: str, report: dict[str, Any]) -> IntervalMechanism:
         """The mechanism."""
-        return IntervalMechanism(problem, title, self.tilt, self.shift, self.rounds, report=report)
+        return IntervalMechanism(problem, title, self.tilt, self.shift, self.rounds, self.ends, report=report)

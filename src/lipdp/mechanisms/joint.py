@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Range, check_fields
-from lipdp.mechanisms.intervals import Lattice
+from lipdp.mechanisms.intervals import Lattice, Step, check_step
 from lipdp.mechanisms.problem import least_of
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.randomness import Stream
@@ -201,6 +201,7 @@ class JointQuantiles:
         low: lower bound of every possible record.
         high: upper bound.
         adjacency: which datasets are neighbours.
+        step: public, where every record is low, low + step, …: no other number is answered then.
     """
 
     levels: tuple[Annotated[Fraction, Range(least=0, most=1)], ...]
@@ -209,6 +210,7 @@ class JointQuantiles:
     low: Annotated[float, Range(least=-1e60, most=1e60)]
     high: Annotated[float, Range(least=-1e60, most=1e60)]
     adjacency: Adjacency = "replace_one"
+    step: Step | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "joint quantiles")
@@ -216,6 +218,7 @@ class JointQuantiles:
             raise ConfigurationError(f"levels is {[float(p) for p in self.levels]}: one or more, different and rising.")
         if not self.high - self.low >= 1e-60:
             raise ConfigurationError(f"bounds is ({self.low!r}, {self.high!r}): the lower one first, and 1e-60 apart at least")
+        check_step(self.step, self.low, self.high)
         if self._depth < _SHALLOW:
             raise ConfigurationError(
                 f"{len(self.levels)} quantiles of {self.n} records are too many for one choice: ask for fewer."
@@ -224,6 +227,8 @@ class JointQuantiles:
     @cached_property
     def lattice(self) -> Lattice:
         """The places that can be answered."""
+        if self.step is not None:
+            return Lattice.of_steps(self.low, self.high, self.step)
         return Lattice.of(self.low, self.high, rounds=False)
 
     @cached_property
@@ -268,5 +273,5 @@ class JointQuantiles:
         stream = Stream()
         drawn = self.chain(x, stream).draw(stream)
         own = self.lattice
-        values = [float((own.first + place // self._finer) * own.step + Fraction(own.origin)) for place in drawn]
+        values = [own.value(own.first + place // self._finer) for place in drawn]
         return [min(max(value, self.low), self.high) for value in values]

@@ -160,7 +160,9 @@ def _compare_robust(problem: Problem, belief: Distribution, robustness: float, w
     count, noise, place = affordable(work.robust, problem.n), next(seeds), next(seeds)
     parts = [(found.mechanism.losses(t, noise), found.plain.losses(t, noise)) for t in draws(belief, problem, count, place)]
     new, old = (torch.cat(losses) for losses in zip(*parts, strict=True))
-    better = found.mechanism is not found.plain and _beats(new, old)
+    ratios, ones = new / old.clamp(min=1e-13), torch.ones_like(old)  # below, it is the lattice's rounding
+    surely = _beats(new, old) or (_beats(ratios, ones) and not _beats(old, new))
+    better = found.mechanism is not found.plain and surely
     scale = problem.loss_scale
     losses = {id(found.mechanism): float(new.mean()) * scale, id(found.plain): float(old.mean()) * scale}
     shared: dict[str, Any] = {

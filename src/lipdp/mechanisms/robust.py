@@ -16,8 +16,11 @@ itself: then each probability, and so each loss, is at most 1 + τ times the pla
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -40,6 +43,10 @@ _FINE = 0.004  # noise scales (÷ range) below which a belief has nothing to say
 _QUANTILES = 1500  # noise quantiles that an expectation is taken over
 _NUMBERS = 4_000_000  # records drawn at a time
 _STEPS = 250  # of fitting a base measure and shifts
+_KINDS: tuple[NoiseKind, ...] = ("laplace", "staircase")
+_WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
+_START = 0.02  # of the measure lie on each end of the range, to begin with
+_ENDS = (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.035, 0.05, 0.07, 0.1)  # … and what else is tried
 _FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
 
 
@@ -99,7 +106,7 @@ def plain_mechanisms(problem: Problem) -> list[Mechanism]:
     """What a textbook offers that assumes nothing: noise on the query, or a choice by rank; answers limited to the possible."""
     if problem.query.kind == "quantile":
         return [IntervalMechanism.plain(problem)]
-    return [_plain(problem, noise) for noise in ("laplace", "staircase")]
+    return [_plain(problem, noise) for noise in _KINDS]
 
 
 def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
@@ -138,8 +145,7 @@ def truth_losses(mechanism: AdditiveMechanism, truths: Tensor) -> Tensor:
 
 
 def _on_the_query(problem: Problem, belief: Tensor, robustness: float) -> Robust:
-    kinds: tuple[NoiseKind, ...] = ("laplace", "staircase")
-    plain = {noise: _plain(problem, noise) for noise in kinds}
+    plain = {noise: _plain(problem, noise) for noise in _KINDS}
     most = _most(problem)
     truths = torch.linspace(0, most, _TRUTHS, dtype=torch.float64)
     fine = torch.linspace(0, most, 2 * _TRUTHS + 1, dtype=torch.float64)
@@ -226,88 +232,109 @@ def _smoothed(values: Tensor, grid: Tensor) -> Tensor:
 
 
 def _by_intervals(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
-    """Both base measures, even and with round numbers, each fitted; the better one under the belief."""
+    """A base measure with shifts and ends is fitted, and attacked; as much of it as holds, with the ends that suit best."""
     plain = IntervalMechanism.plain(problem)
     pool = _Pool(plain, belief, count, seed)
-    fits = [_fit(plain, pool, robustness), _fit(IntervalMechanism.plain(problem, rounds=True), pool, robustness)]
-    own = pool.believed.plain
-
-    def score(mechanism: IntervalMechanism) -> float:
-        losses = pool.believed.of(mechanism)
-        return float(losses.mean() / own.mean() + (losses / own).mean())
-
-    best = min((mechanism for mechanism in fits if mechanism is not None), key=score, default=plain)
-    loss, loss_at = pool.largest(best)
-    if score(best) >= 2:
-        everywhere = "every dataset: it is the mechanism that assumes nothing"
-        return Robust(plain, plain, 1.0, pool.largest(plain)[0], pool.largest(plain)[0], everywhere, loss_at, proved=True)
-    ratio, ratio_at = pool.worst(best)
-    even = not best.rounds and int(best.tilt.max()) <= (1 + robustness) * int(best.tilt.min()) and not bool(best.shift.any())
-    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=even)
+    for _ in range(3):
+        fit = _fitted(plain, pool, robustness)
+        pool.attack(fit)
+    for _ in range(3):  # what is left of it is attacked again
+        pool.attack(_held(fit, pool, robustness))
+    best = _held(fit, pool, robustness)
+    if pool.score(best) >= pool.score(plain):
+        best = plain
+    (loss, loss_at), (ratio, ratio_at) = pool.largest(best), pool.worst(best)
+    robust = Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=_is_even(best, robustness))
+    return robust.of_plain() if best is plain else robust
 
 
-def _fit(base: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism | None:
-    """Tilt and shift of a base measure; none where the base measure alone is above 1 + τ on some dataset."""
-    for _ in range(2):
-        tilt, shift = _fitted(base, pool, robustness)
-        pool.attack(IntervalMechanism.tilted(base.problem, tilt, shift))
-    for _ in range(2):  # what is left of them is attacked once more
-        logs = tilt.log()
-        for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0):
-            # Not on the lattice with round numbers first: there heavy tails lost up to 1.4 times what they lose without a belief.
-            mechanism = IntervalMechanism.tilted(base.problem, (part * logs).exp(), part * shift)
-            if pool.worst(mechanism)[0] <= 1 + _MARGIN * robustness:
-                break
-        else:
-            return None
-        tilt, shift = (part * logs).exp(), part * shift
-        pool.attack(mechanism)
-    return mechanism if pool.worst(mechanism)[0] <= 1 + robustness else None
+def _is_even(mechanism: IntervalMechanism, robustness: float) -> bool:
+    """Whether each probability is at most 1 + τ times the plain one's: no shift, no ends, and tilts within 1 + τ."""
+    spread = int(mechanism.tilt.max()) <= (1 + robustness) * int(mechanism.tilt.min())
+    return spread and not bool(mechanism.shift.any()) and not any(mechanism.ends)
 
 
-def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> tuple[Tensor, Tensor]:
+def _far_ends(problem: Problem) -> tuple[bool, bool]:
+    """Which ends may have copies of their own: not the one that a quantile is nearer to by rank.
+
+    Beyond the data on that side, δ wide, little else weighs as much as their even measure does: it costs δ³/3, and copies M of the
+    end δ²·M. Data close to the end, with δ small, would lose any number of times more.
+    """
+    return problem.query.p >= Fraction(1, 2), problem.query.p <= Fraction(1, 2)
+
+
+def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
+    """The best part of a fit, with its own ends or others, that keeps to 1 + τ on the pool; the plain one at the last."""
+    scale = float(fit.tilt.max())
+    logs, own = (fit.tilt.to(torch.float64) / scale).log(), [end / scale for end in fit.ends]
+    tried = [
+        IntervalMechanism.tilted(fit.problem, (part * logs).exp(), part * fit.shift, ends=ends)
+        for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+        for ends in ([part * end for end in own], *itertools.product(*(_ENDS if far else (0.0,) for far in _far_ends(fit.problem))))
+    ]  # the last ones are even, and the first of these is the plain one
+    return next(one for one in sorted(tried, key=pool.score) if pool.worst(one)[0] <= 1 + _MARGIN * robustness)
+
+
+def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
     """Least loss under the belief, half of it relative to the plain one's dataset by dataset, with ratios on the pool held down."""
     squared = base.problem.loss == "squared"
-    believed, own = pool.believed.profiles[base.rounds], pool.believed.plain
-    hostile, least = pool.hostile.profiles[base.rounds], pool.hostile.plain
+    believed, own = pool.believed.profile, pool.believed.plain
+    hostile, least = pool.hostile.profile, pool.hostile.plain
     scale = float(own.quantile(0.1).sqrt())
     logs = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
     moves = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.Adam([logs, moves], lr=0.03)
+    more = torch.full((2,), math.log(_START), dtype=torch.float64, requires_grad=True)
+    nothing, allowed = torch.zeros(2, dtype=torch.float64), torch.tensor(_far_ends(base.problem), dtype=torch.float64)
+    optimiser = torch.optim.Adam([logs, moves, more], lr=0.03)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.03, total_steps=_STEPS, pct_start=0.1)
     for _ in range(_STEPS):
-        tilt, shift = logs.exp(), scale * moves if squared else None
+        tilt = torch.cat([logs.exp(), allowed * more.exp()])
+        shift = torch.cat([scale * moves, nothing]) if squared else None
         losses = believed.losses(tilt, shift)
-        over = torch.relu(hostile.losses(tilt, shift) / least - (1 + 0.9 * robustness))
+        against = hostile.losses(tilt, shift)
+        over = torch.relu(against / least - (1 + 0.9 * robustness))
+        behind = torch.relu(against / pool.hostile.best - (1 + robustness))  # not always to be had: a wish, no bound
         optimiser.zero_grad()
-        objective = losses.mean() / own.mean() + (losses / own).mean() + 30 * over.mean() + over.max()
+        gain = losses.mean() / own.mean() + (losses / pool.believed.best).mean() + _WISH * behind.mean()
+        objective = gain + 30 * over.mean() + over.max()
         objective.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
-    return logs.detach().exp(), (scale * moves).detach() if squared else torch.zeros(PARTS, dtype=torch.float64)
+    shifts = (scale * moves).detach() if squared else torch.zeros(PARTS, dtype=torch.float64)
+    return IntervalMechanism.tilted(base.problem, logs.detach().exp(), shifts, ends=(allowed * more.detach().exp()).tolist())
 
 
 class _Seen:
-    """Datasets as both base measures see them, and what the plain mechanism loses on them."""
+    """Datasets as the mechanism sees them, what the plain one loses on them, and the better one of it and of noise on the query,
+    limited to the range: which is good where the answer is an end.
+    """
 
     def __init__(self, plain: IntervalMechanism, parts: Iterable[Tensor]) -> None:
-        bases = {rounds: IntervalMechanism.plain(plain.problem, rounds) for rounds in (False, True)}
-        seen = [{rounds: base.profile(part) for rounds, base in bases.items()} for part in parts]
-        self.profiles = {rounds: _joined([part[rounds] for part in seen]) for rounds in bases}
+        seen, truths = [], []
+        for part in parts:
+            seen.append(plain.profile(part))
+            truths.append(plain.problem.query(part))
+        self.profile = _joined(seen)
+        self.noisy = torch.full((sum(map(len, truths)),), math.inf, dtype=torch.float64)
+        if plain.problem.loss == "squared":
+            additive = [_plain(plain.problem, noise) for noise in _KINDS]
+            self.noisy = torch.stack([truth_losses(each, torch.cat(truths)) for each in additive]).amin(0)
         self._measure()
 
     def _measure(self) -> None:
-        self.plain = self.profiles[False].losses(torch.ones(PARTS, dtype=torch.float64)).clamp(min=_FLOOR)
+        even = torch.cat([torch.ones(PARTS, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)])
+        self.plain = self.profile.losses(even).clamp(min=_FLOOR)
+        self.best = torch.minimum(self.plain, self.noisy)
 
     def add(self, other: _Seen) -> None:
         """More of them."""
-        self.profiles = {rounds: own.join(other.profiles[rounds]) for rounds, own in self.profiles.items()}
+        self.profile = self.profile.join(other.profile)
+        self.noisy = torch.cat([self.noisy, other.noisy])
         self._measure()
 
     def of(self, mechanism: IntervalMechanism) -> Tensor:
         """A mechanism's losses."""
-        shift = mechanism.shift if mechanism.problem.loss == "squared" else None
-        return self.profiles[mechanism.rounds].losses(mechanism.tilt.to(torch.float64), shift)
+        return self.profile.losses(mechanism.tilts, mechanism.shifts)
 
 
 def _joined(profiles: list[Profile]) -> Profile:
@@ -328,6 +355,7 @@ class _Pool:
         problem = plain.problem
         self.believed = _Seen(plain, draws(belief, problem, count, seed))
         self.hostile = _Seen(plain, draws(World(problem.low, problem.high), problem, count, seed + 1))
+        self.edges = _Seen(plain, [torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, problem.n).contiguous()])
         self.drawn = self.hostile.plain.shape[0]  # the others have parameters
         self.parameters = torch.zeros(0, 6, dtype=torch.float64)
         self._try(self._random(min(256, count)))
@@ -347,6 +375,12 @@ class _Pool:
         seen = _Seen(self.plain, (lumps(part, n) for part in torch.split(parameters, rows)))
         self.hostile.add(seen)
         self.parameters = torch.cat([self.parameters, parameters])
+
+    def score(self, mechanism: IntervalMechanism) -> float:
+        """Under the belief, in all and dataset by dataset; and what is lost to noise on the query if all records are at an end."""
+        losses, behind = self.believed.of(mechanism), self.edges.of(mechanism) / self.edges.best
+        own = float(losses.mean() / self.believed.plain.mean() + (losses / self.believed.best).mean())
+        return own + _BEHIND * float(behind.clamp(min=1).sum())
 
     def attack(self, mechanism: IntervalMechanism, rounds: int = 3) -> None:
         """Add datasets near those on which it does worst."""

@@ -75,7 +75,13 @@ class Spending:
 
 @dataclass(frozen=True)
 class Vector:
-    """Released numbers: with Laplace noise (δ = 0) or Gaussian noise, of this standard deviation."""
+    """Released numbers, with Laplace noise or Gaussian noise.
+
+    Attributes:
+        values: what was released, (numbers,).
+        std: the standard deviation of the noise on each.
+        spent: what it cost; δ is 0 where Laplace noise was used.
+    """
 
     values: Floats
     std: float

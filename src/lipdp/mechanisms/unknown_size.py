@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.mechanisms.intervals import check_step
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, as_numbers, least_of, rounded_down
@@ -70,12 +71,14 @@ class OpenPlan:
         low: lower bound of every possible record.
         high: upper bound.
         questions: those of :func:`~lipdp.mechanisms.plan`, and ``"count"``: how many records there are.
+        step: as in :func:`~lipdp.mechanisms.plan`.
     """
 
     epsilon: float
     low: float
     high: float
     questions: tuple[str, ...]
+    step: float | None = None
     adjacency: ClassVar[Adjacency] = "add_remove"
 
     def __post_init__(self) -> None:
@@ -86,6 +89,7 @@ class OpenPlan:
                 edges_of(question, self._problem)
             elif question not in _NEEDS:
                 levels_of(question, 2, self.epsilon)  # refuses what is unknown
+        check_step(self.step, self.low, self.high)
         if not self.shares:
             raise ConfigurationError("give one or more questions.")
 
@@ -176,7 +180,7 @@ class OpenPlan:
         spent = self.shares["quantiles"]
         ranked = {question: levels_of(question, size, spent) or () for question in self._ranked}
         levels: Sequence[Fraction] = sorted({level for own in ranked.values() for level in own})
-        joint = JointQuantiles(tuple(levels), spent, min(size, 2**26), self.low, self.high, "add_remove")
+        joint = JointQuantiles(tuple(levels), spent, min(size, 2**26), self.low, self.high, "add_remove", self.step)
         asked = [tuple(levels.index(level) for level in own) for own in ranked.values()]
         for question, value in zip(ranked, combined(joint.respond(x), asked), strict=True):
             yield Answer(question, value, None, "none", spent / len(ranked))
