@@ -1,4 +1,4 @@
-"""What the checks of a step cost (the watch over model and loss, the program's classes), and what its cryptographic noise does.
+"""What the checks of a step cost (the watch over model and loss, the program's classes). For its noise: benchmarks/noise.py.
 
 python benchmarks/checks.py --batch 1024 --device cpu|cuda      # small and large CNN, shares of a whole clipless step
 """
@@ -74,20 +74,7 @@ def main() -> None:
             watch, "_versions", [t._version for t in watch._tensors[1]]
         )
         without = run(options.steps)
-        drawn = engine._mechanism.release
-
-        def plain(answer, settings, draw):  # torch's own generator, which can be predicted
-            return {key: total + settings.stds[key] * torch.randn_like(total) for key, total in answer.sums.items()}
-
         print(f"{name}: without them {1e3 * without:.2f} ms: they cost {max(0.0, 1 - without / step):.1%} of a step", flush=True)
-        engine._mechanism.release = plain  # type: ignore[method-assign]
-        easy = run(options.steps)
-        engine._mechanism.release = drawn  # type: ignore[method-assign]
-        again = run(options.steps)
-        print(
-            f"{name}: with torch's noise {1e3 * easy:.2f} ms, cryptographic {1e3 * again:.2f} ms: {again / easy - 1:+.1%}",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

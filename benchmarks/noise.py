@@ -8,6 +8,7 @@ python benchmarks/noise.py --device cuda --sizes --batch 1024     # steps of the
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from step import SIZES, lipschitz_twin
 
 import lipdp
 from lipdp import losses, privacy
 from lipdp.training import step_mechanism
 from lipdp.training.streams import Streams
-from networks import NETWORKS
+
+sys.path.append(str(Path(__file__).parent / "speed"))
+from pairs import PAIRS
+
+NETWORKS = ("cnn-small", "cnn-large")
 
 
 def once(work: Callable[[], object], device: torch.device) -> float:
@@ -88,7 +92,7 @@ def step(name: str, method: str, batch: int, device: torch.device, rounds: int) 
     """A whole step, with our noise and with torch's in turns: medians."""
     torch.manual_seed(0)
     clipless = method == "clipless"
-    model = (lipschitz_twin(*SIZES[name]) if clipless else NETWORKS[name].make()).to(device)
+    model = (PAIRS[name].lipschitz() if clipless else PAIRS[name].ordinary()).to(device)
     loss = losses.CrossEntropy(tau=10.0) if clipless else torch.nn.CrossEntropyLoss(reduction="none")
     settings = {} if clipless else {"max_grad_norm": 1.0}
     plan = lipdp.plan(
@@ -122,7 +126,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sizes", nargs="*", type=float, default=[1e5, 1e7])
     parser.add_argument("--batch", type=int, default=None, help="time whole steps too")
-    parser.add_argument("--networks", nargs="+", default=list(SIZES))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--output", default=None, help="JSON file that gets the rows added")

@@ -9,9 +9,10 @@ bound on δ is best). That one is convolved, and its tilt taken off afterwards.
 transform is at most 1 in size), N the length of the transforms, v the result, and Euclidean norms:
 
 - Each coefficient is c_i = 1 + s_i, s_i = Σ w_i·(e^{iθ} − 1). Next to the mean, where the mass is, terms are summed up by sines,
-  to 40u·Σ w|θ| (angles are reduced in whole numbers; no sum has more than some 30 additions in a row). With 8u·|s_i| for its
-  logarithm that is off_i, and a product of powers |c_i|^n_i is off by Σ n_i·off_i/(|c_i| + off_i) of Π(|c_i| + off_i)^n_i. What
-  that does to δ(ε) = Σ_{y > ε} v(y)·e^{K − ty}·(1 − e^{ε − y}) follows from the transform of this weight, which falls as 1/ω².
+  to 40u·Σ w|θ| (angles are reduced in whole numbers; no sum has more than some 30 additions in a row). With 8u·(1 + 1/|c_i|)·|s_i|
+  for its logarithm that is off_i, and a product of powers |c_i|^n_i is off by Σ n_i·off_i/(|c_i| + off_i) of
+  Π(|c_i| + off_i)^n_i. What that does to δ(ε) = Σ_{y > ε} v(y)·e^{K − ty}·(1 − e^{ε − y}) follows from the transform of this
+  weight, which falls as 1/ω².
 - The masses r_i further out go through a transform. Of length N, it is right to η·‖·‖, η = 8u·log₂N (Higham, *Accuracy and
   Stability*, Theorem 24.2: its factor is below 7). So the s_i are off by √N·η·‖r_i‖ as a vector, powers by n_i times that (and by
   what powers of numbers a little above 1 are above 1), and v, by Parseval, by n_i·η·‖r_i‖. The way back costs η·‖v‖. By Cauchy and
@@ -94,7 +95,7 @@ class _Direction:
         (one,) = self.masses
         kept = max(0, -one.lowest)  # negative losses matter to no ε
         nothing = np.zeros(1)
-        return _Upper(self.h, one.lowest + kept, one.probabilities[kept:], one.infinity, nothing, 0.0, 0.0, 0.0)
+        return _Upper(self.h, one.lowest + kept, one.probabilities[kept:], one.infinity, nothing, 0.0, (0.0, 0.0), 0.0)
 
     @property
     def infinity(self) -> float:
@@ -173,7 +174,7 @@ class _Upper(NamedTuple):
         infinity: the mass at infinity.
         untilt: e^{K − t·loss} of each.
         error: norm of the error of the tilted masses.
-        smooth: what other errors of theirs do to δ(ε), in units of e^{K − tε}.
+        smooth: what other errors of theirs do to δ(ε), in units of e^{K − tε}, and of e^{K − t·loss} at the last loss.
         outside: tilted mass beyond either end of the window.
     """
 
@@ -183,13 +184,15 @@ class _Upper(NamedTuple):
     infinity: float
     untilt: Array
     error: float
-    smooth: float
+    smooth: tuple[float, float]
     outside: float
 
     def doubt(self, loss: float) -> float:
         """What rounding may hide of δ at an ε of ``loss``."""
-        untilt = self.untilt[self._place(loss) :]
-        return self.error * float(np.linalg.norm(untilt)) + self.smooth * float(untilt[0]) if len(untilt) else 0.0
+        untilt, (start, end) = self.untilt[self._place(loss) :], self.smooth
+        if not len(untilt):
+            return 0.0
+        return self.error * float(np.linalg.norm(untilt)) + start * float(untilt[0]) + end * float(untilt[-1])
 
     def excess(self, loss: float) -> float:
         """By how much δ may be too large, at an ε of ``loss``, for masses from outside the window that appear in it."""
@@ -298,7 +301,7 @@ class Composition:
             if doubt < delta:
                 high = upper.epsilon(delta, doubt)
                 if high < least:
-                    least, share, rounding = high, window.tilt / t, (high - low) / high
+                    least, share, rounding = high, window.tilt / t, (high - low) / high if high else 0.0
                 if upper.excess(low) <= _EXCESS * delta and (begin == 0 or low > begin):
                     if high - low <= _DOUBT * high:
                         break
@@ -340,7 +343,7 @@ class Composition:
         inexact = math.exp(direction.inexactness(t))
         infinity = direction.infinity + inexact * math.exp(min(window.log_outside + whole - t * self.h * last, 0.0))
         if cut > last:
-            return _Upper(self.h, max(last, 0), np.zeros(1), infinity, np.zeros(1), 0.0, 0.0, 0.0)
+            return _Upper(self.h, max(last, 0), np.zeros(1), infinity, np.zeros(1), 0.0, (0.0, 0.0), 0.0)
         untilt = inexact * np.exp(whole - t * self.h * np.arange(cut, last + 1))
         masses = _from(result.masses, (cut - result.start) % size, last - cut + 1) * untilt
         smooth = result.weighted(t, self.h)
@@ -353,7 +356,7 @@ class Composition:
         mean, deviation = direction.spread(direction.weights(t))
         low, high = direction.ends
         # Orders for what is made up of many small losses, to those for a single large one.
-        widest = max(deviation, *(loss[-1] for loss in direction.losses))
+        widest = max(deviation, self.h, *(loss[-1] for loss in direction.losses))
         for a in np.geomspace(2 / widest, 32 / max(deviation, self.h), _ORDERS):
             up = (direction.cumulant(t + a) - whole - log_outside) / a
             down = (direction.cumulant(t - a) - whole - log_outside) / a

@@ -47,16 +47,18 @@ class Convolved(NamedTuple):
     numbers: npt.NDArray[np.int64]
     errors: Array
 
-    def weighted(self, t: float, h: float) -> float:
-        """A bound on what ``errors`` do to Σ_{y > ε} v(y)·e^{−t(y − ε)}·(1 − e^{ε − y}).
+    def weighted(self, t: float, h: float) -> tuple[float, float]:
+        """Bounds on what ``errors`` do to Σ_{ε < y ≤ Y} v(y)·e^{−ty}·(1 − e^{ε − y}): one in units of e^{−tε}, one of e^{−tY}.
 
-        With z = e^{iω − t}, ω = 2πk/N and steps of 1, a sum over y = ε + κ + j of z^j·(1 − e^{−κ−j}) is at most
-        (1 − e^−h)/(|1 − z|·|1 − z·e^−h|) + h/|1 − z|; where the window ends, the sum does, for which as much again as its first
-        part is allowed for.
+        With z = e^{iω − th}, ω = 2πk/N, b = e^−h and y = ε + κ + jh, 0 < κ ≤ h, a coefficient adds up to
+        Σ_j z^j·(1 − e^{−κ}b^j) = ((1 − e^{−κ}) + z(e^{−κ} − b))/((1 − z)(1 − zb)), whose numerator is at most 1 − b in size. What
+        is missing beyond Y is z^J·(1/(1 − z) − e^{−κ}b^J/(1 − zb)): at most as much again and 1/|1 − zb|, in units of e^{−tY}.
         """
         turn = np.exp(-t * h + 2j * math.pi / len(self.masses) * self.numbers)
-        once, again = np.abs(1 - turn), np.abs(1 - turn * math.exp(-h))
-        return float(2 / len(self.masses) * np.sum(self.errors * (2 * -math.expm1(-h) / (once * again) + 2 * h / once)))
+        again = np.abs(1 - turn * math.exp(-h))
+        sums = -math.expm1(-h) / (np.abs(1 - turn) * again)
+        each = 2 / len(self.masses) * self.errors
+        return float(each @ sums), float(each @ (sums + 1 / again))
 
 
 def convolve(weights: Sequence[Array], lowest: Sequence[int], counts: Sequence[int], size: int) -> Convolved:
@@ -78,7 +80,9 @@ def convolve(weights: Sequence[Array], lowest: Sequence[int], counts: Sequence[i
         value, angle = _summed(weight[first:last], first - middle, seen, size)
         value += fft.rfft(_placed(rest, middle, size))[seen] - rest.sum()
         values.append(value)
-        near.append(_UNIT * (40 * angle + 8 * np.abs(value) + 8 * float(rest.sum())))
+        # Of a logarithm, what 1 + s loses to cancellation counts against |c|; of a c that is nothing, against its root.
+        cancelled = np.minimum(8 * _UNIT / np.maximum(np.abs(1 + value), 1e-9), 4 * math.sqrt(_UNIT))
+        near.append(_UNIT * (40 * angle + 8 * np.abs(value) + 8 * float(rest.sum())) + cancelled * np.abs(value))
         far += n * eta * float(np.linalg.norm(rest))
     coefficients = [1 + value for value in values]
     share = sum(n * off / (np.abs(c) + off) for c, off, n in zip(coefficients, near, counts, strict=True))

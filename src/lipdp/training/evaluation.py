@@ -55,7 +55,7 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     total, correct, classified = 0.0, 0, False
-    compute: Callable[[Inputs], Any] | None = None
+    compute: Callable[[Any], Any] | None = None
     try:
         with torch.no_grad():
             for start in range(0, size, batch_size):
@@ -77,7 +77,7 @@ def evaluate(
     return metrics
 
 
-def outputs_of(model: torch.nn.Module, inputs: Inputs) -> Callable[[Inputs], Any]:
+def outputs_of(model: torch.nn.Module, inputs: Inputs) -> Callable[[Any], Any]:
     """What computes the model's outputs for inputs like these, in the mode that it is in.
 
     It is the program that the calculus would analyse (:func:`lipdp.bounds.program_of`), made from the model as it is now and seen
