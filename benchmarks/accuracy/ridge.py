@@ -6,8 +6,8 @@ Features: those of the network that comes with lipdp, centred by the mean of the
 on the unit sphere. One release of B = Σ x·yᵀ, y the centred one-hot vector of norm 1: one record moves it by 1 at most. Then
 W = (C + λ)⁻¹·B/N: with C = I ("sum"), with the covariance of the data itself, which nobody paid for ("oracle"), and with one that
 is released too for half of μ² ("paid"). One record moves Σ x·xᵀ by ‖xxᵀ‖ = 1; of a symmetric matrix the diagonal d and the part o
-above it are released, with noise of variance 1 and ½: Σ d² + 2·Σ o² = ‖xxᵀ‖². λ is the best of a grid on the held-out images, as are
-the settings of the heads of steps (columns.py): all are a little too good, alike. Noise is that of the whole training set.
+above it are released, with noise of variance 1 and ½: Σ d² + 2·Σ o² = ‖xxᵀ‖². λ is the best of a grid on the held-out images, as
+are the settings of the heads of steps (columns.py): all are a little too good, alike. Noise is that of the whole training set.
 """
 
 from __future__ import annotations
