@@ -1,4 +1,6 @@
-"""The estimators as they come, on eight tables that no recipe names and no default was chosen on; beside tuned and other scores.
+"""The estimators as they come, on eight tables that no recipe names, beside tuned and other scores.
+
+Two limits of the rules were set after a look at them: docs/estimators.md says which.
 
     python benchmarks/estimators/tables.py            runs what is missing (minutes), prints the table
     python benchmarks/estimators/tables.py --table    prints the table of docs/estimators.md from the stored results

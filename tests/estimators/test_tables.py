@@ -120,6 +120,8 @@ def test_the_choice_follows_public_numbers_and_says_why() -> None:
     numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
     few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0, schema=numbers) for n in (100, 10_000))
     assert (few.method, many.method) == ("linear", "kernel")
+    assert (few.settings["large"], many.settings["large"]) == (False, True)
+    assert not choose_method("auto", records=10_000, outputs=1, epsilon=1.0, schema=numbers).settings["large"]
     assert "N·ε per output is 50, below 100" in few.why
     words = Schema((0, 1, 2), (UNIT, Categorical(["a", "b"]), Categorical([1, 2])))
     chosen = choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=words)
