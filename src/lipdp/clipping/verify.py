@@ -30,8 +30,6 @@ from lipdp.clipping.company import (
     checking,
     fitting,
     in_double_if_refused,
-    made_up,
-    others_like,
     put_back,
     same_randomness,
     verify_company,
@@ -39,6 +37,7 @@ from lipdp.clipping.company import (
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.layouts import HiddenGradientError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
+from lipdp.clipping.others import made_up, others_like
 from lipdp.clipping.record import recording
 from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError
