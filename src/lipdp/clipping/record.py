@@ -26,7 +26,7 @@ from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_lay
 from lipdp.clipping.contribution import Contribution, Dense
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
-from lipdp.clipping.layouts import SECOND, Layouts, without_caches
+from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.outer import combine
 from lipdp.clipping.registry import (
     Contributions,
@@ -319,6 +319,12 @@ def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.n
     return forward
 
 
+_UNSEEN = (
+    "layer '{owner}' ({kind}) is only called for some batches, and no module around it can be evaluated for one example at a time: "
+    "whose gradient is whose can't be told. Call it for every batch, or use method='naive', which takes every example by itself."
+)
+
+
 def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
@@ -326,6 +332,8 @@ def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
         rule = find_norm_rule(module)
         if rule is None or not isinstance(output, torch.Tensor):
             raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")
+        if layouts is not None and layouts.has_not_seen(owner):
+            raise UnseenLayerError(_UNSEEN.format(owner=owner, kind=type(module).__name__), module.parameters(recurse=False))
         known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
         if kwargs:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
