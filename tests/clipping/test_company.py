@@ -231,3 +231,101 @@ def test_mixing_by_masks_shows_in_a_batch_whose_masks_are_full(kind):
     assert clipping.clipped_gradients(MixesByMasks(False), loss, x, y, 1.0)
     with pytest.raises(UnsupportedError, match="mixes"):
         clipping.clipped_gradients(MixesByMasks(True), loss, x, y, 1.0)
+
+
+class ToTheLongest(nn.Module):
+    """Texts are cut to the longest of the batch, and averaged over its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 4, padding_idx=3), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        longest = int((tokens != 3).sum(1).max())
+        return self.head(self.table(tokens[:, :longest]).mean(1))
+
+
+class ByLengths(nn.Module):
+    """The same with lengths beside the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, lengths):
+        longest = int(lengths.max())
+        inside = torch.arange(longest) < lengths.unsqueeze(1)
+        return self.head((self.first(x[:, :longest]) * inside.unsqueeze(-1)).mean(1))
+
+
+class Scaled(nn.Module):
+    """What looks like bytes is divided by 255; or what looks as if it had been is multiplied by it."""
+
+    def __init__(self, divides):
+        super().__init__()
+        self.divides, self.head = divides, nn.Linear(4, 3)
+
+    def forward(self, x):
+        bytes_ = bool(x.max() > 1)
+        if self.divides:
+            return self.head(x / 255 if bytes_ else x)
+        return self.head(x if bytes_ else x * 255)
+
+
+class TouchesAll(nn.Module):
+    """An output that is not used, times 0, so that its parameters have gradients; a record that is not finite spoils all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused, self.head = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.head(h) + 0 * self.unused(h).sum()
+
+
+class FirstFew(nn.Module):
+    """Each of two experts takes six at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        chosen = (x[:, :1] > 0).long()
+        parts = [expert(x) * ((chosen == k) & ((chosen == k).cumsum(0) <= 6)) for k, expert in enumerate(self.experts)]
+        return self.head(sum(parts))
+
+
+def numbers(*shape):
+    return 0.1 + 0.8 * torch.rand(*shape)
+
+
+ONLY_LATER = {
+    "cut to the longest": (ToTheLongest, lambda: torch.randint(4, 20, (8, 6))),
+    "lengths": (ByLengths, lambda: (numbers(8, 6, 4), torch.full((8,), 6))),
+    "divided if bytes": (lambda: Scaled(True), lambda: numbers(8, 4)),
+    "multiplied if not bytes": (lambda: Scaled(False), lambda: 100 * numbers(8, 4)),
+    "times zero": (TouchesAll, lambda: numbers(8, 4)),
+    "places at experts": (FirstFew, lambda: numbers(8, 4) * torch.tensor([1, -1] * 4).unsqueeze(1)),
+}
+
+
+@pytest.mark.parametrize("name", list(ONLY_LATER))
+def test_mixing_that_other_contents_would_show_is_refused_in_the_first_batch(name):
+    torch.manual_seed(0)
+    model, x = ONLY_LATER[name][0](), ONLY_LATER[name][1]()
+    with pytest.raises(UnsupportedError, match="mixes the examples"):
+        clipping.clipped_gradients(model, nn.CrossEntropyLoss(reduction="none"), x, torch.arange(8) % 3, 1.0)
+
+
+def by_rarity(outputs, targets):
+    """Errors weighted by how rare the target is in the batch."""
+    counts = torch.bincount(targets.long(), minlength=20).to(outputs.dtype)
+    return (outputs.mean(1) - targets).square() * counts.max() / counts[targets.long()]
+
+
+@pytest.mark.parametrize("targets", [torch.arange(8), torch.zeros(8), torch.full((8,), 4.0)])
+def test_losses_that_mix_by_targets_are_refused(targets):
+    with pytest.raises(UnsupportedError, match="mixes the examples"):
+        clipping.clipped_gradients(nn.Linear(4, 3), by_rarity, torch.randn(8, 4), targets, 1.0)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
 
@@ -52,9 +51,9 @@ from lipdp.clipping.batch import (
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
-from lipdp.clipping.record import Recording, check_supported, recording
+from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import kind_of, state_of, untrained_tensors, verify_once
+from lipdp.clipping.verify import kind_of, seeing_all, state_of, untrained_tensors, verify_once
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
 from lipdp.inputs import Inputs, call, device_of, flattened, plain, rebuilt, rows_of
@@ -95,12 +94,15 @@ def per_example_norms(
     if rows == 0:
         return torch.zeros(0, dtype=own, device=device)
     with eager(model):
-        verify_once(model, loss, x, targets)
-        with torch.enable_grad(), recording(model, rows, copies, layouts=layouts_of(model, x)) as recorded:
-            losses = loss_values(loss, call(model, x), targets, copies)
-            contributions = recorded.contributions(losses.sum())
+
+        def shown() -> dict[str, Contribution]:
+            verify_once(model, loss, x, targets)
+            with torch.enable_grad(), recording(model, rows, copies, layouts=layouts_of(model, x)) as recorded:
+                return recorded.contributions(loss_values(loss, call(model, x), targets, copies).sum())
+
+        contributions = seeing_all(model, x, shown)
         squares = _squared_norms(contributions, device, form)
-        return _group_norms(squares, clipping_groups(parameters, 1.0), len(losses), device)[:, 0].to(own)
+        return _group_norms(squares, clipping_groups(parameters, 1.0), rows // copies, device)[:, 0].to(own)
 
 
 def clipped_gradients(
@@ -352,13 +354,10 @@ class Clipper:
         *parts, y, keep, bounds = tensors
         x, device = rebuilt(parts, self._structure), parts[0].device
         with eager(self.model):
-            self._verify(Batch(x, y, keep))
-            with torch.enable_grad(), self._recording(x) as recorded:
-                losses = loss_values(self.loss, call(self.model, x), y, self.copies)
-                contributions = recorded.contributions(losses.sum())
+            contributions = seeing_all(self.model, x, lambda: self._shown(Batch(x, y, keep)))
             form: Form = "gram" if self.method == "ghost" else self.form
             squares = _squared_norms(contributions, device, form, as_released=True)
-            norms = _group_norms(squares, self._made_for, len(losses), device)
+            norms = _group_norms(squares, self._made_for, len(keep), device)
             factors = clip_factors(norms, bounds.to(norms.dtype), keep, self.clip, self.stability)
             finite = torch.isfinite(norms)
             spoiled = ~finite.all()
@@ -368,8 +367,11 @@ class Clipper:
                 contributions = {name: part.without(dropped) for name, part in contributions.items()}
             return _Computed(self._weighted_sums(contributions, factors), norms, factors, spoiled)
 
-    def _recording(self, x: Inputs) -> AbstractContextManager[Recording]:
-        return recording(self.model, rows_of(x), self.copies, self._layers, layouts_of(self.model, x))
+    def _shown(self, batch: Batch) -> dict[str, Contribution]:
+        self._verify(batch)
+        known = layouts_of(self.model, batch.x)
+        with torch.enable_grad(), recording(self.model, rows_of(batch.x), self.copies, self._layers, known) as recorded:
+            return recorded.contributions(loss_values(self.loss, call(self.model, batch.x), batch.y, self.copies).sum())
 
     def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Uses up the contributions: what only one of them holds is free for the next sum."""

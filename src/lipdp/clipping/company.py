@@ -1,17 +1,18 @@
 """Examples must not depend on their company: on whole batches, of the size and in the mode in which they are trained on.
 
-With the same random numbers, an example's loss stays the same *to the bit* when others are replaced: those whose number has some
-binary digit in common, digit by digit. Any two examples differ in one, so whoever depends on whom, it shows. So it does for what
-layers show of an example in the backward pass. A training step whose records have seats of their own rests on it.
+With the same random numbers, an example's loss stays the same *to the bit* when others are replaced, inputs and targets: those
+whose number has some binary digit in common, digit by digit. Any two examples differ in one, so whoever depends on whom, it shows.
+So it does for what layers show of an example in the backward pass. A training step whose records have their seats rests on it.
+What only shows in batches of other contents is looked for too (:func:`lipdp.clipping.others.contrasts`).
 
-What goes on around these checks is here too: the model untouched, random numbers repeated, other examples of the same kind.
+What goes on around these checks is here too: the model untouched, random numbers repeated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +22,14 @@ import torch
 from lipdp._numerics import HALF, no_autocast, seed_torch
 from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.layouts import is_mask, layouts_of, one_place_less
+from lipdp.clipping.layouts import layouts_of
 from lipdp.clipping.loops import PerExampleLoss, loss_values
+from lipdp.clipping.others import Records, contrasts, made_up, mixture, others_like, targets_like
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
-from lipdp.inputs import Inputs, call, device_of, leaves, mapped, per_row, rows_of, select
+from lipdp.inputs import Inputs, call, device_of, mapped, rows_of, select
 
-__all__ = ["checking", "fitting", "in_double_if_refused", "made_up", "others_like", "put_back", "same_randomness", "verify_company"]
+__all__ = ["checking", "fitting", "in_double_if_refused", "put_back", "same_randomness", "verify_company"]
 
 
 # Examples whose gradients are compared at a time, and rows up to which every set of others is replaced in the backward pass too.
@@ -57,22 +59,38 @@ def _verify_company(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
     sets = [(numbers >> digit) & 1 == value for digit in range((rows - 1).bit_length()) for value in (0, 1)]
     with checking(model, device):
         company = _Company(model, loss, x, y)
-        before = company.losses(x)
+        before = company.losses((x, y))
         finite = torch.isfinite(before)
         if not bool(finite.any()):
             return False
         for replaced in sets:
-            after = company.losses(company.with_others(replaced))
-            kept = ~replaced & finite & torch.isfinite(after)
-            if _differs(before[kept], after[kept]):
-                raise UnsupportedError(_IN_COMPANY.format(rows=rows))
-        shown = company.shown(x)
+            _check_kept(before, company.with_others(replaced)[1], ~replaced & finite)
+        _check_contrasts(company, [*sets[:2], numbers < rows - 1])
+        shown = company.shown((x, y))
         for replaced in sets if rows <= _SMALL else sets[:2]:
-            again = company.shown(company.with_others(replaced))
+            again = company.shown(company.with_others(replaced)[0])
             for name in shown.keys() & again.keys():
                 if _shows_differently(shown[name], again[name], torch.nonzero(~replaced & finite).flatten()):
                     raise UnsupportedError(_BACK_IN_COMPANY.format(name=name, rows=rows))
     return True
+
+
+def _check_kept(before: torch.Tensor, after: torch.Tensor, kept: torch.Tensor) -> None:
+    """Raise if the losses of the examples that were kept are not what they were; those ``before`` are finite."""
+    if not bool(torch.isfinite(after[kept]).all()) or _differs(before[kept], after[kept]):
+        raise UnsupportedError(_IN_COMPANY.format(rows=len(before)))
+
+
+def _check_contrasts(company: _Company, sets: Sequence[torch.Tensor]) -> None:
+    """The same with contents that later batches may have. What the model can't be evaluated on shows nothing."""
+    for batch, others in contrasts(company.model, company.x, company.y):
+        try:
+            before = company.losses(batch)
+            after = [company.losses(mixture(batch, others, replaced)) for replaced in sets]
+        except Exception:  # whatever it raises: such contents it does not take
+            continue
+        for replaced, losses in zip(sets, after, strict=True):
+            _check_kept(before, losses, ~replaced & torch.isfinite(before))
 
 
 def _shows_differently(one: Contribution, other: Contribution, kept: torch.Tensor) -> bool:
@@ -97,46 +115,53 @@ class _Company:
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._others = others_like(x)
 
-    def with_others(self, replaced: torch.Tensor) -> Inputs:
-        """The batch with other examples in some places, of a kind that the model can have there."""
+    def with_others(self, replaced: torch.Tensor) -> tuple[Records, torch.Tensor]:
+        """The batch with other examples in some places, of a kind that the model can have there, and its losses."""
         for choose in self._kinds:
-            found: Inputs = mapped(lambda other, own: torch.where(per_row(replaced, own), other, own), choose(replaced), self.x)
+            batch = mixture((self.x, self.y), choose(replaced), replaced)
             try:
-                self.losses(found)
+                return batch, self.losses(batch)
             except (RuntimeError, ValueError, IndexError):
                 continue
-            return found
         raise UnsupportedError(
             f"the model can't be evaluated on a batch of {rows_of(self.x)} in which some examples are replaced by others, so "
             "whether it mixes them can't be told. Use method='naive', which takes every example by itself."
         )
 
     @property
-    def _kinds(self) -> tuple[Callable[[torch.Tensor], Inputs], ...]:
+    def _kinds(self) -> tuple[Callable[[torch.Tensor], Records], ...]:
         """Those of other places; made-up ones; those of the nearest place before, which keeps an order that a model may need."""
-        return lambda replaced: self._others, lambda replaced: made_up(self.x), self._before
+        targets = targets_like(self.y)
+        return (
+            lambda replaced: (self._others, targets),
+            lambda replaced: (self._others, self.y),
+            lambda replaced: (made_up(self.x), self.y),
+            self._before,
+        )
 
-    def _before(self, replaced: torch.Tensor) -> Inputs:
+    def _before(self, replaced: torch.Tensor) -> Records:
         numbers = torch.arange(rows_of(self.x), device=device_of(self.x))
         kept = torch.where(replaced, 0, numbers).cummax(0).values
         first = int(torch.nonzero(~replaced)[0])
-        chosen: Inputs = select(self.x, torch.where(numbers < first, first, kept))
+        chosen: Records = select((self.x, self.y), torch.where(numbers < first, first, kept))
         return chosen
 
-    def losses(self, x: Inputs) -> torch.Tensor:
+    def losses(self, batch: Records) -> torch.Tensor:
         """(batch,)."""
+        x, y = batch
         same_randomness()
         try:
-            return loss_values(self.loss, call(self.model, x), self.y).detach()
+            return loss_values(self.loss, call(self.model, x), y).detach()
         finally:
             put_back(self._buffers)
 
-    def shown(self, x: Inputs) -> Mapping[str, Contribution]:
+    def shown(self, batch: Records) -> Mapping[str, Contribution]:
         """Per-example gradients as layers show them."""
+        x, y = batch
         same_randomness()
         try:
             with recording(self.model, rows_of(x), layouts=layouts_of(self.model, x)) as recorded:
-                return recorded.contributions(loss_values(self.loss, call(self.model, x), self.y).sum())
+                return recorded.contributions(loss_values(self.loss, call(self.model, x), y).sum())
         finally:
             put_back(self._buffers)
 
@@ -200,41 +225,6 @@ def fitting(model: torch.nn.Module, inputs: Inputs) -> Inputs:
         return inputs
     fitted: Inputs = mapped(lambda leaf: leaf.float() if leaf.dtype in HALF else leaf, inputs)
     return fitted
-
-
-def others_like(inputs: Inputs) -> Inputs:
-    """Other inputs of the same kind: what a gradient must not depend on. Those of the batch itself, unless they repeat."""
-    rolled: Inputs = mapped(lambda leaf: leaf.roll(1, 0), inputs)
-    pairs = zip(leaves(rolled), leaves(inputs), strict=True)
-    same = torch.stack([(one == other).reshape(len(one), -1).all(1).cpu() for one, other in pairs]).all(0)
-    others = made_up(inputs) if bool(same[1:].any()) else rolled
-    if isinstance(inputs, torch.Tensor):
-        return others
-    with_masks: Inputs = mapped(_other_mask, others, inputs)
-    return with_masks
-
-
-def _other_mask(other: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Another mask, where all examples have the same one (all of their places): what masks mix would not show."""
-    return one_place_less(other) if is_mask(own) and torch.equal(other, own) else other
-
-
-def made_up(inputs: Inputs) -> Inputs:
-    """Different inputs that the model can take: column by column in the same range (numbers may stand for categories).
-
-    Beside other inputs, whole numbers of at most 1 are masks and kinds of tokens: they stay.
-    """
-    alone = isinstance(inputs, torch.Tensor)
-
-    def other(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.is_floating_point() or leaf.is_complex():
-            return 0.5 * leaf + 0.1
-        if not alone and (leaf.dtype == torch.bool or leaf.numel() == 0 or int(leaf.max()) <= 1):
-            return leaf
-        return ~leaf if leaf.dtype == torch.bool else leaf // 2
-
-    changed: Inputs = mapped(other, inputs)
-    return changed
 
 
 @contextmanager

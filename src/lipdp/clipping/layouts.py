@@ -38,6 +38,7 @@ __all__ = [
     "HiddenGradientError",
     "Layouts",
     "Place",
+    "UnseenLayerError",
     "Where",
     "generation",
     "is_mask",
@@ -49,7 +50,8 @@ __all__ = [
 ]
 
 _SIZES = (2, 3)
-_CONTENTS = 3  # other contents that shapes are looked at with
+_CONTENTS = 3  # other contents that shapes are looked at with: moved ones
+_DRAWN, _DRAWN_IF_READ = 1, 8  # and such that are drawn anew: more where Python has read values, and sizes may follow them
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class HiddenGradientError(UnsupportedError):
     def __init__(self, message: str, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__(message)
         self.parameters = tuple(parameters)
+
+
+class UnseenLayerError(HiddenGradientError):
+    """A layer is called that nobody called when the model was looked at: where its examples are is not known."""
 
 
 FIRST, SECOND = Place(0, 1), Place(1, 1)
@@ -174,6 +180,10 @@ class Layouts:
         given, made = tensors_in(inputs), numbers_in(output)
         return next((known for known in self.calls.get(name, ()) if known.fits(given, made, batch)), None)
 
+    def has_not_seen(self, name: str) -> bool:
+        """Whether the model was looked at, and this module was not called."""
+        return bool(self.calls) and name not in self.calls
+
     def is_ordinary(self, name: str) -> bool:
         """Whether a norm rule can be used: in every call the examples are first, or second, or it is shared."""
         calls, repeated = self.calls.get(name, ()), name in self.repeated
@@ -231,9 +241,11 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
             suspects = Suspects(model)
             with suspects.watching():
                 few, more = _calls(model, two), _calls(model, three)
-            seen_of = [(other, seen) for other in _others(three) if (seen := _tried(model, other))]
+            contents_of = _others(three, _DRAWN_IF_READ if suspects.read else _DRAWN)
+            seen_of = [(other, seen) for other in contents_of if (seen := _tried(model, other))]
             others = [seen for _, seen in seen_of]
             found = Layouts({name: _compared(few[name], more[name], others, name) for name in few.keys() & more.keys()})
+            found.calls.update(_in_training_only(model, modes, (two, three), few))
             found.calls.update({name: [known.doubted() for known in found.calls.get(name, ())] for name in suspects.names})
             found.repeated = _repeated(model, three, found)
             contents = [two, three, *(other for other, _ in seen_of)]
@@ -249,6 +261,22 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
     _known.setdefault(model, {})[_kind(x)] = found
     renew(model)
     return found
+
+
+def _in_training_only(
+    model: torch.nn.Module, modes: Sequence[tuple[torch.nn.Module, bool]], sizes: Sequence[Inputs], seen: Mapping[str, Any]
+) -> dict[str, list[Call]]:
+    """Calls of modules that are not called in evaluation mode (a second head, say)."""
+    missing = any(
+        name not in seen and any(True for _ in module.parameters(recurse=False)) for name, module in model.named_modules()
+    )
+    if not missing or not any(training for _, training in modes):
+        return {}
+    for module, training in modes:
+        module.training = training
+    few, more = (_tried(model, x) for x in sizes)
+    model.eval()
+    return {name: _compared(few[name], more[name], (), name) for name in few.keys() & more.keys() if name not in seen}
 
 
 _FAILS = RuntimeError, ValueError, IndexError, TypeError, NotImplementedError
@@ -352,7 +380,7 @@ def _calls(model: torch.nn.Module, x: Inputs) -> dict[str, list[_Seen]]:
     return seen
 
 
-def _others(x: Inputs) -> Iterator[Inputs]:
+def _others(x: Inputs, drawings: int) -> Iterator[Inputs]:
     """As many examples with other contents: their numbers in other places, in two ways; of masks one place less for some."""
 
     def elsewhere(seed: int) -> Inputs:
@@ -384,7 +412,7 @@ def _others(x: Inputs) -> Iterator[Inputs]:
 
     yield from map(elsewhere, range(_CONTENTS))
     draw = torch.Generator().manual_seed(_CONTENTS)
-    yield mapped(others, x)
+    yield from (mapped(others, x) for _ in range(drawings))
     if any(is_mask(leaf) for leaf in leaves(x)):
         yield mapped(shorter, x)
 

@@ -26,7 +26,7 @@ from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_lay
 from lipdp.clipping.contribution import Contribution, Dense
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
-from lipdp.clipping.layouts import SECOND, Layouts, without_caches
+from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.outer import combine
 from lipdp.clipping.registry import (
     Contributions,
@@ -92,6 +92,7 @@ class Recording:
     owners: dict[str, torch.nn.Module] = field(default_factory=dict)  # by name
     spread: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what its copies are of
     taps: list[_Tap] = field(default_factory=list)
+    watched: tuple[str, ...] = ()  # starts of names inside layers whose forward is watched: these call what their class does not
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
     def add(
@@ -262,6 +263,9 @@ def recording(
     replayed = replayed_modules(model, trained, layouts)
     owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
     recorded = Recording(batch, trained.names, copies, owners)
+    recorded.watched = tuple(
+        f"{name}." if name else "" for name, module in owners.items() if find_watched_forward(module) is not None
+    )
     with ExitStack() as stack:
         for name, module in trained.layers:
             if name in replayed.layers:
@@ -319,6 +323,12 @@ def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.n
     return forward
 
 
+_UNSEEN = (
+    "layer '{owner}' ({kind}) is only called for some batches, and no module around it can be evaluated for one example at a time: "
+    "whose gradient is whose can't be told. Call it for every batch, or use method='naive', which takes every example by itself."
+)
+
+
 def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
@@ -326,6 +336,8 @@ def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
         rule = find_norm_rule(module)
         if rule is None or not isinstance(output, torch.Tensor):
             raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")
+        if layouts is not None and layouts.has_not_seen(owner) and not owner.startswith(recorded.watched):
+            raise UnseenLayerError(_UNSEEN.format(owner=owner, kind=type(module).__name__), module.parameters(recurse=False))
         known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
         if kwargs:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)

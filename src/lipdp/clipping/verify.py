@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 import secrets
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -30,23 +30,23 @@ from lipdp.clipping.company import (
     checking,
     fitting,
     in_double_if_refused,
-    made_up,
-    others_like,
     put_back,
     same_randomness,
     verify_company,
 )
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.layouts import HiddenGradientError, generation, layouts_of, look_at, renew
+from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
+from lipdp.clipping.others import made_up, others_like
 from lipdp.clipping.record import recording
 from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["forget", "kind_of", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
+__all__ = ["forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
 
+T = TypeVar("T")
 _EXAMPLES = 3
 _KEY = secrets.token_bytes(32)  # of this process: nobody can aim at a collision
 _KNOWN = 64  # verdicts that are kept of a model
@@ -108,6 +108,22 @@ def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
         )
     known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), rows_of(x))))
     return True
+
+
+def seeing_all(model: torch.nn.Module, x: Inputs, compute: Callable[[], T]) -> T:
+    """``compute()``; where that calls a layer which was not called when the model was looked at, again without its word.
+
+    The few examples of then had no use for it (an expert that none of them is sent to), so nothing is known of its dimensions. The
+    gradients of its parameters are those of a module around it from now on, which is evaluated for each example.
+    """
+    while True:
+        try:
+            return compute()
+        except UnseenLayerError as error:
+            layouts = layouts_of(model, x)
+            if layouts is None or not take_larger(model, error.parameters, layouts):
+                raise
+            renew(model)
 
 
 def forget(model: torch.nn.Module) -> None:
