@@ -75,7 +75,7 @@ def train_columns(
     delta: float = DELTA,
 ) -> list[float]:
     """Held-out accuracies in percent, one for each setting. ``x`` holds rows of norm at most 1."""
-    weights = column_weights(x, labels, classes, settings, steps, statistics, seed, scale)
+    weights = column_weights(x, labels, classes, settings, steps, statistics, seed, scale, delta)
     logits = (held_out @ weights.flatten(1).to(x.dtype)).float().unflatten(1, (len(settings), classes))
     right = (logits.argmax(2) == held_labels[:, None]).float().mean(0)
     return [100 * float(r) for r in right]
@@ -90,6 +90,7 @@ def column_weights(
     statistics: float | None,
     seed: int,
     scale: float = 1.0,
+    delta: float = DELTA,
 ) -> Tensor:
     """The averaged weights of all heads, (features, settings, classes)."""
     device, count, width = x.device, len(settings), x.shape[1]
