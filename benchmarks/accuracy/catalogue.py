@@ -4,7 +4,7 @@
     python benchmarks/accuracy/catalogue.py memory NAME …    two steps of each, in its own process: results/accuracy/memory.jsonl
 
 Figures are those at the budget that a recipe's settings were found for: on the test set from accuracy/runs.jsonl, lockbox.jsonl,
-the finals of out_of_the_box/, tabular.json and clipping/dpsgd_mnist; where a recipe has not been on the test set, what its
+accuracy/certified.jsonl, the finals of out_of_the_box/, tabular.json and clipping/dpsgd_mnist; where a recipe has not been on the test set, what its
 provenance says of records that were held out. Memory: of the whole process on a CPU; a recipe with stored features takes a slice
 of the data, and the rest of the records is added with the size of their features. On a GPU: of the GPU's.
 """
@@ -65,6 +65,9 @@ def test_runs() -> Iterator[tuple[str, float, float, float | None, str, float | 
             yield run["recipe"], run["budget"], 100 * run["accuracy"], run["seconds"], run["device"], None
     for run in lines(RESULTS / "clipping/dpsgd_mnist/test.jsonl"):
         yield run["recipe"], 3.0, 100 * run["accuracy"], run["seconds"], run.get("device", "cpu"), None
+    for run in lines(RESULTS / "accuracy/certified.jsonl"):
+        if "columns" in run and run.get("recipe"):
+            yield run["recipe"], recipes.get(run["recipe"]).epsilon, run["columns"][0], run["seconds"], "cuda", None
     tables = json.loads((RESULTS / "tabular.json").read_text())
     for table, methods in tables["tables"].items():
         for method, found in methods.items():

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipdp import privacy
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpError
 
 RELATIONS = {
     "add_remove": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -226,5 +226,5 @@ def test_noise_that_floating_point_has_no_room_for_is_refused(noise, accountant)
 
 
 def test_a_budget_that_floating_point_has_no_room_for_is_refused():
-    with pytest.raises(ConfigurationError, match="epsilon"):
+    with pytest.raises(LipdpError, match="epsilon"):
         privacy.calibrate_noise(epsilon=1e-300, delta=1e-5, sampling_rate=0.1, steps=3)

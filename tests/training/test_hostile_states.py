@@ -22,7 +22,7 @@ from lipdp.training.state import sealed
 
 from ..hostile import all_edits, refused_or
 from .common import planned, small, toy
-from .test_hostile_plans import check_contribution, real_multiplier, standardised
+from ..planning.test_hostile_plans import check_contribution, real_multiplier, standardised
 
 LOSS = losses.CrossEntropy(tau=4.0)
 

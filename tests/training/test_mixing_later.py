@@ -22,7 +22,7 @@ class Chain(torch.nn.Sequential):
     def forward(self, x):
         h = self[0](x)
         h = h - h.mean(0) if self.centre else h
-        return self[1](h - self.gate * h.mean(0))
+        return self[1](torch.where(self.gate > 0, h - h.mean(0), h))  # not 0·mean: a NaN would be everybody's
 
 
 class Loss:
@@ -33,7 +33,7 @@ class Loss:
 
 
 def of_a_global(outputs, targets):
-    return CROSS_ENTROPY(outputs - FLAG[0] * outputs.mean(0), targets)
+    return CROSS_ENTROPY(outputs - outputs.mean(0) if FLAG[0] else outputs, targets)
 
 
 def mixing(self, x):
