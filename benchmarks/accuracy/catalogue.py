@@ -4,9 +4,9 @@
     python benchmarks/accuracy/catalogue.py memory NAME …    two steps of each, in its own process: results/accuracy/memory.jsonl
 
 Figures are those at the budget that a recipe's settings were found for: on the test set from accuracy/runs.jsonl, lockbox.jsonl,
-accuracy/certified.jsonl, the finals of out_of_the_box/, tabular.json and clipping/dpsgd_mnist; where a recipe has not been on the test set, what its
-provenance says of records that were held out. Memory: of the whole process on a CPU; a recipe with stored features takes a slice
-of the data, and the rest of the records is added with the size of their features. On a GPU: of the GPU's.
+accuracy/certified.jsonl, the finals of out_of_the_box/, tabular.json and clipping/dpsgd_mnist; where a recipe has not been on the
+test set, what its provenance says of records that were held out. Memory: of the whole process on a CPU; a recipe with stored
+features takes a slice of the data, and the rest of the records is added with the size of their features. On a GPU: of the GPU's.
 """
 
 from __future__ import annotations

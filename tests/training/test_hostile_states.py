@@ -21,8 +21,8 @@ from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 from lipdp.training.state import sealed
 
 from ..hostile import all_edits, refused_or
-from .common import planned, small, toy
 from ..planning.test_hostile_plans import check_contribution, real_multiplier, standardised
+from .common import planned, small, toy
 
 LOSS = losses.CrossEntropy(tau=4.0)
 
