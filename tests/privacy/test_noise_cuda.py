@@ -31,7 +31,7 @@ COUNT = 400_000 if ON_CUDA else 3000
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
-    noise_cuda._release_of.cache_clear()
+    noise_cuda._replayed_release.cache_clear()
     if not ON_CUDA:
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(noise_cuda, "available", lambda device: True)
@@ -74,7 +74,7 @@ def test_every_place_can_be_settled_from_all_bits(monkeypatch):
     sums = torch.zeros(600, dtype=torch.float64)
     found = noise_cuda.noised_on_device([([sums.to(DEVICE)], 1.3, torch.float64)], KEY, [], bound=False)[0]
     noise_cuda._tables.cache_clear()
-    noise_cuda._release_of.cache_clear()
+    noise_cuda._replayed_release.cache_clear()
     assert np.array_equal(found.cpu().numpy(), noised_on_processor(sums.numpy(), 1.3, KEY))
 
 
@@ -149,9 +149,9 @@ def test_releases_that_are_replayed_are_those_that_are_called(bound):
     sums = [torch.randn(5000, generator=draw).to(DEVICE) for _ in range(10)]
     stream, again = privacy.Stream(KEY, bound=bound), privacy.Stream(KEY, bound=bound)
     replayed = [privacy.add_noise({"a": part, "b": part[:7]}, {"a": 1.0, "b": 3.0}, stream) for part in sums]
-    assert noise_cuda._release_of(((1, 1.0, torch.float32), (1, 3.0, torch.float32)), sums[0].device, bound).recordings == 1
+    assert noise_cuda._replayed_release(((1, 1.0, torch.float32), (1, 3.0, torch.float32)), sums[0].device, bound).recordings == 1
     for part, found in zip(sums, replayed, strict=True):
-        noise_cuda._release_of.cache_clear()
+        noise_cuda._replayed_release.cache_clear()
         expected = privacy.add_noise({"a": part, "b": part[:7]}, {"a": 1.0, "b": 3.0}, again)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 

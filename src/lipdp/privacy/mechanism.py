@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
@@ -25,7 +25,7 @@ from lipdp.privacy import noise_cuda
 from lipdp.privacy.noise import Segment, noised_on_processor, pieces_of
 from lipdp.privacy.randomness import Stream, derive_key, mix_key
 
-__all__ = ["Allocation", "add_noise", "allocate", "effective_multiplier", "noise_energy"]
+__all__ = ["Allocation", "Draw", "add_noise", "allocate", "draw_on_device", "effective_multiplier", "noise_energy"]
 
 Allocation = Literal["global", "per_layer", "optimal", "weights"]
 
@@ -145,20 +145,68 @@ def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: 
     released: dict[str, Tensor] = {}
     live: dict[torch.device, list[str]] = {}
     for name in sorted(sums):
-        dtype, std = _check_sum(name, sums[name]), _std(name, stds[name])
-        if std > 0:
-            limits = torch.finfo(dtype)
-            if not max(limits.tiny, _LEAST_STD) <= std <= limits.max:
-                raise ConfigurationError(
-                    f"The noise std {std:g} of group {name!r} is out of the range of {dtype}: the noise would be 0 or "
-                    "infinite. Rescale the loss, or use float64."
-                )
+        if _is_noised(name, sums[name], stds[name]):
             live.setdefault(sums[name].device, []).append(name)
         else:
-            released[name] = sums[name].detach().to(dtype, copy=True)
+            released[name] = _copied(sums[name])
     for names in live.values():
         released |= _noised({name: sums[name].detach() for name in names}, {name: float(stds[name]) for name in names}, generator)
     return {name: released[name] for name in sums}
+
+
+class Draw(NamedTuple):
+    """What :func:`add_noise` would do, as a function of tensors on one device that never waits for it: fit to be recorded.
+
+    Attributes:
+        function: from ``inputs`` to the noised sums by name.
+        inputs: the secret and what it depends on, and the sums.
+        depends_on: all that the function depends on besides: equal for functions that are the same.
+    """
+
+    function: Callable[..., dict[str, Tensor]]
+    inputs: tuple[Tensor, ...]
+    depends_on: Hashable
+
+
+def draw_on_device(sums: Mapping[str, Tensor], stds: Mapping[str, float], stream: Stream) -> Draw | None:
+    """The draw that :func:`add_noise` would make; ``None`` where the sums are not all on one device that draws by itself."""
+    _same_names("sums", sums, "stds", stds)
+    devices = {total.device for total in sums.values()}
+    if len(devices) != 1 or not noise_cuda.available(device := next(iter(devices))):
+        return None
+    names = sorted(sums)
+    noised = [name for name in names if _is_noised(name, sums[name], stds[name])]
+    copied = [name for name in names if name not in noised]
+    if not noised:
+        return None
+    key, seen, names_of, segments = _begun({name: sums[name].detach() for name in noised}, stds, stream)
+    kinds, shapes = noise_cuda.kinds_of(segments), {name: sums[name].shape for name in noised}
+    work = noise_cuda.release_function(kinds, device, stream.bound)
+
+    def function(*inputs: Tensor) -> dict[str, Tensor]:
+        drawn = work(*inputs[: len(inputs) - len(copied)])
+        rest = {name: _copied(total) for name, total in zip(copied, inputs[len(inputs) - len(copied) :], strict=True)}
+        return _by_name(names_of, drawn, shapes) | rest
+
+    inputs = *noise_cuda.release_inputs(segments, key, seen), *(sums[name].detach() for name in copied)
+    return Draw(function, inputs, (kinds, stream.bound, tuple(names_of), tuple(shapes.items()), tuple(copied)))
+
+
+def _is_noised(name: str, total: Tensor, std: float) -> bool:
+    """Whether a group gets noise; an error where it can't have it."""
+    dtype, checked = _check_sum(name, total), _std(name, std)
+    limits = torch.finfo(dtype)
+    if checked > 0 and not max(limits.tiny, _LEAST_STD) <= checked <= limits.max:
+        raise ConfigurationError(
+            f"The noise std {checked:g} of group {name!r} is out of the range of {dtype}: the noise would be 0 or "
+            "infinite. Rescale the loss, or use float64."
+        )
+    return checked > 0
+
+
+def _copied(total: Tensor) -> Tensor:
+    """What is released of a group without noise."""
+    return total.detach().to(torch.float64 if total.dtype == torch.float64 else torch.float32, copy=True)
 
 
 def _check_sum(name: str, total: Tensor) -> torch.dtype:
@@ -173,20 +221,36 @@ def _check_sum(name: str, total: Tensor) -> torch.dtype:
     return torch.float64 if total.dtype == torch.float64 else torch.float32
 
 
-def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> dict[str, Tensor]:
-    """Sums on one device, in the order of their names: those of one std are one long vector."""
-    key, seen = stream.begin("noise", [(name, stds[name], tuple(total.shape)) for name, total in sums.items()])
+_Names = tuple[tuple[str, ...], ...]
+
+
+def _begun(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> tuple[bytes, list[Tensor], _Names, list[Segment]]:
+    """The key of a draw of sums on one device, what it is mixed with, and the segments with their groups' names."""
+    key, seen = stream.begin("noise", [(name, float(stds[name]), tuple(total.shape)) for name, total in sums.items()])
     names_of: dict[tuple[float, torch.dtype], list[str]] = {}
     for name, total in sums.items():
-        names_of.setdefault((stds[name], torch.float64 if total.dtype == torch.float64 else torch.float32), []).append(name)
+        dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
+        names_of.setdefault((float(stds[name]), dtype), []).append(name)
     segments: list[Segment] = [([sums[name] for name in names], *at) for at, names in names_of.items()]
+    return key, seen, tuple(map(tuple, names_of.values())), segments
+
+
+def _by_name(names_of: _Names, vectors: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The vectors of segments, taken apart."""
+    released: dict[str, Tensor] = {}
+    for names, vector in zip(names_of, vectors, strict=True):
+        parts = torch.split(vector, [shapes[name].numel() for name in names])
+        released |= {name: part.reshape(shapes[name]) for name, part in zip(names, parts, strict=True)}
+    return released
+
+
+def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> dict[str, Tensor]:
+    """Sums on one device, in the order of their names: those of one std are one long vector."""
+    key, seen, names_of, segments = _begun(sums, stds, stream)
     on_device = noise_cuda.available(next(iter(sums.values())).device)
     draw = noise_cuda.noised_on_device if on_device else _noised_on_processor
-    released: dict[str, Tensor] = {}
-    for names, vector in zip(names_of.values(), draw(segments, key, seen, bound=stream.bound), strict=True):
-        parts = torch.split(vector, [sums[name].numel() for name in names])
-        released |= {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
-    return released
+    vectors = draw(segments, key, seen, bound=stream.bound)
+    return _by_name(names_of, vectors, {name: total.shape for name, total in sums.items()})
 
 
 def _noised_on_processor(segments: Sequence[Segment], key: bytes, seen: list[Tensor], *, bound: bool) -> list[Tensor]:

@@ -7,7 +7,7 @@ import itertools
 import math
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -32,7 +32,7 @@ from lipdp.privacy.noise import (
 )
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
-__all__ = ["available", "chacha_on_device", "noised_on_device", "words_of"]
+__all__ = ["available", "chacha_on_device", "kinds_of", "noised_on_device", "release_function", "release_inputs", "words_of"]
 
 _CELLS = 16  # bits of the choice that are looked up: the table stays close to the processors
 _BLOCK = 128  # blocks of ChaCha20 a program computes
@@ -114,49 +114,60 @@ def noised_on_device(segments: Sequence[Segment], key: bytes, seen: Sequence[Ten
 
     The key depends on the words that were ``seen``, and with ``bound`` on the sums themselves, without the host knowing them.
     """
+    release = _replayed_release(kinds_of(segments), segments[0][0][0].device, bound)
+    vectors = release(*release_inputs(segments, key, seen))
+    copies: dict[int, Tensor] = {}  # the recording's memory is overwritten by the next release
+    for dtype in {vector.dtype for vector in vectors}:
+        numbers = [number for number, vector in enumerate(vectors) if vector.dtype == dtype]
+        whole = torch.cat([vectors[number] for number in numbers])
+        copies |= zip(numbers, torch.split(whole, [vectors[number].numel() for number in numbers]), strict=True)
+    return [copies[number] for number in range(len(vectors))]
+
+
+Kinds = tuple[tuple[int, float, torch.dtype], ...]
+"""Of each segment, how many tensors it has, its std and its type."""
+
+
+def kinds_of(segments: Sequence[Segment]) -> Kinds:
+    """All that :func:`release_function` has to know of segments."""
+    return tuple((len(tensors), std, dtype) for tensors, std, dtype in segments)
+
+
+def release_inputs(segments: Sequence[Segment], key: bytes, seen: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What :func:`release_function` takes: the secret, the words that were seen, the sums."""
     device = segments[0][0][0].device
-    kinds = tuple((len(tensors), std, dtype) for tensors, std, dtype in segments)
     words = [w.to(device, torch.int64).reshape(-1, 2) for w in seen] or [torch.empty(0, 2, dtype=torch.int64, device=device)]
-    with torch.cuda.device(device):
-        secret = _moved(np.frombuffer(key + derive_key(key, "digest"), dtype="<i4").copy(), device)
-        release = _release_of(kinds, device, bound)
-        sums = [tensor for tensors, _, _ in segments for tensor in tensors]
-        wholes = release(secret, words[0] if len(words) == 1 else torch.cat(words), *sums)
-        sizes: dict[torch.dtype, list[int]] = {}
-        for tensors, _, dtype in segments:
-            sizes.setdefault(dtype, []).append(sum(tensor.numel() for tensor in tensors))
-        # A copy: the recording's memory is overwritten by the next release.
-        split = {dtype: iter(torch.split(wholes[dtype].clone(), counts)) for dtype, counts in sizes.items()}
-        return [next(split[dtype]) for _, _, dtype in segments]
+    secret = _moved(np.frombuffer(key + derive_key(key, "digest"), dtype="<i4").copy(), device)
+    return secret, words[0] if len(words) == 1 else torch.cat(words), *(tensor for tensors, _, _ in segments for tensor in tensors)
 
 
 @lru_cache(maxsize=32)
-def _release_of(
-    kinds: tuple[tuple[int, float, torch.dtype], ...], device: torch.device, bound: bool
-) -> GraphedFunction[dict[torch.dtype, Tensor]]:
-    """The work of a release, on the device from the key to the end: recorded once and replayed. It keeps its tables alive.
-
-    ``kinds``: of each segment, how many tensors it has, its std and its type. The vectors of one type come end to end.
-    """
+def release_function(kinds: Kinds, device: torch.device, bound: bool) -> Callable[..., list[Tensor]]:
+    """The work of a release, on the device from the key to the end, fit to be recorded. It keeps its tables alive."""
     tables = [_tables(mantissa_of(std), device) for _, std, _ in kinds]
 
-    def work(secret: Tensor, words: Tensor, *sums: Tensor) -> dict[torch.dtype, Tensor]:
+    def work(secret: Tensor, words: Tensor, *sums: Tensor) -> list[Tensor]:
         given = iter(sums)
-        pieces = [
-            (piece, std, dtype, with_bins)
-            for (count, std, dtype), with_bins in zip(kinds, tables, strict=True)
-            for piece in pieces_of(list(itertools.islice(given, count)), std, dtype)
-        ]
-        if bound:
-            words = torch.cat([words, _digests([piece for piece, *_ in pieces], secret[8:])])
-        key = torch.empty(8, dtype=torch.int32, device=device)
-        _kernels().absorb[(1,)](secret, words, len(words), key, num_warps=1)
-        drawn: dict[torch.dtype, list[Tensor]] = {}
-        for number, (piece, std, dtype, with_bins) in enumerate(pieces):
-            drawn.setdefault(dtype, []).append(_noised(piece, std, dtype, key, number, with_bins))
-        return {dtype: torch.cat(parts) for dtype, parts in drawn.items()}
+        pieces = [pieces_of(list(itertools.islice(given, count)), std, dtype) for count, std, dtype in kinds]
+        with torch.cuda.device(device):
+            if bound:
+                words = torch.cat([words, _digests([part for parts in pieces for part in parts], secret[8:])])
+            key = torch.empty(8, dtype=torch.int32, device=device)
+            _kernels().absorb[(1,)](secret, words, len(words), key, num_warps=1)
+            number = itertools.count()
+            drawn = [
+                [_noised(part, std, dtype, key, next(number), with_bins) for part in parts]
+                for parts, (_, std, dtype), with_bins in zip(pieces, kinds, tables, strict=True)
+            ]
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in drawn]
 
-    return GraphedFunction(work, state=lambda: None, limit=2)
+    return work
+
+
+@lru_cache(maxsize=32)
+def _replayed_release(kinds: Kinds, device: torch.device, bound: bool) -> GraphedFunction[list[Tensor]]:
+    """:func:`release_function`, recorded once and replayed."""
+    return GraphedFunction(release_function(kinds, device, bound), state=lambda: None, limit=2)
 
 
 def words_of(tensors: Sequence[Tensor], key: bytes) -> Tensor:

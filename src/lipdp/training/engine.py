@@ -48,6 +48,7 @@ from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, parts_of_run, secret_of
 from lipdp.training.totals import Turn
+from lipdp.training.update import Moved, Update
 from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
@@ -59,12 +60,21 @@ _SAME_EPSILON = 1 + 1e-6
 
 
 class _Asked(NamedTuple):
-    """What a step is about to release: the answer, what holds in the step, what its noise depends on; and both, drawn already."""
+    """What a step is about to release.
+
+    Attributes:
+        answer: what the data say.
+        settings: what holds in the step.
+        prepared: what its noise depends on.
+        noised: the answer with its noise, where it was drawn ahead.
+        moved: all that follows from it, where that was begun as well.
+    """
 
     answer: Answer
     settings: StepSettings
     prepared: Prepared
     noised: dict[str, torch.Tensor] | None = None
+    moved: Moved | None = None
 
 
 class PrivacyEngine:
@@ -172,6 +182,7 @@ class PrivacyEngine:
         self._streams = Streams(key, self.device, private=not reproducible)
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
         self._project = Projection(model, self._watch)
+        self._update = Update(model, optimizer, self._watch, self._parameters, plan.batch_size)
         self._constants = Constants(model)
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
@@ -313,24 +324,20 @@ class PrivacyEngine:
         number = self.steps
         batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
         asked = self._ask(batch)
-        trained = {name: p for name, p in self._parameters.items() if name in asked.settings.stds}
         if self._public and asked.answer.clipped is not None:
             self._clipped_share = float(asked.answer.clipped[0]) / max(1, asked.answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
-        noised = self._release(asked)
+        self._release(asked)
         spend_batch((inputs, targets))
         # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
         self._drop_gradients()
         self._watch.forget()  # until the projection is done, in case something below fails
-        means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
-        gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
-        for name, parameter in trained.items():
-            parameter.grad = gradients[name].to(parameter.dtype)
         self._held.hold()
-        with self._held.stepping():
-            self.optimizer.step()
-        self._drop_gradients()
-        self._project()
+        if asked.moved is None:
+            self._move(asked)
+        else:
+            self._update.commit(asked.moved)
+            self._project.fine, self._project.words = asked.moved.fine, asked.moved.words
         if self.plan.clips:
             self._apply_clips()
             self._watch.remember()
@@ -339,6 +346,22 @@ class PrivacyEngine:
         self._streams.step_done(self._values)
         if self.average is not None:
             self.average.update(self._parameters)
+
+    def _move(self, asked: _Asked) -> None:
+        """Hand what was released to the optimiser, and bring the weights back into their sets."""
+        noised = self._noised(asked)
+        means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
+        gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
+        for name, parameter in self._trained(asked.settings).items():
+            parameter.grad = gradients[name].to(parameter.dtype)
+        with self._held.stepping():
+            self.optimizer.step()
+        self._drop_gradients()
+        self._project()
+
+    def _trained(self, settings: StepSettings) -> dict[str, torch.nn.Parameter]:
+        """The parameters that a step moves: those of the plan that its phase does not freeze."""
+        return {name: p for name, p in self._parameters.items() if name in settings.stds}
 
     def _check_inputs(self, inputs: Any) -> None:
         """Refuse several inputs where there is a proof: it is of a program of one."""
@@ -365,10 +388,15 @@ class PrivacyEngine:
         self._constants = Constants(self.model)
         self._on_one_device = all(t.device == self.device for t in self._values)
 
-    def _look(self, weights: torch.Tensor | None = None) -> Flag:
-        """Whether the model is the one that was proved; raises where it can't be any more. ``weights``: their digest, if known."""
+    def _look(self) -> Flag:
+        """Whether the model is the one that was proved; raises where it can't be any more."""
         self._watch.check_structure()
-        return self._watch.compare(weights) if self._query.stands else False
+        return self._watch.compare() if self._query.stands else False
+
+    def _stands_here(self) -> bool:
+        """The same, as far as the host knows it, while a device compares the values that it has."""
+        self._watch.check_structure()
+        return self._query.stands and self._watch.compare_here()
 
     def _beside(self, microbatch: Sequence[torch.Tensor]) -> torch.Tensor:
         """Digests of the weights, all in the first rows, and of a microbatch behind them."""
@@ -383,12 +411,12 @@ class PrivacyEngine:
     def _ask_alone(self, batch: Sample, attempts: int = 2) -> tuple[_Asked, Turn]:
         """What the data say, computed by the model that was proved: to be released, and not before this returns.
 
-        On CUDA a proved program is launched at once, and everything else happens while it runs: whether the model still is the one
-        that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
-        found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
-        all of them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient
-        is not finite must be left out of the sum, and no other record with it, or it would change all that the others say. While
-        it waits, the device draws the noise, which is thrown away too if it comes to that.
+        On CUDA a proved program is launched at once, and all that follows from its sums behind it (:mod:`lipdp.training.update`);
+        everything else happens while they run: whether the model still is the one that was proved is looked at, on the host and,
+        for the values of weights, on the device; so is whether the last projection found them finite, whether the sums are, and
+        whether the forward pass left the model's state alone. The host waits once, for all of them, before it goes on; where one
+        is no, what was computed is thrown away. It has to wait: a record whose gradient is not finite must be left out of the sum,
+        and no other record with it, or it would change all that the others say.
         """
         number = self.steps
         runs_ahead = self.device.type == "cuda" and self._query.recorded
@@ -397,32 +425,39 @@ class PrivacyEngine:
             self._prove_again()
             unchanged = True
         settings = self._mechanism.at(number)
-        trained = {name: p for name, p in self._parameters.items() if name in settings.stds}
+        trained = self._trained(settings)
         with self._streams.model(number, on_host=not runs_ahead) as begin:
             self._constants.keep()
             copies = self._copies(number)
             turn = self._turn(settings, number, begin, copies)
             asked = dataclasses.replace(batch, copies=copies, settings=self._watch.settings, turn=turn)
-            if runs_ahead and self._on_one_device and not self._ranks.grouped:
+            alone = runs_ahead and not self._ranks.grouped
+            if alone and self._on_one_device:
                 asked = dataclasses.replace(asked, beside=self._beside)
             answer = self._query.ask(trained, asked, settings.clips)
+            told = bool(answer.seen)  # digests of the weights are there already
             if runs_ahead:
-                unchanged = self._look(answer.seen[0][:-_MICROBATCH] if answer.seen else None)
+                unchanged = self._watch.compare_there(answer.seen[0][:-_MICROBATCH]) if told else self._look()
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
             read = ask_flags([unchanged, self._project.fine, answer.fine, *self._constants.same()])
-            noised = None
-            if runs_ahead and not self._ranks.grouped:
-                noised = self._mechanism.draw(answer, settings, self._streams.noise(prepared))
+            noised, moved = None, None
+            if alone and told:
+                draw = self._mechanism.draw_on_device(answer, settings, self._streams.noise(prepared))
+                moved = self._update.begin(draw, trained)
+            if alone:
+                noised = self._mechanism.draw(answer, settings, self._streams.noise(prepared)) if moved is None else None
                 self._seating.draw_ahead(self._streams.seats(number + 1))
+            here = self._stands_here() if told and runs_ahead else True
             unchanged, finite, fine, *same = read()
+            unchanged = unchanged and here
             if not finite:
                 self._project.check()
             self._constants.refuse(same)
             if unchanged and not fine and answer.again is not None:
-                answer, noised = answer.again(), None
+                answer, noised, moved = answer.again(), None, None
                 self._constants.refuse(read_flags(self._constants.same()))
         if unchanged:
-            return _Asked(answer, settings, prepared, noised), turn
+            return _Asked(answer, settings, prepared, noised, moved), turn
         if attempts == 0:
             raise ConfigurationError(
                 "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
@@ -449,11 +484,14 @@ class PrivacyEngine:
         self._ranks.agree({f"what step {self.steps} depends on": self._streams.told(prepared, self._values)}, why)
         return added_up(self._ranks, answer, turn.units, settings.count_std)
 
-    def _release(self, asked: _Asked) -> dict[str, torch.Tensor]:
-        """The one place where something about the data leaves in a step: its position is taken, it is charged, it has its noise."""
+    def _release(self, asked: _Asked) -> None:
+        """The one place where something about the data begins to leave in a step: its position is taken, and it is charged."""
         self._streams.take(asked.prepared)
         self.ledger.charge()
         self._account.note(self.ledger)
+
+    def _noised(self, asked: _Asked) -> dict[str, torch.Tensor]:
+        """What leaves: the answer with its noise, unless it was drawn already."""
         noised = asked.noised
         if noised is None:
             noised = self._mechanism.draw(asked.answer, asked.settings, self._streams.noise(asked.prepared))

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lipdp.errors import ConfigurationError
 from lipdp.inputs import leaves
 
-__all__ = ["Held", "Interrupts", "claim_batch", "note_batch", "spend_batch"]
+__all__ = ["Held", "Interrupts", "claim_batch", "is_guard", "note_batch", "spend_batch"]
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
@@ -91,6 +91,11 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             "engine.close() first, or make the engine later."
         )
     _unhook_if_idle()
+
+
+def is_guard(hook: object) -> bool:
+    """Whether it is the hook that refuses steps, and nobody else's."""
+    return hook is _refuse
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

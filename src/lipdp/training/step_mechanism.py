@@ -11,7 +11,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.fields import Range
 from lipdp.planning.phases import NoiseSettings, Phase
 from lipdp.planning.plan import PrivacyPlan
-from lipdp.privacy.mechanism import add_noise
+from lipdp.privacy.mechanism import Draw, add_noise, draw_on_device
 from lipdp.privacy.randomness import Stream
 from lipdp.training.query import Answer, Query
 from lipdp.training.state import CLIP_RANGE
@@ -105,8 +105,11 @@ class StepMechanism:
 
     def draw(self, answer: Answer, settings: StepSettings, stream: Stream) -> dict[str, torch.Tensor]:
         """Everything the data said with its noise, in one draw. Nothing is changed by it: a draw that nobody sees is no release."""
-        counts = {_COUNT + name: value for name, value in answer.counts.items()}
-        return add_noise({**answer.sums, **counts}, {**settings.stds, **dict.fromkeys(counts, settings.count_std)}, stream)
+        return add_noise(*_drawn(answer, settings), stream)
+
+    def draw_on_device(self, answer: Answer, settings: StepSettings, stream: Stream) -> Draw | None:
+        """The same draw, to be made as a part of something else on the device; ``None`` where it can't be."""
+        return draw_on_device(*_drawn(answer, settings), stream)
 
     def follow(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised sums of what was released; adaptive norms follow the counts beside them."""
@@ -121,3 +124,9 @@ class StepMechanism:
                     max(adaptive.updated(self.clips[name], released), CLIP_RANGE.least * start), CLIP_RANGE.most * start
                 )
         return sums
+
+
+def _drawn(answer: Answer, settings: StepSettings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """All sums of a step that get noise, and how much."""
+    counts = {_COUNT + name: value for name, value in answer.counts.items()}
+    return {**answer.sums, **counts}, {**settings.stds, **dict.fromkeys(counts, settings.count_std)}

@@ -87,21 +87,33 @@ class ModelWatch:
         """Whether some value or setting is not what :meth:`remember` saw; waits for the device."""
         return not bool(self.compare())
 
-    def compare(self, words: torch.Tensor | None = None) -> Flag:
-        """Whether all values and settings are what :meth:`remember` saw.
+    def compare(self) -> Flag:
+        """Whether all values and settings are what :meth:`remember` saw; for values elsewhere, still being computed there."""
+        self.settings = self._watched()
+        here, words = self._present_values()
+        return self._same_here(here, words is None) and (words is None or self.compare_there(words))
 
-        What the host knows is compared at once. Weights on another device are compared there, and nobody waits: the answer may be
-        read later, as long as nothing is released before. ``words``: :meth:`digest_elsewhere`, where it is being computed already.
+    def compare_there(self, words: torch.Tensor) -> Flag:
+        """Whether the values on a device are what :meth:`remember` saw. ``words``: :meth:`digest_elsewhere`.
+
+        They are compared where they are, and nobody waits: the answer may be read later, as long as nothing is released before.
+        """
+        if self._elsewhere is None or words.shape != self._elsewhere.shape:
+            return False
+        return (words == self._elsewhere).all()
+
+    def compare_here(self) -> bool:
+        """Whether all that the host knows, settings and values on the processor, is what it was; digests of a device's are known.
+
+        Settings that have changed are those of another model: a digest that was begun before is none of it, so they never pass.
         """
         before, self.settings = self.settings, self._watched()
-        if words is not None and before != self.settings:
+        if before != self.settings or self._tensors[0] != self.settings:
             return False
-        here, words = self._present_values(words)
-        if here != self._here or (words is None) != (self._elsewhere is None):
-            return False
-        if words is None or self._elsewhere is None:
-            return True
-        return words.shape == self._elsewhere.shape and (words == self._elsewhere).all()
+        return self._same_here([self.settings, self._digest_here()], False)
+
+    def _same_here(self, here: list[Any], all_here: bool) -> bool:
+        return here == self._here and all_here == (self._elsewhere is None)
 
     def remember(self) -> None:
         """The present values and settings are proved."""
@@ -133,11 +145,13 @@ class ModelWatch:
         """The number of the settings and a digest of the tensors on the processor; digests of those elsewhere, still computed."""
         if self._tensors[0] != self.settings:
             self._tensors = self.settings, reachable_tensors(*self._watched.objects)
-        here = [t for t in self._tensors[1] if t.device.type == "cpu"]
         elsewhere = [t.device for t in self._tensors[1] if t.device.type != "cpu"]
         if words is None and elsewhere:
             words = self._words(set(elsewhere))
-        return [self.settings, content_digest(*here)], words
+        return [self.settings, self._digest_here()], words
+
+    def _digest_here(self) -> bytes:
+        return content_digest(*(t for t in self._tensors[1] if t.device.type == "cpu"))
 
     def digest_elsewhere(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
         """Two words for all tensors of one kind, end to end; their shapes are among the settings.

@@ -1,0 +1,175 @@
+"""The rest of a step, computed on a device before it is known whether it may leave: noise, optimiser, projection, in one recording.
+
+The sums of a step have to pass checks that only the host can read (are they finite, is the model the one that was proved?), and the
+host must not wait for them with a device that has nothing to do. So the device goes on: it draws the noise, moves the weights as
+the optimiser would, brings them back into their sets and takes a digest of what that gives, all in memory of the recording's own.
+Nobody sees it. Once the checks are known and the release is taken and charged, one copy puts it in place (:meth:`Update.commit`);
+where one of them fails it is thrown away, and the step is done anew without it.
+
+The optimiser is the user's. What it would do is known for :class:`torch.optim.SGD` as torch has it; any other is called as it is,
+by the engine, and only noise is drawn ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lipdp._deferred import deferred_checks
+from lipdp.fingerprint import storages
+from lipdp.graphs import GraphedFunction
+from lipdp.privacy.mechanism import Draw
+from lipdp.training.guards import is_guard
+from lipdp.training.watch import Flag, ModelWatch, project_trained
+
+__all__ = ["Moved", "Update"]
+
+_BUFFER = "momentum_buffer"
+# Settings of SGD that choose among its ways to compute the same, or that a recording is told in every call.
+_NO_MATTER = frozenset({"params", "lr", "initial_lr", "foreach", "fused"})
+_ARITHMETIC = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable")
+_Result = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Weights and momenta as a step would leave them, still being computed.
+
+    Attributes:
+        places: the tensors that they are for.
+        values: what comes there, in the recording's own memory.
+        fine: whether the projected weights are finite.
+        words: the watch's digest of the model with these weights.
+    """
+
+    places: list[torch.Tensor]
+    values: list[torch.Tensor]
+    fine: Flag
+    words: torch.Tensor
+
+
+class Update:
+    """What follows the sums of a step, on CUDA.
+
+    Args:
+        model: the model, all of it on one device.
+        optimizer: its optimiser.
+        watch: takes the digest of what the step leaves.
+        parameters: the trained ones, by name.
+        batch_size: what noised sums are divided by.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        watch: ModelWatch,
+        parameters: Mapping[str, torch.nn.Parameter],
+        batch_size: float,
+    ) -> None:
+        self.model, self.optimizer, self.batch_size = model, optimizer, batch_size
+        self._watch = watch
+        self._parameters = parameters
+        self._all: list[torch.Tensor] = list(parameters.values())
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._groups: list[list[str]] = []
+        self._draw: Draw | None = None
+        self._known_rates: tuple[tuple[float, ...], torch.Tensor] = (), torch.empty(0)
+        self._graphed: GraphedFunction[_Result] = GraphedFunction(self._work, state=self._state)
+
+    def begin(self, draw: Draw | None, trained: Mapping[str, torch.Tensor]) -> Moved | None:
+        """Begin with what follows this draw for the ``trained`` parameters; ``None`` where it is left to the optimiser."""
+        if draw is None or not self._is_known(trained):
+            return None
+        self._draw = draw
+        weights, momenta, fine, words = self._graphed(self._rates(), *draw.inputs)
+        return Moved([*self._all, *self._momenta()], [*weights, *momenta], fine, words)
+
+    def commit(self, moved: Moved) -> None:
+        """Put it in place: from here on the step is to be seen."""
+        with torch.no_grad():
+            torch._foreach_copy_(moved.places, moved.values)
+        if "step" in vars(self.optimizer):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler's counter in its place notes
+
+    def _work(self, rates: torch.Tensor, *inputs: torch.Tensor) -> _Result:
+        """All weights and momenta after the step, whether the weights are finite, the digest; the model's own stay as they are."""
+        assert self._draw is not None
+        noised = self._draw.function(*inputs)
+        kept = [p.detach().clone() for p in self._all]
+        with torch.no_grad(), deferred_checks() as conditions:
+            momenta = self._move(noised, rates)
+            project_trained(self.model)
+            weights = [p.detach().clone() for p in self._all]
+            torch._foreach_copy_(self._all, kept)
+        fine = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool, device=rates.device)
+        return weights, momenta, fine, self._watch.digest_elsewhere(dict(zip(map(id, self._all), weights, strict=True)))
+
+    def _state(self) -> Hashable:
+        """What a recording depends on besides its inputs."""
+        assert self._draw is not None
+        settings = [tuple(group[name] for name in _ARITHMETIC) for group in self.optimizer.param_groups]
+        names = tuple(map(tuple, self._groups))
+        return self._watch.state(), self._draw.depends_on, storages([*self._all, *self._momenta()]), names, tuple(settings)
+
+    # ------------------------------------------------------------------ the optimiser
+
+    def _is_known(self, trained: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the optimiser would do what :meth:`_move` does."""
+        optimizer = self.optimizer
+        everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        hooked = any(own) or not all(is_guard(hook) for hooks in everywhere for hook in hooks.values())
+        if type(optimizer) is not torch.optim.SGD or hooked:
+            return False
+        step = vars(optimizer).get("step")
+        if step is not None and not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is torch.optim.SGD.step):
+            return False
+        names = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        self._groups = [[name for name in group if name in trained] for group in names]
+        return all(map(self._is_plain, optimizer.param_groups, self._groups))
+
+    def _is_plain(self, group: dict[str, Any], names: list[str]) -> bool:
+        if group.keys() - _NO_MATTER - set(_ARITHMETIC) or type(group["lr"]) not in (float, int) or group["differentiable"]:
+            return False
+        return not group["momentum"] or all(_BUFFER in self.optimizer.state[self._parameters[name]] for name in names)
+
+    def _momenta(self) -> list[torch.Tensor]:
+        groups = zip(self.optimizer.param_groups, self._groups, strict=True)
+        moving = [name for group, names in groups if group["momentum"] for name in names]
+        return [self.optimizer.state[self._parameters[name]][_BUFFER] for name in moving]
+
+    def _rates(self) -> torch.Tensor:
+        """The learning rates of all groups, on the device; float64, as the sums are."""
+        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        if self._known_rates[0] != rates:
+            device = self._all[0].device
+            host = torch.tensor(rates, dtype=torch.float64)
+            there = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            self._known_rates = rates, there
+        return self._known_rates[1]
+
+    def _move(self, noised: Mapping[str, torch.Tensor], rates: torch.Tensor) -> list[torch.Tensor]:
+        """A step of SGD on the weights; what becomes of the momenta, whose own memory stays as it is."""
+        moved: list[torch.Tensor] = []
+        for group, names, rate in zip(self.optimizer.param_groups, self._groups, rates.unbind(), strict=True):
+            if not names:
+                continue
+            weights: list[torch.Tensor] = [self._parameters[name].detach() for name in names]
+            sign = -1.0 if group["maximize"] else 1.0
+            means = torch._foreach_div([noised[name] for name in names], sign * self.batch_size)
+            gradients = [mean.to(weight.dtype) for mean, weight in zip(means, weights, strict=True)]
+            if group["weight_decay"]:
+                gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+            if group["momentum"]:
+                before = [self.optimizer.state[self._parameters[name]][_BUFFER] for name in names]
+                momenta = list(torch._foreach_mul(before, group["momentum"]))
+                torch._foreach_add_(momenta, gradients, alpha=1 - group["dampening"])
+                moved += momenta
+                gradients = list(torch._foreach_add(gradients, momenta, alpha=group["momentum"])) if group["nesterov"] else momenta
+            torch._foreach_sub_(weights, torch._foreach_mul(gradients, rate.to(weights[0].dtype)))
+        return moved
