@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -37,17 +37,21 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
 @contextmanager
 def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
     """Never compute more coarsely than the plan's slack covers: TF32 only where planned, bf16 autocast where planned."""
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            allow = precision in ("tf32", "bfloat16")
-            before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-            stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before[0])
-            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", before[1])
-            torch.backends.cuda.matmul.allow_tf32 = allow
-            torch.backends.cudnn.allow_tf32 = allow
-        # Also switched off where it is not planned: the caller may be inside an autocast of his own.
-        stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"))
-        yield
+    half, allow = precision == "bfloat16", precision in ("tf32", "bfloat16")
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32) if device.type == "cuda" else None
+    switched = before is not None and before != (allow, allow)
+    try:
+        if switched:
+            matmul.allow_tf32 = cudnn.allow_tf32 = allow
+        if half or torch.is_autocast_enabled(device.type):  # also switched off where it is not planned, in a caller's own autocast
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
+                yield
+        else:
+            yield
+    finally:
+        if switched and before is not None:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def seed_torch(seed: int) -> None:

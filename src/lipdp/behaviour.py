@@ -14,11 +14,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["ByClass", "changed_methods", "is_code"]
+__all__ = ["ByClass", "ClassBodies", "changed_methods", "is_code"]
 
 V = TypeVar("V")
 # What a subclass may redefine and still compute the same thing.
 _HARMLESS = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate__", "__annotate_func__"})
+
+
+_said = 0  # how often something was said of a class
 
 
 class ByClass(Generic[V]):
@@ -30,6 +33,8 @@ class ByClass(Generic[V]):
         self._seen: dict[type[torch.nn.Module], list[object]] = {}
 
     def __setitem__(self, cls: type[torch.nn.Module], value: V) -> None:
+        global _said
+        _said += 1
         self._values[cls] = value
         self._code[cls], self._seen[cls] = _code_of(cls), _attributes_of(cls)
 
@@ -63,6 +68,32 @@ class ByClass(Generic[V]):
         return None if cls is None else self._values[cls]
 
 
+class ClassBodies:
+    """The bodies of some classes and of all their bases up to torch.nn.Module, as they are when this is made: a quick first look.
+
+    Args:
+        classes: the classes.
+    """
+
+    def __init__(self, classes: Collection[type]) -> None:
+        self._said = _said
+        self._orders = [(cls, cls.__mro__) for cls in classes]
+        self._bodies = [vars(base) for base in {base: None for cls in classes for base in _bases_of(cls)}]
+        self._held = [list(body.values()) for body in self._bodies]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassBodies:
+        return self  # classes are not copied either
+
+    @property
+    def stand(self) -> bool:
+        """Whether every attribute of every class is the object that it was, and nothing more was said of any class."""
+        return (
+            self._said == _said
+            and all(cls.__mro__ is order for cls, order in self._orders)
+            and all(_same(list(body.values()), held) for body, held in zip(self._bodies, self._held, strict=True))
+        )
+
+
 def changed_methods(instance: object, cls: type, allowed: Collection[str] = ()) -> list[str]:
     """Names of what an instance, or its class on the way down from ``cls``, computes otherwise than ``cls`` does."""
     order = type(instance).__mro__
@@ -82,9 +113,13 @@ def is_code(value: Any) -> bool:
 
 
 def _attributes_of(cls: type) -> list[object]:
-    """All that a class and its bases hold, up to torch.nn.Module (which tracers and compilers patch for a while)."""
-    bases = cls.__mro__[: cls.__mro__.index(torch.nn.Module)] if torch.nn.Module in cls.__mro__ else cls.__mro__
-    return [value for base in bases for value in vars(base).values()]
+    """All that a class and its bases hold."""
+    return [value for base in _bases_of(cls) for value in vars(base).values()]
+
+
+def _bases_of(cls: type) -> tuple[type, ...]:
+    """A class and its bases, up to torch.nn.Module (which tracers and compilers patch for a while)."""
+    return cls.__mro__[: cls.__mro__.index(torch.nn.Module)] if torch.nn.Module in cls.__mro__ else cls.__mro__
 
 
 def _code_of(cls: type) -> list[object]:

@@ -51,10 +51,15 @@ class Watched:
 
     The quick look compares attributes by identity (the old ones are kept, so no other object can take their place) and containers
     by the identity of their items. Whatever could change inside without that showing is signed in full each time.
+
+    Attributes:
+        looks: how often a quick look has found something changed, the first one included. Between two calls that leave it alone all
+            modules, their children and their parameters have been the same objects.
     """
 
     def __init__(self, *objects: Any) -> None:
         self.objects = objects
+        self.looks = 0
         self._modules: list[torch.nn.Module] = []
         self._seen: list[Any] | None = None
         self._numbers: dict[Hashable, int] = {}
@@ -68,6 +73,7 @@ class Watched:
         return self._present
 
     def _look(self) -> None:
+        self.looks += 1
         self._modules = [module for value in self.objects if isinstance(value, torch.nn.Module) for module in value.modules()]
         attributes = [tuple(vars(module).values()) for module in self._modules]
         values = [value for found in attributes for value in found]

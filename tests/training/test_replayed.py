@@ -127,7 +127,8 @@ def test_replayed_steps_are_the_steps_without_graphs(monkeypatch: pytest.MonkeyP
     graphed = engine._query._graphed  # type: ignore[attr-defined]
     assert graphed.refused is None
     assert graphed.recordings == 1
-    assert engine._project._replayed._graphed.recordings == 1
+    assert engine._update._graphed.recordings == 1
+    assert engine._update._graphed.refused is None
     assert engine._project.words is not None  # the digest of what it left comes with it
     monkeypatch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
     plain, _ = trained("cuda")

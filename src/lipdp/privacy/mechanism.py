@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -145,6 +146,8 @@ def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: 
     released: dict[str, Tensor] = {}
     live: dict[torch.device, list[str]] = {}
     for name in sorted(sums):
+        if sums[name].is_meta:
+            raise ConfigurationError(f"The sum of group {name!r} is on the device 'meta': there is nothing to add noise to.")
         if _is_noised(name, sums[name], stds[name]):
             live.setdefault(sums[name].device, []).append(name)
         else:
@@ -174,22 +177,39 @@ def draw_on_device(sums: Mapping[str, Tensor], stds: Mapping[str, float], stream
     devices = {total.device for total in sums.values()}
     if len(devices) != 1 or not noise_cuda.available(device := next(iter(devices))):
         return None
-    names = sorted(sums)
-    noised = [name for name in names if _is_noised(name, sums[name], stds[name])]
-    copied = [name for name in names if name not in noised]
+    layout = tuple((name, stds[name], sums[name].dtype, sums[name].layout, sums[name].shape) for name in sorted(sums))
+    noised, copied, function = _function_of(layout, device, stream.bound)
     if not noised:
         return None
-    key, seen, names_of, segments = _begun({name: sums[name].detach() for name in noised}, stds, stream)
-    kinds, shapes = noise_cuda.kinds_of(segments), {name: sums[name].shape for name in noised}
-    work = noise_cuda.release_function(kinds, device, stream.bound)
+    key, seen, _, segments = _begun({name: sums[name].detach() for name in noised}, stds, stream)
+    inputs = *noise_cuda.release_inputs(segments, key, seen), *(sums[name].detach() for name in copied)
+    return Draw(function, inputs, (layout, stream.bound))
+
+
+_Layout = tuple[tuple[str, float, torch.dtype, torch.layout, torch.Size], ...]
+
+
+@lru_cache(maxsize=32)
+def _function_of(
+    layout: _Layout, device: torch.device, bound: bool
+) -> tuple[list[str], list[str], Callable[..., dict[str, Tensor]]]:
+    """Of sums on a device, by name: which get noise, which have none, and the function of a :class:`Draw`."""
+    like = {name: torch.empty(shape, dtype=dtype, layout=kind, device="meta") for name, _, dtype, kind, shape in layout}
+    stds = {name: std for name, std, *_ in layout}
+    noised = [name for name in like if _is_noised(name, like[name], stds[name])]
+    copied = [name for name in like if name not in noised]
+    if not noised:
+        return noised, copied, dict
+    names_of, segments = _segments_of({name: like[name] for name in noised}, stds)
+    work = noise_cuda.release_function(noise_cuda.kinds_of(segments), device, bound)
+    shapes = {name: like[name].shape for name in noised}
 
     def function(*inputs: Tensor) -> dict[str, Tensor]:
-        drawn = work(*inputs[: len(inputs) - len(copied)])
-        rest = {name: _copied(total) for name, total in zip(copied, inputs[len(inputs) - len(copied) :], strict=True)}
-        return _by_name(names_of, drawn, shapes) | rest
+        most = len(inputs) - len(copied)
+        rest = {name: _copied(total) for name, total in zip(copied, inputs[most:], strict=True)}
+        return _by_name(names_of, work(*inputs[:most]), shapes) | rest
 
-    inputs = *noise_cuda.release_inputs(segments, key, seen), *(sums[name].detach() for name in copied)
-    return Draw(function, inputs, (kinds, stream.bound, tuple(names_of), tuple(shapes.items()), tuple(copied)))
+    return noised, copied, function
 
 
 def _is_noised(name: str, total: Tensor, std: float) -> bool:
@@ -216,8 +236,6 @@ def _check_sum(name: str, total: Tensor) -> torch.dtype:
             f"The sum of group {name!r} is {total.dtype}, {total.layout}: Gaussian noise needs a dense, real "
             "floating-point tensor. Convert it before noising."
         )
-    if total.is_meta:
-        raise ConfigurationError(f"The sum of group {name!r} is on the device 'meta': there is nothing to add noise to.")
     return torch.float64 if total.dtype == torch.float64 else torch.float32
 
 
@@ -227,12 +245,16 @@ _Names = tuple[tuple[str, ...], ...]
 def _begun(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> tuple[bytes, list[Tensor], _Names, list[Segment]]:
     """The key of a draw of sums on one device, what it is mixed with, and the segments with their groups' names."""
     key, seen = stream.begin("noise", [(name, float(stds[name]), tuple(total.shape)) for name, total in sums.items()])
+    return key, seen, *_segments_of(sums, stds)
+
+
+def _segments_of(sums: Mapping[str, Tensor], stds: Mapping[str, float]) -> tuple[_Names, list[Segment]]:
+    """Sums in the order of their names, those of one std and type as one segment."""
     names_of: dict[tuple[float, torch.dtype], list[str]] = {}
     for name, total in sums.items():
         dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
         names_of.setdefault((float(stds[name]), dtype), []).append(name)
-    segments: list[Segment] = [([sums[name] for name in names], *at) for at, names in names_of.items()]
-    return key, seen, tuple(map(tuple, names_of.values())), segments
+    return tuple(map(tuple, names_of.values())), [([sums[name] for name in names], *at) for at, names in names_of.items()]
 
 
 def _by_name(names_of: _Names, vectors: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

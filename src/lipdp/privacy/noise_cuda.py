@@ -39,6 +39,7 @@ _BLOCK = 128  # blocks of ChaCha20 a program computes
 _LISTED = 128  # listed places a program works on
 _PROGRAMS = 1024  # that share a list
 _ROWS = 2048  # words that a program of the digest adds up
+_FEW = 2**12  # bytes
 _AT_ONCE = 3  # tensors whose digests are one launch: weights, inputs, targets
 _READ_AS = {
     torch.float64: torch.int64,
@@ -198,9 +199,10 @@ def _digests(parts: Sequence[Tensor], secret: Tensor) -> Tensor:
 
 
 def _moved(array: Any, device: torch.device) -> Tensor:
-    """By way of pinned memory: the host goes on at once."""
+    """The host goes on at once: a few bytes are copied by the call itself, more of them by way of pinned memory."""
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    pinned = device.type == "cuda" and host.nbytes > _FEW
+    return (host.pin_memory() if pinned else host).to(device, non_blocking=True)
 
 
 def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: int, tables: _Tables) -> Tensor:

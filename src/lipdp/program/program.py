@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lipdp.behaviour import ClassBodies
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.program.fusing import Fused, channels_last, fusions
@@ -111,8 +112,15 @@ class Program:
         raise ConfigurationError(f"the model's forward does not reach its {type(layer).__name__}")
 
     def has_changed_classes(self) -> bool:
-        """Whether some layer would no longer be run as the class that it was analysed as."""
-        return any(self.runs_as(module) is not cls for module, cls in self._leaves)
+        """Whether some layer would no longer be run as the class that it was analysed as.
+
+        What sits on an instance is no concern of it: that is among the model's settings (:mod:`lipdp.fingerprint`).
+        """
+        return not self._classes.stand and any(self.runs_as(module) is not cls for module, cls in self._leaves)
+
+    @cached_property
+    def _classes(self) -> ClassBodies:
+        return ClassBodies({type(module) for module, _ in self._leaves})
 
     @cached_property
     def _leaves(self) -> list[tuple[torch.nn.Module, type[torch.nn.Module] | None]]:

@@ -390,13 +390,15 @@ class PrivacyEngine:
 
     def _look(self) -> Flag:
         """Whether the model is the one that was proved; raises where it can't be any more."""
+        same = self._watch.compare()
         self._watch.check_structure()
-        return self._watch.compare() if self._query.stands else False
+        return same if self._query.stands else False
 
     def _stands_here(self) -> bool:
         """The same, as far as the host knows it, while a device compares the values that it has."""
+        same = self._watch.compare_here()
         self._watch.check_structure()
-        return self._query.stands and self._watch.compare_here()
+        return same and self._query.stands
 
     def _beside(self, microbatch: Sequence[torch.Tensor]) -> torch.Tensor:
         """Digests of the weights, all in the first rows, and of a microbatch behind them."""

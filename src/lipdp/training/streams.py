@@ -174,6 +174,7 @@ class Streams:
         self.key, self.private = key, private
         self.run = derive_key(key, "run's name")
         self.words_key = derive_key(key, "words")
+        self._batch_key = derive_key(key, "batch")
         self._known: list[torch.Tensor] = []
         self._versions: list[tuple[int, int, int]] = []
         self._dataset: Any = None
@@ -259,10 +260,10 @@ class Streams:
         ``seen``: digests under :attr:`words_key` of the batch and the weights that are on a device, where there are some already.
         """
         known = self._known if versions(self._known) == self._versions else []
-        host, on_device = batch_digest(inputs, targets, derive_key(self.key, "batch"), known)
+        host, on_device = batch_digest(inputs, targets, self._batch_key, known)
         if self.private and seen:
             trail = derive_key(self.key, "trail", self.trail, number, _settings(optimizer), self.data, host, b"")
-            return Prepared(number, trail, torch.cat(list(seen)))
+            return Prepared(number, trail, seen[0].clone() if len(seen) == 1 else torch.cat(list(seen)))
         if self.private:
             weights, more = self._weights(parameters)
             on_device = [*more, *on_device]

@@ -75,7 +75,6 @@ class Update:
         self._watch = watch
         self._parameters = parameters
         self._all: list[torch.Tensor] = list(parameters.values())
-        self._names = {id(p): name for name, p in parameters.items()}
         self._groups: list[list[str]] = []
         self._draw: Draw | None = None
         self._known_rates: tuple[tuple[float, ...], torch.Tensor] = (), torch.empty(0)
@@ -129,7 +128,8 @@ class Update:
         step = vars(optimizer).get("step")
         if step is not None and not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is torch.optim.SGD.step):
             return False
-        names = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        known = {id(p): name for name, p in self._parameters.items()}
+        names = [[known.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._groups = [[name for name in group if name in trained] for group in names]
         return all(map(self._is_plain, optimizer.param_groups, self._groups))
 

@@ -48,6 +48,7 @@ class ModelWatch:
         self._structure = self._present_structure()
         self._watched = Watched(model, loss)
         self.settings = -1
+        self._sound = -1  # how often something had changed when the structure was checked last
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
         self._here: list[Any] = []
         self._elsewhere: torch.Tensor | None = None
@@ -63,13 +64,16 @@ class ModelWatch:
     def check_structure(self) -> None:
         """Layers and trained parameters may not change any more, and nothing may hook into all modules or into a gradient.
 
-        If every module has the children it had, then by induction from the model itself its modules are those it had.
+        If every module has the children it had, then by induction from the model itself its modules are those it had. Where the
+        last comparison found all settings the same objects, children and parameters are among them.
         """
-        if not all(map(_same_items, self._structure, self._present_structure())):
-            raise ConfigurationError(
-                "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its bounds are "
-                "those of the model before. Make a new plan and a new engine for the model as it is."
-            )
+        if self._watched.looks != self._sound:
+            if not all(map(_same_items, self._structure, self._present_structure())):
+                raise ConfigurationError(
+                    "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its bounds "
+                    "are those of the model before. Make a new plan and a new engine for the model as it is."
+                )
+            self._sound = self._watched.looks
         if any(_GLOBAL_HOOKS):
             raise ConfigurationError(
                 "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which "
@@ -338,7 +342,8 @@ def read_flags(flags: Sequence[Flag]) -> list[bool]:
 def ask_flags(flags: Sequence[Flag]) -> Callable[[], list[bool]]:
     """Begin to read them. What is returned waits for those on a device, and for nothing that is launched there in the meantime."""
     waiting = [flag for flag in flags if isinstance(flag, torch.Tensor)]
-    joined = torch.stack([flag.to(waiting[0].device) for flag in waiting]) if waiting else torch.empty(0)
+    first = waiting[0].device if waiting else None
+    joined = torch.stack([flag if flag.device == first else flag.to(first) for flag in waiting]) if waiting else torch.empty(0)
     arrived = joined
     event: Any = None
     if joined.device.type == "cuda":
