@@ -103,7 +103,8 @@ def settings(dataset: str) -> list[Setting]:
     """Learning times around N·μ·κ for κ from 1 to 16, four clips, two averages, for every ε at once."""
     if dataset == "mnist":
         squares = {1.0: (2e3, 4e3, 8e3), 3.0: (5e3, 1e4, 2e4), 8.0: (1.5e4, 4e4, 8e4)}
-        return [Setting(e, t, clip, ema=0.97, loss="squares") for e in EPSILONS for t in squares[e] for clip in (0.1, 0.2, 0.4, 0.8)]
+        clips = (0.1, 0.2, 0.4, 0.8)
+        return [Setting(e, t, clip, ema=0.97, loss="squares") for e in EPSILONS for t in squares[e] for clip in clips]
     times = {1.0: (1e4, 2e4, 4e4, 8e4), 3.0: (6e4, 1.2e5, 2.4e5, 4.8e5), 8.0: (1e5, 2e5, 4e5, 8e5, 1.6e6)}
     kinds = [(0.05, False), (0.1, False), (0.3, False), (0.3, True)]
     return [Setting(e, t, clip, ema=a, normalise=n) for e in EPSILONS for t in times[e] for clip, n in kinds for a in (0.9, 0.97)]
