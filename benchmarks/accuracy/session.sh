@@ -9,7 +9,7 @@
 #   bash benchmarks/accuracy/session.sh own          images that nothing was tuned for
 #
 # LIPDP_DATA: datasets, networks and constants. KEEP: a folder that outlasts a call. OUT: what is to come back. COMMIT: that holds
-# the catalogue. DEVICE, SEEDS, LIMIT (seconds for a stage), QUICK=1 (tiny, to try the script; reads no test set).
+# the catalogue. DEVICE, SEEDS, ROWS (of a microbatch), LIMIT (seconds for a stage), QUICK=1 (tiny, to try the script; reads no test set).
 set -uo pipefail
 KEEP=${KEEP:-$PWD/runs/session}
 OUT=${OUT:-$KEEP/out}
@@ -58,7 +58,7 @@ compare() { # digits, on held-out tenths: compare NAME FAMILY…
 lockbox() { # one log for each process: lockbox NAME RECIPE…
   local name=$1; shift
   if [ -n "$QUICK" ]; then echo "would read: $*"; return; fi
-  limited python3 benchmarks/accuracy/lockbox.py "$@" --seeds $SEEDS --device "$DEVICE" --rows 4096 ${COMMIT:+--commit "$COMMIT"} \
+  limited python3 benchmarks/accuracy/lockbox.py "$@" --seeds $SEEDS --device "$DEVICE" ${ROWS:+--rows "$ROWS"} ${COMMIT:+--commit "$COMMIT"} \
     --log "$OUT/lockbox-$name.jsonl" 2>&1 | tee "$KEEP/lockbox-$name.log" | grep -E 'seeds|seed|Error'
 }
 
