@@ -7,7 +7,9 @@ with changes that are not committed is refused. (Where there is no git, name the
 features share them: computed once, by lipdp.features.extract_features, and each seed trains its head by lipdp.plan and
 lipdp.fit. With --whole every seed is one lipdp.recipes.train instead, which keeps one copy of the features: half of the memory,
 for a processor. Lines are appended to benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, seed, ε
-spent, accuracy.
+spent, accuracy, digests of the networks that the features come from.
+
+    python benchmarks/accuracy/lockbox.py RECIPE… --constants      computes and keeps their public constants, and reads nothing
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 import resource
 import statistics
 import subprocess
@@ -30,6 +33,8 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp import data, recipes
 from lipdp.features import extract_features, split_front
+from lipdp.features.learned import read_network
+from lipdp.features.stacks import feature_front
 from lipdp.recipes import Recipe
 from lipdp.recipes.catalog import to_toml
 from lipdp.recipes.run import optimizer_for, seeded_model
@@ -80,14 +85,15 @@ def reading(
     test: TensorDataset,
     seed: int,
     device: str,
+    rows: int | None = None,
 ) -> dict[str, object]:
-    """One head, trained with the recipe's budget and judged once."""
+    """One head, trained with the recipe's budget and judged once. ``rows``: of a microbatch at most; it changes rounding only."""
     loss = recipe.make_loss()
     optimizer, scheduler = optimizer_for(recipe, head, plan)
     started = time.monotonic()
     history = lipdp.fit(
-        head, loss, optimizer, plan, train, scheduler=scheduler, ema_decay=recipe.ema_decay,
-        seed=seed, device=device, evaluations=1, settle=True,
+        head, loss, optimizer, plan, train, scheduler=scheduler, ema_decay=recipe.ema_decay, seed=seed, device=device,
+        evaluations=1, settle=True, microbatch_size=None if rows is None else math.ceil(len(train) / math.ceil(len(train) / rows)),
     )  # fmt: skip
     seconds = time.monotonic() - started
     accuracy = lipdp.evaluate(head, loss, test, device=device, batch_size=1024)["accuracy"]
@@ -102,6 +108,19 @@ def reading(
         "head_seconds": round(seconds, 2),
         **({"memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)} if "cuda" in device else {}),
     }
+
+
+def networks_of(recipe: Recipe) -> dict[str, str]:
+    """Which networks its features come from, by the digests of their files."""
+    names = {block["network"] for block in recipe.options["blocks"] if block["kind"] == "learned"}
+    return {name: read_network(name).digest[:16] for name in sorted(names)}
+
+
+def keep_constants(recipe: Recipe) -> None:
+    """Compute dictionaries, scales and mixing matrices of its features, which are kept in the cache; networks are not needed."""
+    for block in recipe.options["blocks"]:
+        if block["kind"] != "learned":
+            feature_front(data.info(recipe.dataset).shape, blocks=[block])
 
 
 def whole_reading(recipe: Recipe, seed: int, device: str) -> dict[str, object]:
@@ -128,9 +147,15 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="every seed from the images on")
     parser.add_argument("--commit", help="that holds the catalogue, where there is no git")
     parser.add_argument("--log", type=Path, default=LOG)
+    parser.add_argument("--rows", type=int, help="of a microbatch at most")
+    parser.add_argument("--constants", action="store_true", help="compute public constants and read nothing")
     arguments = parser.parse_args()
-    commit = arguments.commit or committed()
     chosen = [recipes.get(name) for name in arguments.recipes]
+    if arguments.constants:
+        for recipe in chosen:
+            keep_constants(recipe)
+        return
+    commit = arguments.commit or committed()
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     kept: tuple[str, tuple[TensorDataset, TensorDataset]] | None = None
     for recipe in chosen:
@@ -146,7 +171,7 @@ def main() -> None:
             if kept is None or head is None or plan is None:
                 result = whole_reading(recipe, seed, arguments.device)
             else:
-                result = reading(recipe, copy.deepcopy(head), plan, *kept[1], seed, arguments.device)
+                result = reading(recipe, copy.deepcopy(head), plan, *kept[1], seed, arguments.device, arguments.rows)
                 result |= {"features": kept[1][0].tensors[0][0].numel(), "features_seconds": round(features_seconds, 1)}
             figures.append(100 * float(str(result["accuracy"])))
             record = {
@@ -158,6 +183,7 @@ def main() -> None:
                 "epsilon": recipe.epsilon,
                 "seed": seed,
                 **result,
+                "networks": networks_of(recipe),
                 "device": torch.cuda.get_device_name() if "cuda" in arguments.device else "cpu",
                 "torch": torch.__version__,
                 "command": " ".join(["python", *map(_without_folder, sys.argv)]),

@@ -153,7 +153,7 @@ def searched(model: lipdp.PrivateImageClassifier, case: tuple[Tensor, Tensor, Te
     }
 
 
-def run(name: str, epsilons: list[float], seeds: int, device: str, few: bool) -> None:
+def run(name: str, epsilons: list[float], seeds: int, device: str, few: bool, log: Path) -> None:
     images, labels, test, test_labels = CASES[name]()
     stored: tuple[Tensor, Tensor] | None = None
     for epsilon in epsilons:
@@ -187,7 +187,7 @@ def run(name: str, epsilons: list[float], seeds: int, device: str, few: bool) ->
             "device": torch.cuda.get_device_name() if "cuda" in device else "cpu",
             "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
         }
-        with RESULTS.open("a") as stream:
+        with log.open("a") as stream:
             stream.write(json.dumps(record) + "\n")
         print(f"{name} ε={epsilon:g}: {mean:.2f}, searched {other['accuracy']:.2f}, behind {record['behind']:.2f}", flush=True)
 
@@ -224,12 +224,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--few", action="store_true", help="six settings instead of 56: for a processor")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--log", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.cases == ["table"]:
         table()
         return
     for name in arguments.cases or CASES:
-        run(name, arguments.epsilon, arguments.seeds, arguments.device, arguments.few)
+        run(name, arguments.epsilon, arguments.seeds, arguments.device, arguments.few, arguments.log)
 
 
 if __name__ == "__main__":
