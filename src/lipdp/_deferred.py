@@ -1,7 +1,7 @@
 """Conditions that are not waited for: a certificate that is computed on a device, and believed only once it was read.
 
 Reading one number from a GPU stops the host until all that was asked of the GPU is done. Whoever computes something that is only
-good if a condition holds (a projection with its certificate) asks :func:`holds`; whoever uses the results in a block of
+good if some numbers are finite (a projection with its certificate) asks :func:`are_finite`; whoever uses the results in a block of
 :func:`deferred_checks` gets a list of conditions instead, and must know all of them to be true before anything leaves.
 """
 
@@ -13,34 +13,37 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["deferred_checks", "holds", "is_deferring"]
+__all__ = ["are_finite", "deferred_checks", "is_deferring"]
 
-_conditions: ContextVar[list[torch.Tensor] | None] = ContextVar("conditions", default=None)
+_numbers: ContextVar[list[torch.Tensor] | None] = ContextVar("numbers", default=None)
 
 
 @contextmanager
 def deferred_checks() -> Iterator[list[torch.Tensor]]:
-    """Within the block :func:`holds` does not wait for the device: it takes its conditions for granted and lists them.
+    """Within the block :func:`are_finite` does not wait for the device: it takes its numbers for finite and notes them.
 
-    What was computed may be used only once all of them are known to be true.
+    At the end of the block the list has a condition for all of them: what was computed may be used once that is known to be true.
     """
     conditions: list[torch.Tensor] = []
-    token = _conditions.set(conditions)
+    noted: list[torch.Tensor] = []
+    token = _numbers.set(noted)
     try:
         yield conditions
     finally:
-        _conditions.reset(token)
+        _numbers.reset(token)
+    if noted:
+        conditions.append(torch.isfinite(torch.cat([numbers.detach().reshape(-1) for numbers in noted])).all())
 
 
 def is_deferring() -> bool:
     """Whether checks are deferred, and no value may be read from the device."""
-    return _conditions.get() is not None
+    return _numbers.get() is not None
 
 
-def holds(condition: torch.Tensor) -> bool:
-    """Whether ``condition`` is true everywhere; under :func:`deferred_checks` it is noted and assumed."""
-    pending = _conditions.get()
-    if pending is None:
-        return bool(condition.all())
-    pending.append(condition.all())
+def are_finite(numbers: torch.Tensor) -> bool:
+    """Whether all of them are finite; under :func:`deferred_checks` they are noted, and it is assumed."""
+    noted = _numbers.get()
+    if noted is None:
+        return bool(torch.isfinite(numbers).all())
+    noted.append(numbers)
     return True

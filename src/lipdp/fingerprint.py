@@ -86,17 +86,23 @@ class Watched:
         nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
         self._deep = [*nested, *(value for value in (*values, *within, *others) if not _settled(value))]
         self._deep += [forward for forward in {_forward(module) for module in self._modules} if not _settled(forward)]
-        self._seen = [self._classes(), attributes, list(map(len, self._containers)), contents, self._places(), self._inside()]
+        simple = [_simple_objects(value, _DEPTH) for value in self._deep]
+        self._simple = [value for found in simple if found is not None for value in found]
+        self._deep = [value for value, found in zip(self._deep, simple, strict=True) if found is None]
+        sizes = list(map(len, self._containers))
+        bodies = [_body(value) for value in self._simple]
+        self._seen = [self._classes(), attributes, sizes, contents, self._places(), bodies, self._inside()]
 
     def _unchanged(self) -> bool:
         assert self._seen is not None
-        classes, attributes, sizes, contents, places, inside = self._seen
+        classes, attributes, sizes, contents, places, bodies, inside = self._seen
         return (
             _same(classes, self._classes())
             and all(_same(old, tuple(vars(module).values())) for module, old in zip(self._modules, attributes, strict=True))
             and sizes == list(map(len, self._containers))
             and all(_same(old, _items(value)) for value, old in zip(self._filled, contents, strict=True))
             and places == self._places()
+            and all(_same(old, _body(value)) for value, old in zip(self._simple, bodies, strict=True))
             and inside == self._inside()
         )
 
@@ -112,6 +118,32 @@ class Watched:
 
 def _items(container: Any) -> tuple[Any, ...]:
     return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
+
+
+def _simple_objects(value: Any, depth: int) -> list[Any] | None:
+    """An object and those in its attributes, where nothing else is in them but plain values; ``None`` for any other.
+
+    Then it is the same inside as long as :func:`_body` of each gives the same objects.
+    """
+    own = getattr(value, "__dict__", None)
+    kinds = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module, torch.Tensor, np.ndarray)
+    holding = (Mapping, Set, Sequence, deque, bytearray, functools.partial)
+    if not isinstance(own, dict) or isinstance(value, (*kinds, *holding)) or _slots(value) or depth == 0:
+        return None
+    found = [value]
+    for part in own.values():
+        if not isinstance(part, _PLAIN):
+            inside = _simple_objects(part, depth - 1)
+            if inside is None:
+                return None
+            found += inside
+    return found
+
+
+def _body(value: Any) -> tuple[Any, ...]:
+    """The class of a simple object, and its attributes with their names."""
+    own = vars(value)
+    return type(value), *own, *own.values()
 
 
 def _forward(module: torch.nn.Module) -> Any:

@@ -11,6 +11,7 @@ Dropout is fine: CUDA's generator is followed in a replay, from whatever seed it
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections import OrderedDict
@@ -249,7 +250,7 @@ def _record(
                 expected = _run(function, buffers)
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.set_rng_state(numbers, device)
-            with _passing_workspaces():  # not the rehearsal's: those are ordinary memory, and will be someone else's
+            with _passing_workspaces(), _keeping_garbage():  # workspaces of the rehearsal are ordinary memory, someone else's later
                 recording = _recorded_stages(function, buffers, pool, stream)
         torch.cuda.set_rng_state(numbers, device)
         for replay in recording.replays:
@@ -316,6 +317,19 @@ class Branches:
 @cache
 def _branch_stream(device: torch.device, number: int) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Python frees nothing by itself: older recordings that go while a new one is made would break it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lipdp._deferred import holds, is_deferring
+from lipdp._deferred import are_finite, is_deferring
 from lipdp._numerics import unit_roundoff
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
@@ -66,7 +66,7 @@ class Constraint(Protocol):
 
 
 def _require_finite(norm: torch.Tensor) -> None:
-    if not holds(torch.isfinite(norm)):
+    if not are_finite(norm):
         raise ConfigurationError(
             "a constrained weight is not finite: training has diverged. Lower the learning rate; nothing was projected."
         )
@@ -134,11 +134,10 @@ class Bjorck:
                 error = _gram(work)
                 error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
                 distance = torch.linalg.matrix_norm(error)
-                if iteration == 0:
-                    _require_finite(torch.linalg.vector_norm(tall, float("inf")))
+                if iteration == 0:  # W is finite where its Gram matrix is; in float64, a huge one's may overflow all the same
+                    _require_finite(distance if is_deferring() else torch.linalg.vector_norm(tall, float("inf")))
                 if is_deferring():
                     if iteration == 0:
-                        _require_finite(distance)
                         work, error = _brought_near(work, error, distance)
                 elif iteration == 0 and not bool((distance <= _NEAR).all()):  # NaN fails this test too
                     work = self._scaled(work)
@@ -210,7 +209,10 @@ def _iterated(work: torch.Tensor, error: torch.Tensor, distance: torch.Tensor) -
     """
     rows, rank = work.shape[-2:]
     u = unit_roundoff(work.dtype)
-    following = work - 0.5 * (work @ error)
+    if work.ndim == 2 and work.dtype == torch.float64:  # in one kernel: the slack below has room for a sum that starts from W
+        following = torch.addmm(work, work, error, alpha=-0.5)
+    else:
+        following = work - 0.5 * (work @ error)
     if work.dtype == torch.float64:
         k = max(rows, rank) + 8
         gamma = k * u / (1 - k * u)

@@ -105,7 +105,7 @@ class Update:
             project_trained(self.model)
             weights = [p.detach().clone() for p in self._all]
             torch._foreach_copy_(self._all, kept)
-        fine = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool, device=rates.device)
+        fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=rates.device)
         return weights, momenta, fine, self._watch.digest_elsewhere(dict(zip(map(id, self._all), weights, strict=True)))
 
     def _state(self) -> Hashable:

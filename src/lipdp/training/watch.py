@@ -256,7 +256,7 @@ class Projection:
         projected = [p.detach().clone() for p in self._parameters]
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, kept)
-        fine = torch.stack(conditions).all() if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
+        fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
         if self._watch is None or kept[0].device.type != "cuda":
             return fine, projected, None
         return fine, projected, self._watch.digest_elsewhere(dict(zip(map(id, self._parameters), projected, strict=True)))
