@@ -13,7 +13,7 @@ from sklearn.base import clone
 from typer.testing import CliRunner
 
 import lipdp
-from lipdp.cli.app import app
+from lipdp.cli import app
 from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators import Numeric, PrivateImageClassifier, images

@@ -10,7 +10,7 @@ import torch
 
 import lipdp
 from lipdp import nn
-from lipdp._deferred import deferred_checks, holds
+from lipdp._numerics import deferred_checks, holds
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.graphs import GraphedFunction
 from lipdp.losses import CrossEntropy

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lipdp import losses, models
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, plan_head

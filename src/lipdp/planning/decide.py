@@ -16,10 +16,10 @@ from lipdp.bounds import Analysis, convolution_notes
 from lipdp.errors import ConfigurationError, LipdpError, LipdpNotice, LipdpWarning
 from lipdp.losses import as_loss
 from lipdp.planning.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
-from lipdp.planning.options import Clipping, Schedule, with_earlier_names
-from lipdp.planning.phases import NoiseSettings, Phase, make_phases, segments
+from lipdp.planning.phases import Clipping, NoiseSettings, Phase, Schedule, make_phases, segments, with_earlier_names
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import (
+    STATISTICS,
     Method,
     Precision,
     check_counts,
@@ -47,9 +47,6 @@ from lipdp.privacy.moments import moment_stds
 from lipdp.privacy.runs import Scheme
 
 __all__ = ["STATISTICS", "plan"]
-
-STATISTICS = "statistics"
-"""Name of the one-off release that :class:`lipdp.nn.Standardize` is set from."""
 
 # Share of δ that the noise's distance from exact noise may make up, and an ε from which on it makes no difference.
 _NEGLIGIBLE, _VACUOUS = 1e-3, 30.0
