@@ -29,13 +29,15 @@ def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, A
 
 
 @pytest.fixture(autouse=True)
-def few_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped network alone: patches and scattering take half a minute to set up."""
+def few_features(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The shipped network alone: patches and scattering take half a minute to set up. And a short run, but where it is the point."""
 
     def blocks(level: str, channels: int, mirror: bool) -> tuple[list[dict[str, Any]], int]:
         return [{"kind": "learned", "network": level, "flip": mirror}], 3328
 
     monkeypatch.setattr(images, "_blocks", blocks)
+    if request.node.name != "test_defaults_learn_and_promise":
+        monkeypatch.setattr(images, "_STEPS", 30)
 
 
 def test_defaults_learn_and_promise() -> None:
