@@ -30,7 +30,7 @@ def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, A
 
 @pytest.fixture(autouse=True)
 def few_features(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The shipped network alone: patches and scattering take half a minute to set up. And a short run, but where it is the point."""
+    """The shipped network alone: patches and scattering take half a minute to set up. And short runs, but for one test."""
 
     def blocks(level: str, channels: int, mirror: bool) -> tuple[list[dict[str, Any]], int]:
         return [{"kind": "learned", "network": level, "flip": mirror}], 3328

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +99,7 @@ class Analysis:
         program: what was analysed, as a function: the only thing that may run under these bounds.
         excess: log of what rounding in the passes can multiply a Δ by, from the units of the arithmetic.
         at_limits: Δ of every parameter if some :class:`lipdp.nn.ClipGradient`, by module name, had another ``max_norm``.
+        convolution_notes: what :func:`convolution_notes` says of the model.
     """
 
     parameters: tuple[ParameterBound, ...]
@@ -110,6 +112,7 @@ class Analysis:
     program: Program = field(repr=False, compare=False)
     excess: Callable[[Units], float] = field(repr=False, compare=False)
     at_limits: Callable[[Mapping[str, float]], dict[str, float]] = field(repr=False, compare=False)
+    convolution_notes: Callable[[], tuple[ConvolutionNote, ...]] = field(repr=False, compare=False)
 
     @property
     def sensitivities(self) -> dict[str, float]:
@@ -201,6 +204,7 @@ def analyse(
         program=program,
         excess=passes_excess(program, forward, final, cotangents, follows_norm=_follows_norm(loss, output, constant)),
         at_limits=at_limits,
+        convolution_notes=partial(_notes, program, forward),
     )
 
 
@@ -403,7 +407,10 @@ def convolution_notes(model: torch.nn.Module, *, input_shape: Shape | None = Non
     if not any(isinstance(module, _CONVOLUTION) for module in model.modules()):
         return ()
     program = program_of(model, input_shape)
-    forward = forward_pass(program, math.inf)
+    return _notes(program, forward_pass(program, math.inf))
+
+
+def _notes(program: Program, forward: Forward) -> tuple[ConvolutionNote, ...]:
     notes: dict[str, ConvolutionNote] = {}
     for node, transfer in forward.transfers.items():
         layer: Any = program.modules.get(str(node.target)) if node.op == "call_module" else None
