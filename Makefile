@@ -27,7 +27,7 @@ demo: $(VENV)/.core ## train a network privately on the embedded digits, to epsi
 	$(BIN)/lipdp train digits --epsilon 3
 
 test: $(VENV)/.dev ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 check: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -285,7 +285,7 @@ def models_page() -> str:
 
 def registry_doc(name: str) -> str | None:
     """The docstring of a model's constructor."""
-    from lipdp.models import registry as found
+    from lipdp.models import by_name as found
 
     text = found._builders[name].__doc__
     return None if text is None else text.replace(":func:", "")

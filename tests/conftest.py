@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from lipdp.training.account import forget_runs, several_runs
+
+
+def pytest_configure() -> None:
+    """What is imported stays: nothing of it has to be looked at for garbage, neither now nor in every gc.collect() of a test."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipdp import data, models, recipes
-from lipdp._names import match
+from lipdp._checks import match
 from lipdp.errors import ConfigurationError
 from lipdp.recipes.spaces import default_space, get_space, space_names
 
 LOOKUPS = {
     "dataset": (data.names, lambda name: data.info(name).name),
     "recipe": (recipes.names, lambda name: recipes.get(name).name),
-    "model": (models.names, models.registry.option_names),
+    "model": (models.names, models.by_name.option_names),
     "space": (space_names, lambda name: get_space(name).name),
     "colour": (lambda: tuple(data.COLOUR_SPACES), lambda name: type(data.colour_space(name))),
 }

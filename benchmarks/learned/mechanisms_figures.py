@@ -132,8 +132,7 @@ def plot(results: Path) -> None:
         if source.exists():
             text = svg(panels(json.loads(source.read_text()), results))
             DOCS.mkdir(parents=True, exist_ok=True)
-            for folder in (results, DOCS):
-                (folder / f"{name}.svg").write_text(text)
+            (DOCS / f"{name}.svg").write_text(text)
             print(f"{name}.svg")
 
 

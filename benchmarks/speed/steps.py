@@ -1,10 +1,10 @@
 """One training step of each kind, as functions without arguments."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from clipping_steps import METHODS as CLIPPING
+from pairs import Pair
 from torch import Tensor
 
 import lipdp
@@ -12,11 +12,6 @@ from lipdp import losses
 from lipdp.bounds import program_of
 from lipdp.graphs import GraphedFunction, Watched
 from lipdp.training.watch import Projection
-
-sys.path.append(str(Path(__file__).parents[1]))
-from pairs import Pair
-
-from clipping_steps import METHODS as CLIPPING
 
 Step = Callable[[], object]
 Make = Callable[[Pair, Tensor, Tensor], Step]

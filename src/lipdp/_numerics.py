@@ -1,13 +1,32 @@
-"""How numbers are rounded, and in which arithmetic they are computed: the few things that every room needs."""
+"""How numbers are rounded, in which arithmetic they are computed, and when they are read: the few things that every room needs.
+
+Reading one number from a GPU stops the host until all that was asked of the GPU is done. Whoever computes something that is only
+good if some numbers are finite (a projection with its certificate) asks :func:`are_finite`; whoever uses the results in a block of
+:func:`deferred_checks` gets a condition instead, and must know it to be true before anything leaves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
-__all__ = ["HALF", "accumulators", "arithmetic", "gamma", "keep_freed_memory", "no_autocast", "seed_torch", "unit_roundoff", "wide"]
+__all__ = [
+    "HALF",
+    "accumulators",
+    "are_finite",
+    "arithmetic",
+    "deferred_checks",
+    "gamma",
+    "is_deferring",
+    "keep_freed_memory",
+    "no_autocast",
+    "seed_torch",
+    "unit_roundoff",
+    "wide",
+]
 
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
@@ -82,3 +101,37 @@ def no_autocast(device: torch.device) -> Iterator[None]:
     """Products in the dtype of their factors, whatever autocast the caller is in."""
     with torch.autocast(device.type, enabled=False):
         yield
+
+
+_numbers: ContextVar[list[torch.Tensor] | None] = ContextVar("numbers", default=None)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[list[torch.Tensor]]:
+    """Within the block :func:`are_finite` does not wait for the device: it takes its numbers for finite and notes them.
+
+    At the end of the block the list has a condition for all of them: what was computed may be used once that is known to be true.
+    """
+    conditions: list[torch.Tensor] = []
+    noted: list[torch.Tensor] = []
+    token = _numbers.set(noted)
+    try:
+        yield conditions
+    finally:
+        _numbers.reset(token)
+    if noted:
+        conditions.append(torch.isfinite(torch.cat([numbers.detach().reshape(-1) for numbers in noted])).all())
+
+
+def is_deferring() -> bool:
+    """Whether checks are deferred, and no value may be read from the device."""
+    return _numbers.get() is not None
+
+
+def are_finite(numbers: torch.Tensor) -> bool:
+    """Whether all of them are finite; under :func:`deferred_checks` they are noted, and it is assumed."""
+    noted = _numbers.get()
+    if noted is None:
+        return bool(torch.isfinite(numbers).all())
+    noted.append(numbers)
+    return True

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipdp import nn
 from lipdp.bounds import analyse
 from lipdp.bounds.operator_norm import conv_norm_circular, conv_norm_fft, conv_norm_gram
 from lipdp.parametrize import AOC
@@ -117,3 +118,23 @@ def test_frozen_layers_use_the_tightest_of_the_norms_and_say_which() -> None:
     assert "images of this size" in analyse(turn, 1.0, input_shape=(2, 5, 5), input_norm=1.0).layers[0].note
     reflected = conv(normal(2, 2, 3, 3), padding=1, padding_mode="reflect").requires_grad_(False)
     assert "counting" in analyse(reflected, 1.0, input_shape=(2, 5, 5), input_norm=1.0).layers[0].note
+
+
+def test_a_frozen_kernel_is_known_again_by_its_numbers_alone() -> None:
+    """Changed in place (same tensor, same address, same version even), it has the norm of its new numbers."""
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(2, 3, 3, padding=1, bias=False).requires_grad_(False)
+    model = torch.nn.Sequential(nn.BoundedInput((2, 6, 6)), layer, nn.Flatten())
+
+    def lipschitz() -> float:
+        return float(analyse(model, 1.0, check=False).layers[1].norm)
+
+    first = lipschitz()
+    assert lipschitz() == first
+    layer.weight.data.mul_(3.0)
+    assert lipschitz() == pytest.approx(3 * first, rel=1e-6)
+    layer.weight.data.view(-1)[0] += 5.0
+    dense = impulse_jacobian(layer, (2, 6, 6))
+    assert lipschitz() >= largest_singular_value(dense) * (1 - 1e-12)
+    layer.stride = (2, 2)
+    assert lipschitz() != pytest.approx(3 * first, rel=1e-6)

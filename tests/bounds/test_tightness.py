@@ -10,7 +10,7 @@ import torch
 
 from lipdp import nn
 from lipdp.bounds import convolution_notes
-from lipdp.bounds.tightness import lower_norm
+from lipdp.bounds.analysis import lower_norm
 from lipdp.parametrize import constraint
 from tests.soundness.harness import impulse_jacobian, largest_singular_value
 

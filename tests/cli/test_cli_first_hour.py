@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lipdp.cli import doctor
+from lipdp.cli import start
 
 
 def test_the_doctor_finds_all_that_is_needed(lipdp, tmp_path, monkeypatch):
@@ -23,8 +23,8 @@ def test_the_doctor_says_what_is_broken(lipdp, monkeypatch):
     def bad() -> str:
         raise RuntimeError("no coins left")
 
-    monkeypatch.setitem(doctor._CHECKS, "noise", bad)
-    monkeypatch.setattr(doctor, "_CORE", ("torch", "no-such-package"))
+    monkeypatch.setitem(start._CHECKS, "noise", bad)
+    monkeypatch.setattr(start, "_CORE", ("torch", "no-such-package"))
     done = lipdp("doctor")
     assert done.code == 2
     assert "RuntimeError: no coins left" in done.stdout

@@ -13,6 +13,7 @@ import lipdp.clipping as clipping
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, quadratic
+from tests.many import examples
 
 D = 4
 
@@ -42,7 +43,7 @@ class Attention(nn.Module):
         return output if weights is None else torch.cat([output.flatten(1), weights.flatten(1)], 1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 @given(
     st.sampled_from(["self", "cross", "three"]),
     st.booleans(),

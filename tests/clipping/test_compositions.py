@@ -13,6 +13,7 @@ import lipdp.clipping as clipping
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, norm, quadratic, reference
+from tests.many import examples
 
 FAST = ("reweight", "ghost", "bookkeeping")
 
@@ -71,7 +72,7 @@ SEQUENCE = [
 ]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(st.data())
 def test_random_networks(data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))

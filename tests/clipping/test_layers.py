@@ -10,9 +10,10 @@ from torch import nn
 
 import lipdp.nn
 from tests.clipping.helpers import METHODS, check_all
+from tests.many import examples
 
 FAST = ("reweight", "ghost", "bookkeeping")
-few = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=examples(15), deadline=None, derandomize=True)
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
@@ -71,7 +72,7 @@ def convolutions(draw):
     return layer, torch.randn(draw(st.integers(1, 3)), layer.in_channels, *size)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(convolutions())
 def test_convolutions(case):
     layer, x = case
@@ -90,7 +91,7 @@ def test_one_kernel_position():
     check_all(nn.Conv2d(2, 3, 4), torch.randn(3, 2, 4, 4))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2), st.booleans(), st.data())
 def test_transposed_convolutions(axes, kernel, stride, groups, padding, bias, data):
     dilation = data.draw(st.integers(1, 2))

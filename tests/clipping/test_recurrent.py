@@ -13,6 +13,7 @@ import lipdp.clipping as clipping
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, quadratic
+from tests.many import examples
 
 KINDS = {
     "rnn": nn.RNN,
@@ -37,7 +38,7 @@ class Tagger(nn.Module):
         return torch.cat([output.flatten(1), *(s.transpose(0, 1).flatten(1) for s in states)], 1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 @given(st.sampled_from(list(KINDS)), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans(), st.integers(1, 4))
 def test_against_the_loop(kind, layers, bidirectional, bias, batch_first, length):
     torch.manual_seed(0)

@@ -113,7 +113,7 @@ def test_models(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> N
     engine.step(x, torch.arange(4) % 3)
     assert not torch.equal(model(x), torch.zeros(4, 3))
     assert torch.allclose(model.export()(x), model(x), atol=1e-6)
-    assert set(options) | {"clip", "conv_clip"} <= set(models.registry.option_names(name))
+    assert set(options) | {"clip", "conv_clip"} <= set(models.by_name.option_names(name))
 
 
 def test_what_no_boundary_helps_is_named() -> None:

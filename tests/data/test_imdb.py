@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.many import examples
 
 from lipdp import data
 from lipdp.data.imdb import BUCKETS, IMDB, LENGTH, hashed_words
@@ -52,7 +53,7 @@ def test_words_not_marks_case_or_markup():
     assert numbers[2].tolist() == [0] * 6
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.text(max_size=60), max_size=4), st.integers(1, 8), st.integers(2, 50))
 def test_any_text(texts, length, buckets):
     numbers = hashed_words(texts, length, buckets)

@@ -13,7 +13,7 @@ from sklearn.base import clone
 from typer.testing import CliRunner
 
 import lipdp
-from lipdp.cli.app import app
+from lipdp.cli import app
 from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators import Numeric, PrivateImageClassifier, images
@@ -29,13 +29,15 @@ def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, A
 
 
 @pytest.fixture(autouse=True)
-def few_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped network alone: patches and scattering take half a minute to set up."""
+def few_features(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The shipped network alone: patches and scattering take half a minute to set up. And short runs, but for one test."""
 
     def blocks(level: str, channels: int, mirror: bool) -> tuple[list[dict[str, Any]], int]:
         return [{"kind": "learned", "network": level, "flip": mirror}], 3328
 
     monkeypatch.setattr(images, "_blocks", blocks)
+    if request.node.name != "test_defaults_learn_and_promise":
+        monkeypatch.setattr(images, "_STEPS", 30)
 
 
 def test_defaults_learn_and_promise() -> None:

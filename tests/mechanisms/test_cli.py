@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lipdp.cli.failures import FriendlyGroup
 from lipdp.cli.mechanism import app as mechanism
 from lipdp.cli.mechanism import read_column
+from lipdp.cli.output import FriendlyGroup
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy import Budget
 from tests.mechanisms.common import compared

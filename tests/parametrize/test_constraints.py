@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lipdp import nn
-from lipdp._deferred import deferred_checks
+from lipdp._numerics import deferred_checks
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import Bjorck, Constrained, Constraint, Spectral, project_
 from lipdp.parametrize import constraint as constraint_module

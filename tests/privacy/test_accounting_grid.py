@@ -16,7 +16,7 @@ from lipdp.privacy._step_losses import SampledGaussian, step_masses
 from tests.privacy.exact_losses import exact_epsilon, log_delta
 
 # ε of (σ, q, steps, δ) by tests/privacy/exact_losses.py: closed forms for one step and q = 1, its contour integral (right to 1e-6)
-# otherwise, and for the last two its fine grid in extended precision (right to 1e-4). The whole table: benchmarks/accounting.py.
+# otherwise, and for the last two its fine grid in extended precision (right to 1e-4). All: benchmarks/audit/accounting.py.
 SETTINGS = [
     (25.4548, 0.1, 1, 1e-5),
     (0.0899478, 1e-6, 1, 1e-12),

@@ -12,6 +12,7 @@ from lipdp import losses
 from lipdp.bounds import Analysis, analyse
 from lipdp.errors import LipdpError
 from lipdp.parametrize import project_
+from tests.many import examples
 from tests.program.hostile import CHANGES, LINES, WIDTH, bodies, build
 
 LOSS = losses.CrossEntropy(tau=5.0)
@@ -55,7 +56,7 @@ def attack(model: torch.nn.Module, analysis: Analysis, whole_model: bool) -> Non
 
 
 @settings(
-    max_examples=int(os.environ.get("LIPDP_PROGRAMS", "250")),
+    max_examples=examples(int(os.environ.get("LIPDP_PROGRAMS", "120"))),
     deadline=None,
     derandomize="LIPDP_PROGRAMS" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lipdp import nn
 from lipdp.parametrize import constraint
+from tests.many import examples
 from tests.soundness.functions import Forward
 from tests.soundness.harness import attack
 
@@ -257,9 +258,12 @@ class Graph(torch.nn.Module):
         return x
 
 
-# The suite draws 60 graphs; LIPDP_GRAPHS=500 draws more.
+# The suite draws 25 graphs; LIPDP_GRAPHS=500 draws more.
 @settings(
-    max_examples=int(os.environ.get("LIPDP_GRAPHS", "60")), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=examples(int(os.environ.get("LIPDP_GRAPHS", "25"))),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 @given(st.data())
 def test_random_graphs_are_never_beaten(data: st.DataObject) -> None:

@@ -17,6 +17,7 @@ from lipdp.privacy.randomness import Stream
 from lipdp.training.gradients import gradient_sum
 from lipdp.training.query import Sample
 from lipdp.training.seats import choose_seats
+from tests.many import examples
 
 METHODS = ("clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping", "mixed")
 # The loops take every record by itself: their sums are as long, and their time is another.
@@ -178,7 +179,7 @@ def test_others_are_the_same_to_the_bit(method):
             assert all(torch.equal(found[name], parts[number][name]) for name in found)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from([4, 16, 64]), st.booleans())
 def test_gradients_of_norm_preserving_networks(seed, depth, width, scaled):
     """Orthogonal weights, inputs on the sphere, a cotangent of full length: the computed gradient against Δ and the slack."""

@@ -10,7 +10,7 @@ import torch
 
 import lipdp
 from lipdp import nn
-from lipdp._deferred import are_finite, deferred_checks
+from lipdp._numerics import are_finite, deferred_checks
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.graphs import GraphedFunction
 from lipdp.losses import CrossEntropy

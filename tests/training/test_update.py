@@ -8,7 +8,7 @@ import torch
 
 import lipdp
 from lipdp import losses, nn
-from lipdp._deferred import deferred_checks
+from lipdp._numerics import deferred_checks
 from lipdp.parametrize import project_
 from lipdp.privacy.mechanism import Draw
 from lipdp.training.update import Update

@@ -1,10 +1,9 @@
 """The calculus of bounds: how far activations, cotangents and per-example gradients can reach, proved from the graph."""
 
-from lipdp.bounds.analysis import Analysis, ParameterBound, analyse, sensitivities
+from lipdp.bounds.analysis import Analysis, ConvolutionNote, ParameterBound, analyse, convolution_notes, sensitivities
 from lipdp.bounds.calculus import Bound, Call, ParameterRef, Shape, Transfer, rule, rule_for_function, times
 from lipdp.bounds.operator_norm import certified_norm, conv_norm_fft
 from lipdp.bounds.propagate import program_of
-from lipdp.bounds.tightness import ConvolutionNote, convolution_notes
 
 __all__ = [
     "Analysis",

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lipdp._deferred import is_deferring
-from lipdp._numerics import unit_roundoff
+from lipdp._numerics import is_deferring, unit_roundoff
 from lipdp.errors import ConfigurationError
 
 __all__ = [

@@ -5,6 +5,7 @@ A trained weight that nothing constrains has ℓ = ∞, and still a finite Δ; a
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -144,13 +145,32 @@ def transposed_multiplicity(
     return multiplicity(outputs, kernel, stride, dilation, [(p, p) for p in padding], "zeros", spatial)
 
 
+# Norms of convolutions that are not trained, by all that they follow from: a model is analysed several times.
+_FROZEN: dict[tuple[object, ...], tuple[float, str]] = {}
+_MOST_FROZEN = 256
+
+
 def _frozen_norm(
     kernel: torch.Tensor, m: int, groups: int, stride: Sequence[int], dilation: Sequence[int], circular: Sequence[int] | None
 ) -> tuple[float, str]:
     """A certified norm of a convolution that is not trained, by the tightest way there is, and which one that is.
 
-    ``circular`` is the image's size where padding is circular and outputs are one turn of the image.
+    ``circular`` is the image's size where padding is circular and outputs are one turn of the image. The kernel is known again by
+    its numbers themselves, not by its name.
     """
+    numbers = kernel.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    settings = (m, groups, tuple(stride), tuple(dilation), None if circular is None else tuple(circular))
+    key = (hashlib.blake2b(numbers).digest(), kernel.dtype, tuple(kernel.shape), *settings)
+    if key not in _FROZEN:
+        if len(_FROZEN) >= _MOST_FROZEN:
+            _FROZEN.clear()
+        _FROZEN[key] = _certified_frozen_norm(kernel, m, groups, stride, dilation, circular)
+    return _FROZEN[key]
+
+
+def _certified_frozen_norm(
+    kernel: torch.Tensor, m: int, groups: int, stride: Sequence[int], dilation: Sequence[int], circular: Sequence[int] | None
+) -> tuple[float, str]:
     counted = math.sqrt(m) * float(certified_norm(kernel.reshape(groups, kernel.shape[0] // groups, -1)).max())
     note = f"norm by counting: √{m}·‖K‖"
     if circular is not None:

@@ -1,20 +1,23 @@
-"""``lipdp epsilon`` and ``lipdp calibrate``: privacy accounting without a model."""
+"""``lipdp epsilon``, ``lipdp calibrate`` and ``lipdp budget``: privacy accounting without a model, and a dataset's account."""
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING, Annotated, cast
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from lipdp.cli import options
-from lipdp.cli.output import NEIGHBOURS, console, guarantee, print_fields, print_json
+from lipdp.cli.output import NEIGHBOURS, console, guarantee, number, print_fields, print_json, table, upwards
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lipdp.privacy import Accountant, Adjacency
+    from lipdp.privacy import Accountant, Adjacency, Budget
 
-__all__ = ["CALIBRATE_EXAMPLE", "EPSILON_EXAMPLE", "calibrate", "epsilon"]
+__all__ = ["CALIBRATE_EXAMPLE", "EPSILON_EXAMPLE", "app", "calibrate", "epsilon"]
 
 EPSILON_EXAMPLE = """Example: lipdp epsilon --noise-multiplier 1.1 --sampling-rate 0.01 --steps 1000 --delta 1e-5
 
@@ -157,3 +160,157 @@ def _length(steps: int | None, epochs: float | None, q: float) -> int | None:
     if not 0 < q <= 1:
         raise ConfigurationError(f"--sampling-rate must lie above 0 and at most at 1, not {q!r}")
     return math.ceil(epochs / q - 1e-9)
+
+
+app = typer.Typer(
+    name="budget", no_args_is_help=True, help="The privacy budget of a dataset: one file, charged by all that is released."
+)
+
+CREATE_EXAMPLE = "Example: lipdp budget create survey.budget --epsilon 3 --delta 1e-6 --dataset survey"
+SHOW_EXAMPLE = "Example: lipdp budget show survey.budget"
+CHECK_EXAMPLE = "Example: lipdp budget check survey.budget --json"
+EXPORT_EXAMPLE = "Example: lipdp budget export survey.budget --output survey.json"
+
+File = Annotated[Path, typer.Argument(help="The budget's file; FILE.head beside it belongs to it.", show_default=False)]
+
+
+@app.command(epilog=CREATE_EXAMPLE)
+def create(
+    file: File,
+    epsilon: Annotated[float, typer.Option(help="ε that may be spent on the dataset in all, for all time.", show_default=False)],
+    delta: Annotated[float, typer.Option(help="δ of all of it, well below 1/N. 0: pure ε-DP releases only.", show_default=False)],
+    dataset: Annotated[str, typer.Option(help="A name for the data.", show_default=False)],
+    adjacency: options.Adjacency = "add_remove",
+    as_json: options.Json = False,
+) -> None:
+    """Begin the budget of a dataset. It is not changed afterwards."""
+    from lipdp.privacy import Budget
+
+    if file.exists():
+        raise ConfigurationError(f"'{file}' exists: a budget is begun once. `lipdp budget show {file}` shows what it has left.")
+    _show(Budget(file, epsilon=epsilon, delta=delta, dataset=dataset, adjacency=adjacency), as_json)  # type: ignore[arg-type]
+
+
+@app.command(epilog=SHOW_EXAMPLE)
+def show(file: File, as_json: options.Json = False) -> None:
+    """What a dataset's budget is, what was charged, what is left."""
+    budget = _open(file)
+    _show(budget, as_json)
+    if as_json:
+        return
+    entries = [entry for entry in budget.entries() if entry["kind"] != "end"]
+    from rich.markup import escape
+
+    runs = budget.runs()
+    rows = [(entry["time"], escape(entry["what"]), _cost(entry, runs)) for entry in entries[-_SHOWN:]]
+    if len(entries) > _SHOWN:
+        console().print(f"[dim]the last {_SHOWN} of {len(entries)} entries; `lipdp budget export` has all[/dim]")
+    if rows:
+        console().print(table(("when", "what", "cost"), rows))
+
+
+@app.command(epilog=CHECK_EXAMPLE)
+def check(file: File, as_json: options.Json = False) -> None:
+    """Read all of the file, and refuse it (exit code 2) where it is not what was written, or holds more than it may (3)."""
+    from lipdp.errors import BudgetError
+
+    budget = _open(file)
+    budget.check()
+    spent = budget.spent
+    if spent > budget.epsilon:
+        raise BudgetError(
+            f"'{file}' holds charges of epsilon {spent:.6g}, above its {budget.epsilon:g}: this should not be possible."
+        )
+    if as_json:
+        print_json({"path": str(file), "whole": True, "entries": len(budget.entries()), "spent": spent, "epsilon": budget.epsilon})
+        return
+    console().print(
+        f"'{file}' is whole: {len(budget.entries())} entries, ε = {upwards(spent)} of {budget.epsilon:g} spent", soft_wrap=True
+    )
+
+
+@app.command(epilog=EXPORT_EXAMPLE)
+def export(
+    file: File,
+    output: Annotated[Path | None, typer.Option(help="Where to write it.", show_default="stdout")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """All entries, and what they amount to as events of dp-accounting, as one JSON object: for auditors."""
+    from lipdp.privacy.costs import to_data
+
+    budget = _open(file)
+    content = {
+        **_summary(budget),
+        "events": [{"event": to_data(event), "count": count} for event, count in budget.events()],
+        "runs": budget.runs(),
+        "entries": budget.entries(),
+    }
+    if output is None:
+        print_json(content)
+        return
+    if output.exists():
+        raise ConfigurationError(f"'{output}' exists: choose another file.")
+    output.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        print_json({**_summary(budget), "written": str(output)})
+        return
+    console().print(f"{len(content['entries'])} entries written to {output}", markup=False, soft_wrap=True)
+
+
+_SHOWN = 20
+
+
+def _open(file: Path) -> Budget:
+    from lipdp.privacy.budget import open_budget
+
+    budget = open_budget(file)
+    assert budget is not None
+    return budget
+
+
+def _summary(budget: Budget) -> dict[str, Any]:
+    return {
+        "path": str(budget.path),
+        "dataset": budget.dataset,
+        "epsilon": budget.epsilon,
+        "delta": budget.delta,
+        "adjacency": budget.adjacency,
+        "spent": budget.spent,
+        "remaining": budget.remaining,
+        "charges": sum(1 for entry in budget.entries() if entry["kind"] != "end"),
+    }
+
+
+def _show(budget: Budget, as_json: bool) -> None:
+    if as_json:
+        print_json(_summary(budget))
+        return
+    fields: Iterable[tuple[str, str]] = (
+        ("dataset", budget.dataset),
+        ("budget", f"{guarantee(budget.epsilon, budget.delta)} for {NEIGHBOURS[budget.adjacency]}"),
+        ("spent", f"ε = {upwards(budget.spent)}" if budget.spent else "nothing"),
+        ("left", number(budget.remaining)),
+        ("file", str(budget.path)),
+    )
+    print_fields(console(), fields)
+
+
+def _cost(entry: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
+    if entry["kind"] == "run":
+        run = runs[entry["run"]]
+        state = "reserved" if run["reserved"] else f"{run['released']} released"
+        return f"{run['steps']} steps, {state}"
+    return ", ".join(_event(data) + (f" × {count}" if count > 1 else "") for data, count in entry["events"])
+
+
+def _event(data: dict[str, Any]) -> str:
+    from fractions import Fraction
+
+    kind = data["type"]
+    if kind in ("pure", "approximate"):
+        delta = f", δ = {float(Fraction(data['delta'])):g}" if "delta" in data else ""
+        return f"ε = {float(Fraction(data['epsilon'])):g}{delta}"
+    values = {name: value for name, value in data.get("of", {}).items() if not isinstance(value, dict)}
+    inner = [_event(value) for value in data.get("of", {}).values() if isinstance(value, dict)]
+    shown = ", ".join(f"{value:g}" if isinstance(value, int | float) else str(value) for value in values.values())
+    return f"{kind.removesuffix('DpEvent')}({', '.join([shown, *inner] if shown else inner)})"

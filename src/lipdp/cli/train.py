@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp.cli import options
-from lipdp.cli.audit import audit_recipe
-from lipdp.cli.certify import MODEL
-from lipdp.cli.images import train_images
+from lipdp.cli.audit import MODEL, audit_recipe
+from lipdp.cli.features import train_images
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
 from lipdp.cli.ranks import is_rank, joined, shared_seed, start_ranks

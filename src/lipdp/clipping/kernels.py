@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# Measured by benchmarks/clipping_kernels.py.
+# Measured by benchmarks/speed/clipping_kernels.py.
 _CONVOLUTION = Tiles(128, 64, 32, 8, 3)
 _LONG_CONVOLUTION = Tiles(128, 128, 32, 8, 3)
 _GRAM = Tiles(64, 64, 32, 4, 3)

@@ -1,7 +1,6 @@
 """Conversion of ordinary networks: into Lipschitz ones, or between boundaries."""
 
-from lipdp.convert.boundaries import between_boundaries
-from lipdp.convert.norms import NormReport, Renormed, per_example_norms
+from lipdp.convert.boundaries import NormReport, Renormed, between_boundaries, per_example_norms
 from lipdp.convert.twin import Conversion, ConversionReport, Row, convert
 
 # lipdp.convert is the function, which hides this package: what belongs to it is found on it.

@@ -25,7 +25,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import DataError
 from lipdp.nn.norms import Normalize

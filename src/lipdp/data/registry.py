@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import MappingProxyType
 
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.data.adbench import ADBENCH
 from lipdp.data.cifar10 import CIFAR10
 from lipdp.data.digits import DIGITS

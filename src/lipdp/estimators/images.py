@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lipdp import losses, models
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, plan_head
@@ -82,8 +82,8 @@ class PrivateImageClassifier(Classifier):
 
     Example:
         >>> import lipdp, numpy as np
-        >>> draw = np.random.default_rng(0); y = draw.integers(0, 2, 400)
-        >>> x = (40 * draw.random((400, 16, 16)) + 150 * (y[:, None, None] * (np.arange(16) < 8))).astype(np.uint8)
+        >>> draw = np.random.default_rng(0); y = draw.integers(0, 2, 150)
+        >>> x = (40 * draw.random((150, 16, 16)) + 150 * (y[:, None, None] * (np.arange(16) < 8))).astype(np.uint8)
         >>> model = lipdp.PrivateImageClassifier(epsilon=3.0).fit(x, y)
         >>> model.epsilon_ <= 3.0, model.score(x, y) > 0.9
         (True, True)

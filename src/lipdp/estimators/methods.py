@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from lipdp import models
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.estimators.base import Choice
 from lipdp.estimators.schema import Categorical, Schema
 from lipdp.training import PrivacyPlan

@@ -7,10 +7,8 @@ the set the proof assumes (see each loss) and can't buy a larger gradient. Nothi
 from __future__ import annotations
 
 from lipdp.losses.base import Loss, predict
-from lipdp.losses.classification import BCE, CrossEntropy
 from lipdp.losses.margin import HKR, KR, CosineSimilarity, Hinge, MulticlassHinge, MulticlassKR
-from lipdp.losses.regression import MAE, MSE, Huber, SmoothL1, Squares
-from lipdp.losses.torch_losses import as_loss
+from lipdp.losses.ordinary import BCE, MAE, MSE, CrossEntropy, Huber, SmoothL1, Squares, as_loss
 
 __all__ = [
     "BCE",

@@ -10,7 +10,7 @@ import torch
 
 from lipdp import nn
 from lipdp.errors import ConfigurationError
-from lipdp.models.registry import register
+from lipdp.models.by_name import register
 
 __all__ = ["head", "lenet", "mlp", "resnet", "resnet6", "resnet10", "resnet18", "stem", "vgg", "vgg5", "vgg8", "vgg11"]
 

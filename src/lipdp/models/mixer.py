@@ -6,8 +6,8 @@ import torch
 
 from lipdp import nn
 from lipdp.errors import ConfigurationError
+from lipdp.models.by_name import register
 from lipdp.models.lipschitz import InputMode, head, stem
-from lipdp.models.registry import register
 
 __all__ = ["MixerBlock", "mixer", "transformer"]
 

@@ -12,7 +12,7 @@ import torch
 
 from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
-from lipdp.models.registry import create, register
+from lipdp.models.by_name import create, register
 from lipdp.nn.embedding import SinusoidalPositions
 
 __all__ = [

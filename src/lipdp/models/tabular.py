@@ -11,7 +11,7 @@ from lipdp import nn
 from lipdp.errors import ConfigurationError
 from lipdp.features.kernels import Asinh, Constant, Landmarks, RandomFourier
 from lipdp.features.layers import SideBySide
-from lipdp.models.registry import register
+from lipdp.models.by_name import register
 
 __all__ = ["tabular"]
 

@@ -19,8 +19,8 @@ import torch
 
 from lipdp import nn
 from lipdp.errors import ConfigurationError
+from lipdp.models.by_name import Builder, register
 from lipdp.models.lipschitz import BLOCKS, DENSE, STAGES
-from lipdp.models.registry import Builder, register
 
 __all__ = ["boundary_twin", "plain_dense", "plain_lenet", "plain_mixer", "plain_resnet", "plain_vgg"]
 

@@ -13,8 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lipdp._deferred import are_finite, is_deferring
-from lipdp._numerics import unit_roundoff
+from lipdp._numerics import are_finite, is_deferring, unit_roundoff
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize.convolution import CircularFFT

@@ -12,14 +12,14 @@ import torch
 
 from lipdp import nn
 from lipdp._checks import is_number, whole
-from lipdp.bounds import Analysis, convolution_notes
+from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError, LipdpError, LipdpNotice, LipdpWarning
 from lipdp.losses import as_loss
 from lipdp.planning.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
-from lipdp.planning.options import Clipping, Schedule, with_earlier_names
-from lipdp.planning.phases import NoiseSettings, Phase, make_phases, segments
+from lipdp.planning.phases import Clipping, NoiseSettings, Phase, Schedule, make_phases, segments, with_earlier_names
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import (
+    STATISTICS,
     Method,
     Precision,
     check_counts,
@@ -47,9 +47,6 @@ from lipdp.privacy.moments import moment_stds
 from lipdp.privacy.runs import Scheme
 
 __all__ = ["STATISTICS", "plan"]
-
-STATISTICS = "statistics"
-"""Name of the one-off release that :class:`lipdp.nn.Standardize` is set from."""
 
 # Share of δ that the noise's distance from exact noise may make up, and an ε from which on it makes no difference.
 _NEGLIGIBLE, _VACUOUS = 1e-3, 30.0
@@ -213,7 +210,7 @@ def plan(
         releases=paid,
         sampling=sampler.scheme,
         largest_batch=sampler.batch_size if sampler.scheme == "truncated_poisson" else None,
-        notes=() if analysis is None else _notes(model, analysis, shape, paid, dataset_size),
+        notes=() if analysis is None else _notes(model, analysis, paid, dataset_size),
     )
     _check_phases(decided, settings, analysis, next(p.dtype for p in model.parameters() if p.requires_grad))
     if decided.signal_to_noise < 1:
@@ -267,11 +264,9 @@ def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analy
             )
 
 
-def _notes(
-    model: torch.nn.Module, analysis: Analysis, shape: tuple[int, ...] | None, paid: Sequence[Release], dataset_size: int
-) -> tuple[tuple[str, str], ...]:
+def _notes(model: torch.nn.Module, analysis: Analysis, paid: Sequence[Release], dataset_size: int) -> tuple[tuple[str, str], ...]:
     """What the program is and captured, how tight bounds are where there is a choice, and how much noise statistics will have."""
-    tightness = [(note.layer, str(note)) for note in convolution_notes(model, input_shape=shape)]
+    tightness = [(note.layer, str(note)) for note in analysis.convolution_notes()]
     amounts = [release.amount for release in paid if release.name == STATISTICS]
     program = [("program", text) for text in analysis.program.summary()]
     return (*program, *tightness, *(note for amount in amounts for note in _statistics(model, analysis, amount, dataset_size)))

@@ -1,4 +1,4 @@
-"""What changes during a run and is decided beforehand: clipping and noise schedules, and layers that are frozen on the way.
+"""How gradients are clipped, and what changes during a run: schedules of clipping and noise, layers frozen on the way.
 
 A run is cut into phases in which nothing changes. Within a phase each step is the same Gaussian mechanism, so a schedule costs
 what its phases cost, composed; the plan knows it all before a record is read.
@@ -9,18 +9,32 @@ How much noise each group gets in a step follows from the bounds that hold in it
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from lipdp._checks import is_number
+from lipdp._checks import is_number, positive
+from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Scale, Size, check_fields
 from lipdp.privacy import AdaptiveClip, Allocation, allocate, effective_multiplier, gradient_multiplier
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.privacy.noise import GRID_LOSS, grid_factor
 
-__all__ = ["Factors", "NoiseSettings", "Phase", "cosine_schedule", "linear_schedule", "make_phases", "read_factors", "segments"]
-
+__all__ = [
+    "Clipping",
+    "Factors",
+    "NoiseSettings",
+    "Phase",
+    "Schedule",
+    "cosine_schedule",
+    "linear_schedule",
+    "make_phases",
+    "read_factors",
+    "segments",
+    "with_earlier_names",
+]
 
 Factors = Iterable[tuple[float, float]]
 """(from this fraction of the run on, this factor), in order; it starts with (0.0, 1.0)."""
@@ -226,3 +240,87 @@ class NoiseSettings:
 def _noised(bounds: Mapping[str, float], sizes: Mapping[str, int]) -> int:
     """How many numbers get noise."""
     return sum(size for name, size in sizes.items() if bounds[name] > 0)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped, beside their norm, which is :func:`lipdp.plan`'s ``max_grad_norm``.
+
+    Attributes:
+        style: "flat", "per_layer" or "per_group", see :func:`lipdp.clipping.clipping_groups`.
+        groups: for "per_group": prefixes of parameter names.
+        clip: "clip" scales long gradients down, "automatic" normalises all of them: ν = C/(‖g‖ + γ).
+        stability: γ of "automatic".
+        clipped: for ``method="mixed"``: prefixes of parameters to clip even where there is a proof.
+        adaptive: let clipping norms follow a private quantile: ``max_grad_norm`` for clipping methods, every
+            ``nn.ClipGradient(…, adaptive=True)`` for the others. Its cost is inside the step's own mechanism: the same ε.
+
+    Example:
+        >>> Clipping(style="per_layer").style
+        'per_layer'
+    """
+
+    style: Style = "flat"
+    groups: Sequence[str] | None = None
+    clip: Clip = "clip"
+    stability: float = 0.01
+    clipped: Sequence[str] = ()
+    adaptive: AdaptiveClip | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stability", positive("stability", self.stability))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What changes during a run, decided before it begins; see :func:`lipdp.training.cosine_schedule` for factors.
+
+    Attributes:
+        clip: factor on all clipping norms over the run, e.g. ``((0.0, 1.0), (0.5, 0.5))``: halved from half-time on. The noise
+            follows.
+        noise: factor on σ over the run; its phases are accounted for one by one.
+        freeze: prefix of parameter names → fraction of the run after which they are no longer trained. They get no noise from then
+            on and leave the sensitivity.
+
+    Example:
+        >>> Schedule(noise=((0, 1), (0.5, 2))).noise
+        ((0.0, 1.0), (0.5, 2.0))
+    """
+
+    clip: Factors | None = None
+    noise: Factors | None = None
+    freeze: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clip", "noise"):
+            object.__setattr__(self, name, read_factors(f"the {name} schedule", getattr(self, name)))
+
+
+# As they were called when they were arguments of plan() by themselves.
+_OF_CLIPPING = {"clipping_style": "style", "clipping_groups": "groups"} | {
+    name: name for name in ("clip", "stability", "clipped", "adaptive")
+}
+_OF_SCHEDULE = {"clip_schedule": "clip", "noise_schedule": "noise", "freeze": "freeze"}
+
+
+def with_earlier_names(
+    clipping: Clipping | None, schedule: Schedule | None, earlier: Mapping[str, Any]
+) -> tuple[Clipping, Schedule]:
+    """Both groups, with arguments under the names that they had before there were groups; those are said to be old."""
+    unknown = earlier.keys() - _OF_CLIPPING.keys() - _OF_SCHEDULE.keys()
+    if unknown:
+        raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
+    for kind, given in ((Clipping, clipping), (Schedule, schedule)):
+        if given is not None and not isinstance(given, kind):
+            name = kind.__name__
+            raise ConfigurationError(f"{name.lower()}={given!r} is no lipdp.{name}: write {name.lower()}=lipdp.{name}(…)")
+    if earlier:
+        said = ", ".join(
+            f"{name}= is {'clipping=lipdp.Clipping' if name in _OF_CLIPPING else 'schedule=lipdp.Schedule'}"
+            f"({(_OF_CLIPPING | _OF_SCHEDULE)[name]}=…)"
+            for name in earlier
+        )
+        warnings.warn(f"arguments of plan() are in groups now: {said}", DeprecationWarning, stacklevel=3)
+    ours = {_OF_CLIPPING[name]: value for name, value in earlier.items() if name in _OF_CLIPPING}
+    theirs = {_OF_SCHEDULE[name]: value for name, value in earlier.items() if name in _OF_SCHEDULE}
+    return replace(clipping or Clipping(), **ours), replace(schedule or Schedule(), **theirs)

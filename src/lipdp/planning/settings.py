@@ -17,6 +17,7 @@ from lipdp.losses import Loss
 
 __all__ = [
     "ROUNDOFF",
+    "STATISTICS",
     "Method",
     "Precision",
     "Source",
@@ -39,6 +40,8 @@ __all__ = [
 Method = Literal["clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping", "mixed"]
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
 Source = Literal["proved", "clipped"]
+STATISTICS = "statistics"
+"""Name of the one-off release that :class:`lipdp.nn.Standardize` is set from."""
 
 # u of the arithmetic inside matrix products. TF32 keeps 10 bits of the mantissa.
 ROUNDOFF = {

@@ -348,7 +348,11 @@ def _axes(dots: Sequence[Dot]) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: str | Path) -> None:
+    from matplotlib import rc_context
+
     # Many entries would cover the lines.
     beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(axes.get_legend_handles_labels()[1]) > 6 else {}
     axes.legend(fontsize="small", **beside)
-    figure.savefig(path, dpi=150)
+    # The same dots give the same file, byte for byte: no date, no random names inside.
+    with rc_context({"svg.hashsalt": "lipdp"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)

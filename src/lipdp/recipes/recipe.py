@@ -16,7 +16,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from lipdp import data, models
-from lipdp._names import match
+from lipdp._checks import match
 from lipdp.data import Augmentation, Shifts
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Count, Positive, Probability, Range, read

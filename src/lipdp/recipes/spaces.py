@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from lipdp import data
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.errors import ConfigurationError
-from lipdp.models import registry
+from lipdp.models import by_name
 from lipdp.recipes.recipe import OPTION, Recipe
 
 __all__ = ["Choice", "RandomSuggester", "Range", "Space", "Suggester", "default_space", "get_space", "space_names"]
@@ -150,7 +150,7 @@ def _has(recipe: Recipe, name: str) -> bool:
         settings = {field.name for field in dataclasses.fields(recipe)}
         return name in settings and not (name == "max_grad_norm" and recipe.method == "clipless")
     option = name.removeprefix(OPTION)
-    return option in recipe.options or option in registry.option_names(recipe.model)
+    return option in recipe.options or option in by_name.option_names(recipe.model)
 
 
 # The papers' tables. Batches are in records; the temperature of the "CCE" rows is ours; the learning rate, which the image tables

@@ -21,9 +21,8 @@ from lipdp.data.augment import Augmentation, PrecomputedCopies
 from lipdp.errors import CheckpointError, ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.inputs import leaves, plain, rows_of
 from lipdp.parametrize import project_, project_outside_
-from lipdp.planning.checks import check_plan_fits
 from lipdp.planning.decide import STATISTICS
-from lipdp.planning.grouping import clip_layers
+from lipdp.planning.grouping import check_plan_fits, clip_layers
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import describe_loss, usual_seats
 from lipdp.planning.suggest import check_optimizer

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lipdp._deferred import deferred_checks
+from lipdp._numerics import deferred_checks
 from lipdp.fingerprint import storages
 from lipdp.graphs import GraphedFunction
 from lipdp.privacy.mechanism import Draw

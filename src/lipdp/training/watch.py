@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lipdp._deferred import deferred_checks, is_deferring
+from lipdp._numerics import deferred_checks, is_deferring
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.fingerprint import reachable_tensors, storages

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import read
 from lipdp.recipes.recipe import Recipe, settings_of

@@ -1,6 +1,6 @@
 """Which tiles the norm kernels of lipdp.clipping.kernels should use: times on the layers of our reference networks (CUDA).
 
-python benchmarks/clipping_kernels.py
+python benchmarks/speed/clipping_kernels.py
 """
 
 import statistics

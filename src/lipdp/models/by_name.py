@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lipdp._names import choose
+from lipdp._checks import choose
 from lipdp.errors import ConfigurationError, LipdpError
 
 __all__ = ["create", "names", "option_names", "register"]

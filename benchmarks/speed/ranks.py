@@ -1,7 +1,7 @@
 """Steps per second and memory of several processes on one machine, beside one.
 
-    torchrun --standalone --nproc-per-node=2 benchmarks/ranks.py --output benchmarks/results/ranks/2.json
-    torchrun --standalone --nproc-per-node=1 benchmarks/ranks.py --output benchmarks/results/ranks/1.json
+    torchrun --standalone --nproc-per-node=2 benchmarks/speed/ranks.py --output benchmarks/results/ranks/2.json
+    torchrun --standalone --nproc-per-node=1 benchmarks/speed/ranks.py --output benchmarks/results/ranks/1.json
 
 A network of Lipschitz layers on random images by bookkeeping and clipless; and what the parts of a step cost that several processes
 add: exact sums and their exchange, beside noise and the projection.

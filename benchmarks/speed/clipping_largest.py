@@ -1,6 +1,6 @@
 """The largest batch whose training step still fits into so much memory, by each method (CUDA).
 
-    python benchmarks/clipping_largest.py --networks resnet18-64 cnn-large --gib 4 --limit-seconds 60 --out results
+    python benchmarks/speed/clipping_largest.py --networks resnet18-64 cnn-large --gib 4 --limit-seconds 60 --out results
 
 Memory is capped for the process, so that it takes seconds. Growing batches tell what a row costs, which gives a guess; from there
 on by bisection (--close), with real steps. A batch fits if its first three steps run: an ordinary one, one that is recorded as a
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
 from clipping_steps import METHODS
-from lipdp.errors import LipdpNotice
 from networks import NETWORKS
+
+from lipdp.errors import LipdpNotice
 
 IN_PARTS = "bookkeeping in parts"
 ROUNDS = (("non-private", "bookkeeping", IN_PARTS), ("reweight",), ("opacus ghost", "opacus hooks"))

@@ -1,6 +1,6 @@
-"""The ReweightGP paper's Figures 5-9 from what benchmarks/clipping.py measured.
+"""The ReweightGP paper's Figures 5-9 from what benchmarks/speed/clipping.py measured.
 
-    python benchmarks/clipping_plots.py RESULTS_FOLDER [ANOTHER …] docs/clipping
+    python benchmarks/speed/clipping_plots.py RESULTS_FOLDER [ANOTHER …] docs/clipping
 
 Times are per epoch of 60,000 examples, as the paper's; a cell that was not measured, or ran out of memory, has no mark.
 A table of everything (milliseconds, and × the time and the memory of the non-private step) goes to RESULTS_FOLDER/clipping.md.

@@ -1,8 +1,8 @@
 """ε and σ on 60 settings against references that know no grid, and the seconds of one core that each took.
 
-    python benchmarks/accounting.py                 # minutes; writes benchmarks/results/accounting.json
-    python benchmarks/accounting.py --only 3 17     # some of them
-    python benchmarks/accounting.py --theirs        # and dp-accounting itself, on its usual grid (slow: up to 10 minutes each)
+    python benchmarks/audit/accounting.py                 # minutes; writes benchmarks/results/accounting.json
+    python benchmarks/audit/accounting.py --only 3 17     # some of them
+    python benchmarks/audit/accounting.py --theirs        # and dp-accounting itself, on its usual grid (up to 10 minutes each)
 
 Each setting is (ε, q, steps, δ). σ is calibrated to it, and its ε computed again. References are ``tests/privacy/exact_losses.py``:
 closed forms for one step and for full batches, a contour integral otherwise; where that does not converge (rare, large losses) a
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "privacy"))
 
 from exact_losses import exact_epsilon, exact_sigma, fine_grid_epsilon  # noqa: E402

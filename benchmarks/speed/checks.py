@@ -1,6 +1,6 @@
-"""What the checks of a step cost (the watch over model and loss, the program's classes). For its noise: benchmarks/noise.py.
+"""What the checks of a step cost (the watch over model and loss, the program's classes). For its noise: benchmarks/speed/noise.py.
 
-python benchmarks/checks.py --batch 1024 --device cpu|cuda      # small and large CNN, shares of a whole clipless step
+python benchmarks/speed/checks.py --batch 1024 --device cpu|cuda      # small and large CNN, shares of a whole clipless step
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 import lipdp
 from lipdp import losses
 
-sys.path.append(str(Path(__file__).parent / "speed"))
+sys.path.append(str(Path(__file__).parent))
 from pairs import PAIRS
 
 

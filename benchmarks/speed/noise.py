@@ -1,8 +1,8 @@
 """Time of noise against torch's own generator, which nobody should use for it: whole releases, and whole steps.
 
-python benchmarks/noise.py                                   # releases of 1e5 and 1e7 values on the processor
-python benchmarks/noise.py --device cuda --sizes 1e5 1e7 1e8 --output benchmarks/results/noise.json
-python benchmarks/noise.py --device cuda --sizes --batch 1024     # steps of the benchmark CNNs, clipless and clipped
+python benchmarks/speed/noise.py                                   # releases of 1e5 and 1e7 values on the processor
+python benchmarks/speed/noise.py --device cuda --sizes 1e5 1e7 1e8 --output benchmarks/results/noise.json
+python benchmarks/speed/noise.py --device cuda --sizes --batch 1024     # steps of the benchmark CNNs, clipless and clipped
 """
 
 import argparse
@@ -22,7 +22,7 @@ from lipdp import losses, privacy
 from lipdp.training import step_mechanism
 from lipdp.training.streams import Streams
 
-sys.path.append(str(Path(__file__).parent / "speed"))
+sys.path.append(str(Path(__file__).parent))
 from pairs import PAIRS
 
 NETWORKS = ("cnn-small", "cnn-large")

@@ -2,8 +2,8 @@
 
 Two limits of the rules were set after a look at them: docs/estimators.md says which.
 
-    python benchmarks/estimators/tables.py            runs what is missing (minutes), prints the table
-    python benchmarks/estimators/tables.py --table    prints the table of docs/estimators.md from the stored results
+    python benchmarks/tables/estimators.py            runs what is missing (minutes), prints the table
+    python benchmarks/tables/estimators.py --table    prints the table of docs/estimators.md from the stored results
 
 Scores on a quarter of the rows, held out: accuracy, AUROC for the census (6 % are positive), R² for regression; mean ± std over
 splits. "tuned" is not private: the best of a logistic or ridge regression, an RBF machine and boosted trees, each with a small

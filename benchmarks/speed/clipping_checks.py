@@ -3,10 +3,10 @@
 import time
 
 import torch
-
-import lipdp.clipping
 from clipping_steps import METHODS
 from networks import NETWORKS
+
+import lipdp.clipping
 
 
 def self_check(device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Per-example clipping against its peers: time and peak memory of one training step, as ratios to the non-private one.
 
-    python benchmarks/clipping.py --device cuda --networks cnn-small cnn-large --batches 1024 --out results
-    python benchmarks/clipping.py --device cuda --self-check --grid --seconds 0.15 --limit-seconds 320 --resume --out results
-    python benchmarks/clipping.py --device cuda --profile cnn-small --batches 1024
-    python benchmarks/clipping_plots.py results docs/clipping            # the paper's Figures 5-9 from them
+    python benchmarks/speed/clipping.py --device cuda --networks cnn-small cnn-large --batches 1024 --out results
+    python benchmarks/speed/clipping.py --device cuda --self-check --grid --seconds 0.15 --limit-seconds 320 --resume --out results
+    python benchmarks/speed/clipping.py --device cuda --profile cnn-small --batches 1024
+    python benchmarks/speed/clipping_plots.py results docs/clipping            # the paper's Figures 5-9 from them
 
 Every method is measured in the same run, on the same network and data, after a warm-up, as the median over blocks of steps; the
 device is waited for at the end of a block, as a training loop would. A loop over the examples that takes more than two seconds is
@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-
 from clipping_checks import dropout_check, profile, self_check
 from clipping_steps import LOOPS, METHODS, QUICK, Step
-from lipdp.errors import LipdpNotice
 from networks import NETWORKS
+
+from lipdp.errors import LipdpNotice
 
 warnings.filterwarnings("ignore")
 warnings.simplefilter("once", LipdpNotice)  # what is not replayed, or not done by a kernel, and why

@@ -1,0 +1,61 @@
+"""benchmarks/run.py knows all that is there, and draws from committed results what docs/ shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    if not BENCHMARKS.exists():
+        pytest.skip("a distribution without benchmarks")
+    spec = importlib.util.spec_from_file_location("benchmarks_run", BENCHMARKS / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_script_answers_a_question_and_says_what_it_does(runner: ModuleType) -> None:
+    folders = {path.parent.name for path in BENCHMARKS.glob("*/*.py")}
+    assert folders == set(runner.QUESTIONS)
+    assert [path.name for path in BENCHMARKS.glob("*.py")] == ["run.py"]
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf8")
+    for name, about in runner.scripts().items():
+        assert len(about) > 20, name
+        assert f"{name.split('/')[0]}/" in page
+
+
+def test_figures_have_their_data_and_their_place(runner: ModuleType) -> None:
+    for script, *arguments in runner.FIGURES:
+        assert (ROOT / script).exists(), script
+        for argument in arguments:
+            assert "/" not in argument or (ROOT / argument).exists(), argument
+    for names in runner.FRONTS.values():
+        assert all((ROOT / "docs" / "pareto" / name).exists() for name in names.values())
+    assert all(path.exists() for path in runner.TRIALS)
+
+
+def test_figures_of_mechanisms_are_drawn_from_committed_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not BENCHMARKS.exists():
+        pytest.skip("a distribution without benchmarks")
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "learned"))
+    import mechanisms_figures as figures
+
+    monkeypatch.setattr(figures, "DOCS", tmp_path)
+    results = BENCHMARKS / "results" / "mechanisms"
+    figures.plot(results)
+    drawn = sorted(tmp_path.iterdir())
+    assert [path.stem for path in drawn] == [path.stem for path in sorted(results.glob("fig*.json"))]
+    for path in drawn:
+        assert json.loads((results / f"{path.stem}.json").read_text())
+        assert path.read_text() == (ROOT / "docs" / "mechanisms" / path.name).read_text(), path.name
