@@ -147,7 +147,7 @@ def edits(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
 def all_edits(content: Any, each: int | None = None, seed: int = 0) -> Iterator[tuple[str, Any]]:
     """Every edit of every place, or in the suite ``each`` of every *kind of place* (its path without the numbers of lists).
 
-    Which ones moves on from day to day, so that all of them come by (LIPDP_ROTATION=N repeats those of day N, which a failure names).
+    Which ones moves on from day to day, so that all come by (LIPDP_ROTATION=N repeats those of day N, which a failure names).
     LIPDP_HOSTILE=all makes all of them, LIPDP_HOSTILE=K/N the K-th of N parts of them.
     """
     part = os.environ.get("LIPDP_HOSTILE", "")

@@ -191,7 +191,7 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
 
 def _noised_on_processor(segments: Sequence[Segment], key: bytes, seen: list[Tensor], *, bound: bool) -> list[Tensor]:
     """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere."""
-    ready = [[piece.to("cpu", torch.float64).numpy() for piece in pieces_of(*segment)] for segment in segments]
+    ready = [[piece.contiguous().cpu().numpy() for piece in pieces_of(*segment)] for segment in segments]
     key = mix_key(key, seen)
     if bound:
         hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
@@ -200,9 +200,9 @@ def _noised_on_processor(segments: Sequence[Segment], key: bytes, seen: list[Ten
         key = derive_key(key, "bound", hasher.finalize())
     number = itertools.count()
     wholes = []
-    for pieces, (tensors, std, dtype) in zip(ready, segments, strict=True):
+    for pieces, (tensors, std, _) in zip(ready, segments, strict=True):
         drawn = [torch.from_numpy(noised_on_processor(piece, std, key, next(number))) for piece in pieces]
-        wholes.append(torch.cat([part.to(tensors[0].device, dtype) for part in drawn]))
+        wholes.append((drawn[0] if len(drawn) == 1 else torch.cat(drawn)).to(tensors[0].device))
     return wholes
 
 
