@@ -180,24 +180,26 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
     for name, total in sums.items():
         names_of.setdefault((stds[name], torch.float64 if total.dtype == torch.float64 else torch.float32), []).append(name)
     segments: list[Segment] = [([sums[name] for name in names], *at) for at, names in names_of.items()]
-    on_device = noise_cuda.available(next(iter(sums.values())).device)
-    draw = noise_cuda.noised_on_device if on_device else _noised_on_processor
+    if noise_cuda.available(next(iter(sums.values())).device):
+        vectors = noise_cuda.noised_on_device(segments, key, seen, bound=stream.bound)
+    else:
+        vectors = _noised_on_processor(segments, mix_key(key, seen), stream)
     released: dict[str, Tensor] = {}
-    for names, vector in zip(names_of.values(), draw(segments, key, seen, bound=stream.bound), strict=True):
+    for names, vector in zip(names_of.values(), vectors, strict=True):
         parts = torch.split(vector, [sums[name].numel() for name in names])
         released |= {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
     return released
 
 
-def _noised_on_processor(segments: Sequence[Segment], key: bytes, seen: list[Tensor], *, bound: bool) -> list[Tensor]:
+def _noised_on_processor(segments: Sequence[Segment], key: bytes, stream: Stream) -> list[Tensor]:
     """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere."""
     ready = [[piece.contiguous().cpu().numpy() for piece in pieces_of(*segment)] for segment in segments]
-    key = mix_key(key, seen)
-    if bound:
+    if stream.bound:
         hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
         for part in itertools.chain(*ready):
             hasher.update(part.data.cast("B"))
         key = derive_key(key, "bound", hasher.finalize())
+        stream.claim_last(key)
     number = itertools.count()
     wholes = []
     for pieces, (tensors, std, _) in zip(ready, segments, strict=True):

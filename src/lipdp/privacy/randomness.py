@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,8 @@ class Stream:
     Attributes:
         key: the secret.
         bound: as above.
+        claim: called with the number of a bound draw and a digest of its key before it is made, on a processor: who keeps a book of
+            what was released can refuse a second draw there that is another one.
     """
 
     def __init__(self, key: bytes | None = None, *, bound: bool = True) -> None:
@@ -123,6 +126,7 @@ class Stream:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise ConfigurationError(f"a stream's key is {KEY_BYTES} secret bytes: take lipdp.privacy.fresh_key()")
         self.bound = bound
+        self.claim: Callable[[int, bytes], None] | None = None
         self._draws = 0
         self._seen: list[torch.Tensor] = []
         self._pool, self._used = b"", 0
@@ -134,6 +138,11 @@ class Stream:
         """Let all later draws depend on these whole numbers too (pairs of 64 bits, on any device), without waiting for a device."""
         self._seen.append(words.reshape(-1, 2))
         self._pool = b""
+
+    def claim_last(self, key: bytes) -> None:
+        """The last draw is about to be made under this key, which all that it depends on is mixed into."""
+        if self.claim is not None:
+            self.claim(self._draws - 1, derive_key(key, "claim"))
 
     def begin(self, *about: Any) -> tuple[bytes, list[torch.Tensor]]:
         """The key of the next draw, one that is for ``about``; and the words that it has to be mixed with."""
