@@ -403,9 +403,10 @@ def test_the_same_inputs_with_other_sums_are_another_release(again):
     other = twin if again == "copied" else engine
     if again == "rewound":
         engine.load_state_dict(state)
+    before = weights(other.model)
     with pytest.raises(BudgetError, match="step 0 of this run was made before, with other sums"):
         other.step(x.clone(), y.clone())
-    assert len(other.optimizer.seen) == (0 if again == "copied" else 1)
+    assert same(before, weights(other.model))
 
 
 def test_rows_written_to_behind_torch_are_other_sums():
