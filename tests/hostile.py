@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,14 +144,35 @@ def edits(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
             break
 
 
-def all_edits(content: Any, share: float | None = None, seed: int = 0) -> Iterator[tuple[str, Any]]:
-    """Every edit of every place; in the suite a part of them, chosen by a fixed seed (all with LIPDP_HOSTILE=all)."""
-    whole = os.environ.get("LIPDP_HOSTILE") == "all" or share is None
-    draw = random.Random(seed)
+def all_edits(content: Any, each: int | None = None, seed: int = 0) -> Iterator[tuple[str, Any]]:
+    """Every edit of every place, or in the suite ``each`` of every *kind of place* (its path without the numbers of lists).
+
+    Which ones moves on from day to day, so that all come by (LIPDP_ROTATION=N repeats those of day N, which a failure names).
+    LIPDP_HOSTILE=all makes all of them, LIPDP_HOSTILE=K/N the K-th of N parts of them.
+    """
+    part = os.environ.get("LIPDP_HOSTILE", "")
+    if part or each is None:
+        number, parts = (0, 1) if part in ("", "all") else map(int, part.split("/"))
+        yield from itertools.islice(_every(content), number, None, parts)
+        return
+    kinds: dict[Path, list[Path]] = {}
     for path in places(content):
-        for name, edited in edits(content, path):
-            if whole or draw.random() < share:
-                yield name, edited
+        kinds.setdefault(tuple("*" if isinstance(key, int) else key for key in path), []).append(path)
+    draw = random.Random(f"{seed} {rotation()}")
+    for paths in kinds.values():
+        for _ in range(each):
+            name, edited = draw.choice(list(edits(content, draw.choice(paths))))
+            yield f"(LIPDP_ROTATION={rotation()}) {name}", edited
+
+
+def rotation() -> int:
+    """The day, unless LIPDP_ROTATION says another number."""
+    return int(os.environ.get("LIPDP_ROTATION") or time.time() // 86400)
+
+
+def _every(content: Any) -> Iterator[tuple[str, Any]]:
+    for path in places(content):
+        yield from edits(content, path)
 
 
 def refused_or(name: str, use: Callable[[Any], Any], content: Any, check: Callable[[Any], None]) -> str:

@@ -69,7 +69,7 @@ def test_edited_models_are_refused_or_harmless(name, tmp_path):
         save_checkpoint(edited, file)
         return load(file)
 
-    for what, edited in all_edits(content, 0.03, seed=len(name)):
+    for what, edited in all_edits(content, 1, seed=len(name)):
         try:
             outcomes[refused_or(what, use, edited, functools.partial(harmless, name))] += 1
         except AssertionError as error:

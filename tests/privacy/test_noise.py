@@ -9,6 +9,7 @@ import copy
 import itertools
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -227,9 +228,29 @@ def test_a_place_gives_the_same_noise_whatever_is_drawn_with_it(monkeypatch):
     released = noised_on_processor(sums, 1.3, KEY)
     monkeypatch.setattr(noise, "_CHUNK", 2**12)
     monkeypatch.setattr(noise, "_PIECE", 2**9)
+    monkeypatch.setattr(noise, "_kept", noise._Kept())
     assert np.array_equal(noised_on_processor(sums, 1.3, KEY), released)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert np.array_equal(noised_on_processor(sums, 1.3, KEY), released)
+
+
+def test_float32_sums_get_the_noise_of_float64_rounded_once_more():
+    sums = np.random.default_rng(0).normal(size=70_001).astype(np.float32)
+    sums[:3] = math.nan, math.inf, -math.inf
+    for std in STDS:
+        with np.errstate(over="ignore"):
+            expected = noised_on_processor(sums.astype(np.float64), std, KEY, 2).astype(np.float32)
+        assert np.array_equal(noised_on_processor(sums, std, KEY, 2), expected)
+
+
+def test_several_threads_draw_the_same(monkeypatch):
+    """Twelve draws at once, each in several threads, with memory of their own."""
+    sums = np.linspace(-5, 5, 300_000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    expected = [noised_on_processor(sums, 1.3, bytes([n]) * 32) for n in range(12)]
+    with ThreadPoolExecutor(12) as workers:
+        found = list(workers.map(lambda n: noised_on_processor(sums, 1.3, bytes([n]) * 32), range(12)))
+    assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_segments_have_noise_of_their_own():

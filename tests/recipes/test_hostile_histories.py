@@ -56,7 +56,7 @@ def test_edited_histories_are_refused_or_harmless(tmp_path, folder):
         return read_dots([tmp_path])
 
     check(use(dict(RUN)))
-    for what, edited in all_edits(RUN, 0.5):
+    for what, edited in all_edits(RUN, 3):
         try:
             outcomes[refused_or(what, use, edited, check)] += 1
         except AssertionError as error:

@@ -20,6 +20,7 @@ from lipdp import losses, nn
 from lipdp.data import RandomCrop
 from lipdp.errors import BudgetError, CheckpointError, DataError, LipdpWarning
 from lipdp.training import Callback, positions, streams
+from lipdp.training.batches import gather_lazily
 
 from .common import BATCH, SIZE, Spy, empty, engine_of, free, planned, same, small, toy, weights
 
@@ -376,6 +377,50 @@ def test_statistics_are_released_once_for_each_data():
     assert torch.equal(engine.model[0].mean, twin.model[0].mean)
     with pytest.raises(BudgetError, match="statistics of this run was made before"):
         third.release_statistics(other)
+
+
+class Coin(torch.nn.Module):
+    """A forward that draws random numbers where nobody can repeat them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.inner(x) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
+
+
+@pytest.mark.parametrize("again", ["rewound", "copied"])
+def test_the_same_inputs_with_other_sums_are_another_release(again):
+    """Noise is bound to the sums, so each would be a release of its own, at a position that was paid for once."""
+    torch.manual_seed(0)
+    model = Coin()
+    plan = planned(model, method="naive", max_grad_norm=1.0, input_shape=(6,))
+    engine = lipdp.PrivacyEngine(model, LOSS, Spy(model), plan, input_shape=(6,))
+    x, y = toy(50).tensors
+    state, twin = engine.state_dict(), copy.deepcopy(engine)
+    engine.step(x, y)
+    other = twin if again == "copied" else engine
+    if again == "rewound":
+        engine.load_state_dict(state)
+    before = weights(other.model)
+    with pytest.raises(BudgetError, match="step 0 of this run was made before, with other sums"):
+        other.step(x.clone(), y.clone())
+    assert same(before, weights(other.model))
+
+
+def test_rows_written_to_behind_torch_are_other_sums():
+    """Rows of a dataset that the run is bound to are told by their numbers alone: a write by numpy is seen in what they add up to."""
+    x, y = toy().tensors
+    stored = x.numpy().copy()
+    data = TensorDataset(torch.from_numpy(stored), y)
+    engine = engine_with()
+    chosen = next(engine.samples(data))
+    twin = copy.deepcopy(engine)
+    engine.step(*gather_lazily(data, chosen))
+    stored[int(chosen[0])] *= -3
+    with pytest.raises(BudgetError, match="step 0 of this run was made before, with other sums"):
+        twin.step(*gather_lazily(data, chosen))
 
 
 def _in_a_fork(engine, told):

@@ -269,26 +269,27 @@ def _by_name(names_of: _Names, vectors: Sequence[Tensor], shapes: Mapping[str, t
 def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> dict[str, Tensor]:
     """Sums on one device, in the order of their names: those of one std are one long vector."""
     key, seen, names_of, segments = _begun(sums, stds, stream)
-    on_device = noise_cuda.available(next(iter(sums.values())).device)
-    draw = noise_cuda.noised_on_device if on_device else _noised_on_processor
-    vectors = draw(segments, key, seen, bound=stream.bound)
+    if noise_cuda.available(next(iter(sums.values())).device):
+        vectors = noise_cuda.noised_on_device(segments, key, seen, bound=stream.bound)
+    else:
+        vectors = _noised_on_processor(segments, mix_key(key, seen), stream)
     return _by_name(names_of, vectors, {name: total.shape for name, total in sums.items()})
 
 
-def _noised_on_processor(segments: Sequence[Segment], key: bytes, seen: list[Tensor], *, bound: bool) -> list[Tensor]:
+def _noised_on_processor(segments: Sequence[Segment], key: bytes, stream: Stream) -> list[Tensor]:
     """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere."""
-    ready = [[piece.to("cpu", torch.float64).numpy() for piece in pieces_of(*segment)] for segment in segments]
-    key = mix_key(key, seen)
-    if bound:
+    ready = [[piece.contiguous().cpu().numpy() for piece in pieces_of(*segment)] for segment in segments]
+    if stream.bound:
         hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
         for part in itertools.chain(*ready):
             hasher.update(part.data.cast("B"))
         key = derive_key(key, "bound", hasher.finalize())
+        stream.claim_last(key)
     number = itertools.count()
     wholes = []
-    for pieces, (tensors, std, dtype) in zip(ready, segments, strict=True):
+    for pieces, (tensors, std, _) in zip(ready, segments, strict=True):
         drawn = [torch.from_numpy(noised_on_processor(piece, std, key, next(number))) for piece in pieces]
-        wholes.append(torch.cat([part.to(tensors[0].device, dtype) for part in drawn]))
+        wholes.append((drawn[0] if len(drawn) == 1 else torch.cat(drawn)).to(tensors[0].device))
     return wholes
 
 

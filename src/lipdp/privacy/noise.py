@@ -26,11 +26,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,10 +57,11 @@ SLOW = -(2**15)  # in place of a bin: more bits are needed
 _FINE = 256  # bits of the table's own arithmetic
 _ONE = 1 << 128
 TERMS = 26  # of the exponential series: 0.43^27/27! < 2^-126
-_CHUNK = 1 << 18  # values drawn at a time
-_PIECE = 1 << 14  # values whose words stay in a processor's cache
+_CHUNK = 1 << 17  # values drawn at a time
+_PIECE = 1 << 15  # values whose words stay in a processor's cache
 _IN_BIN = (1 << PLACE) - 1
 _UPPER = (1 << 64) - (1 << (64 - _CHOICE))
+_FLOAT_52 = 0x433 << 52  # the bits of 2^52
 # What the bits that were not read can move a height by, as a part of its box (2^-40 of V, at most 2·2^-36 of the place), and an
 # eighth of this the rounding of floating point.
 _SURE, _ROUNDING = 2.0**-34, 2.0**-46
@@ -157,42 +160,75 @@ def cells_of(ends: tuple[int, ...], bits: int) -> npt.NDArray[np.int16]:
 
 def pieces_of(tensors: Sequence[torch.Tensor], std: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The vector of a segment, in pieces that are one draw each."""
-    return torch.split(torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]), _LONGEST)
+    flat = [tensor.reshape(-1).to(dtype) for tensor in tensors]
+    return torch.split(flat[0] if len(flat) == 1 else torch.cat(flat), _LONGEST)
 
 
-def noised_on_processor(sums: Floats, std: float, key: bytes, segment: int = 0) -> Floats:
-    """(round(S/g) + N + ½)·g for each sum, N drawn from ``key``; what is not a number counts as 0."""
+def noised_on_processor(sums: Any, std: float, key: bytes, segment: int = 0) -> Any:
+    """(round(S/g) + N + ½)·g for each sum, N drawn from ``key``; what is not a number counts as 0.
+
+    Sums are an array of float64, or of float32, whose releases are those of float64 rounded once more.
+    """
     released = np.empty_like(sums)
     bins, spacing = table(mantissa_of(std)), grid(std)
 
-    def work(start: int) -> None:
-        noise = whole_noise(bins, key, start, min(_CHUNK, len(sums) - start), segment)
-        steps = np.empty(min(_PIECE, len(noise)))
-        for first in range(0, len(noise), _PIECE):
-            drawn = noise[first : first + _PIECE]
-            part = steps[: len(drawn)]
-            _in_steps(sums[start + first : start + first + len(drawn)], spacing, part)
-            part += drawn + 0.5  # exactly a float64, so the sum of both is rounded once
-            np.multiply(part, spacing, out=released[start + first : start + first + len(drawn)])
+    def work(starts: Sequence[int]) -> None:
+        scratch, thrown = _kept.scratch, []
+        for start in starts:
+            given = sums[start : start + _CHUNK]
+            drawn, again = _drawn(bins, key, start, len(given), segment, scratch)
+            thrown.append(again)
+            for first in range(0, len(given), _PIECE):
+                part = slice(first, first + _PIECE)
+                _release(given[part], drawn[part], spacing, released[start : start + _CHUNK][part], scratch)
+        places = np.concatenate(thrown)
+        again = np.empty(len(places), dtype=released.dtype)
+        _release(sums[places], _drawn_anew(bins, key, places, segment), spacing, again, _Scratch(len(places), len(places)))
+        released[places] = again
 
     starts = range(0, len(sums), _CHUNK)
-    if len(starts) > 1 and torch.get_num_threads() > 1:
-        with ThreadPoolExecutor(torch.get_num_threads()) as workers:
-            list(workers.map(work, starts))
-    else:
-        for start in starts:
-            work(start)
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as workers:
+            list(workers.map(work, [starts[number::threads] for number in range(threads)]))
+    elif len(sums):
+        work(starts)
     return released
 
 
-def _in_steps(sums: Floats, spacing: float, steps: Floats) -> None:
-    """round(S/g), where S is a number: the division is exact, for g is a power of two."""
+class _Scratch:
+    """Memory to draw in, ``piece`` values at a time of ``count``."""
+
+    def __init__(self, count: int, piece: int) -> None:
+        self.words, self.index = np.empty(piece, dtype="<u8"), np.empty(piece, dtype=np.int64)
+        self.chosen, self.undecided = np.empty(piece, dtype=np.int16), np.empty(piece, dtype=np.bool_)
+        self.steps, self.bins = np.empty(piece), np.empty(piece)
+        self.drawn = np.empty(count)
+
+
+class _Kept(threading.local):
+    """One for each thread, kept: new pages cost more than the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self.scratch = _Scratch(_CHUNK, _PIECE)
+
+
+_kept = _Kept()
+
+
+def _release(sums: Any, drawn: Floats, spacing: float, released: Any, scratch: _Scratch) -> None:
+    """(round(S/g) + N + ½)·g. The division is exact, for g is a power of two, and so is N + ½: only their sum is rounded."""
+    steps = scratch.steps[: len(sums)]
+    steps[:] = sums
     with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(sums, 1 / spacing, out=steps)
+        steps *= 1 / spacing
         if not math.isfinite(steps.sum()):
             np.nan_to_num(steps, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
             np.clip(steps, -most_steps(spacing), most_steps(spacing), out=steps)
-    np.rint(steps, out=steps)
+        np.rint(steps, out=steps)
+        steps += drawn
+        steps *= spacing
+        released[:] = steps
 
 
 def most_steps(spacing: float) -> float:
@@ -202,36 +238,62 @@ def most_steps(spacing: float) -> float:
 
 def whole_noise(bins: Table, key: bytes, start: int, count: int, segment: int = 0) -> Ints:
     """N at the places start, …, start + count − 1 of a segment; ``start`` is a multiple of 8."""
-    noise, slow = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
-    words = np.empty(count, dtype="<u8")
+    drawn, thrown = _drawn(bins, key, start, count, segment, _Scratch(count, _PIECE))
+    drawn[thrown - start] = _drawn_anew(bins, key, thrown, segment)
+    return np.floor(drawn).astype(np.int64)
+
+
+def _drawn(bins: Table, key: bytes, start: int, count: int, segment: int, scratch: _Scratch) -> tuple[Floats, Ints]:
+    """N + ½ at the places from ``start`` on (exact: |N| < 2⁴⁷, and a float64 has 53 bits), and the places to be drawn anew."""
+    drawn, left, undecided = scratch.drawn[:count], [], []
     for first in range(0, count, _PIECE):
-        piece = slice(first, first + _PIECE)
-        fill_with_chacha(words[piece].data.cast("B"), key, (start + first) // 8, (0, segment, 0))
-        _look_up(bins, words[piece], noise[piece], slow[piece])
-    left = np.flatnonzero(slow)
-    words, attempt = words[left], 0
+        words = scratch.words[: min(_PIECE, count - first)]
+        fill_with_chacha(words.data.cast("B"), key, (start + first) // 8, (0, segment, 0))
+        slow = _look_up(bins, words, drawn[first : first + _PIECE], scratch)
+        left.append(slow + first)
+        undecided.append(words[slow])
+    places = np.concatenate(left)
+    drawn[places], fine = _settled_at(bins, key, places + start, np.concatenate(undecided), segment, 0)
+    return drawn, places[~fine] + start
+
+
+def _drawn_anew(bins: Table, key: bytes, places: Ints, segment: int) -> Floats:
+    """N + ½ where the first point was above the curve, from the words of the second attempt on."""
+    drawn, left, attempt = np.empty(len(places)), np.arange(len(places)), 1
     while len(left):
-        places = left + start
-        more = chacha_words(key, places, (1, segment, attempt))
-        chosen, fine = _settled(bins, words, more, lambda row: _rest(key, int(places[row]), segment, attempt))  # noqa: B023
-        noise[left[fine]] = (chosen[fine] << PLACE) | (words[fine].view(np.int64) & _IN_BIN)
+        words = chacha_words(key, places[left], (0, segment, attempt))
+        found = np.empty(len(left))
+        slow = _look_up(bins, words, found, _Scratch(len(left), len(left)))
+        drawn[left] = found
+        left = left[slow]
+        drawn[left], fine = _settled_at(bins, key, places[left], words[slow], segment, attempt)
         left, attempt = left[~fine], attempt + 1
-        words = chacha_words(key, left + start, (0, segment, attempt))
-        again, slow = np.empty(len(left), dtype=np.int64), np.empty(len(left), dtype=np.bool_)
-        _look_up(bins, words, again, slow)
-        noise[left[~slow]] = again[~slow]
-        left, words = left[slow], words[slow]
-    return noise
+    return drawn
 
 
-def _look_up(bins: Table, words: Wide, noise: Ints, slow: npt.NDArray[np.bool_]) -> None:
-    """N where a word alone decides it, and where it does not."""
-    index = words >> np.uint64(64 - CELLS)
-    chosen = bins.cells.take(index.view(np.int64), mode="clip")
-    np.equal(chosen, SLOW, out=slow)
-    np.left_shift(chosen, np.int64(PLACE), out=noise, dtype=np.int64)
-    np.bitwise_and(words.view(np.int64), _IN_BIN, out=index.view(np.int64))
-    np.bitwise_or(noise, index.view(np.int64), out=noise)
+def _settled_at(
+    bins: Table, key: bytes, places: Ints, words: Wide, segment: int, attempt: int
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """N + ½ where a first word did not decide, and whether the point is under the curve."""
+    more = chacha_words(key, places, (1, segment, attempt))
+    chosen, fine = _settled(bins, words, more, lambda row: _rest(key, int(places[row]), segment, attempt))
+    return ((chosen << PLACE) | (words.view(np.int64) & _IN_BIN)) + 0.5, fine
+
+
+def _look_up(bins: Table, words: Wide, drawn: Floats, scratch: _Scratch) -> Ints:
+    """Where a word alone does not decide; N + ½ for all the others.
+
+    The place, 36 bits, becomes a float by being put below the exponent of 2⁵²; from that, 2⁵² − ½ is taken off, exactly.
+    """
+    size = len(words)
+    index, chosen = scratch.index[:size], scratch.chosen[:size]
+    np.right_shift(words, np.uint64(64 - CELLS), out=index.view(np.uint64))
+    bins.cells.take(index, out=chosen, mode="clip")
+    np.bitwise_and(words, np.uint64(_IN_BIN), out=index.view(np.uint64))
+    np.bitwise_or(index, _FLOAT_52, out=index)
+    np.subtract(index.view(np.float64), 2.0**52 - 0.5, out=drawn)
+    drawn += np.multiply(chosen, 2.0**PLACE, out=scratch.bins[:size], dtype=np.float64)
+    return np.flatnonzero(np.equal(chosen, SLOW, out=scratch.undecided[:size]))
 
 
 Rest = Callable[[int], tuple[int, int, int]]
@@ -251,7 +313,8 @@ def _settled(bins: Table, words: Wide, more: Wide, rest: Rest) -> tuple[Ints, np
     """
     lowest = (words << np.uint64(1)) & np.uint64(_UPPER) | (more >> np.uint64(40) << np.uint64(13))
     choice = np.searchsorted(bins.upper_ends, lowest, side="left").astype(np.int64)
-    unsure = choice != np.searchsorted(bins.upper_ends, lowest | np.uint64((1 << 13) - 1), side="right")
+    unsure = bins.upper_ends.take(choice, mode="clip") <= lowest | np.uint64((1 << 13) - 1)
+    unsure &= choice < len(bins.upper_ends)  # beyond the last end there is the last box alone
     boxed = choice >= bins.bins
     chosen = np.where(boxed, choice - bins.bins, choice)
     sign = words.view(np.int64) >> 63

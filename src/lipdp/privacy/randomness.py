@@ -14,12 +14,13 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms
 
 from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
@@ -44,7 +45,7 @@ _MOST_BLOCKS = 2**32  # that one nonce has
 _ZEROS = memoryview(bytes(1 << 20))
 _POOL = 4096  # bytes drawn at once for small numbers
 _WINDOW = 1 << 15  # words that stay in a processor's cache
-_SPARSE = 1 << 12  # words in a row that cost as much as a block by itself
+_SPARSE = 1 << 10  # words in a row that cost as much as a block by itself
 
 Words = npt.NDArray[np.uint32]
 
@@ -116,6 +117,8 @@ class Stream:
     Attributes:
         key: the secret.
         bound: as above.
+        claim: called with the number of a bound draw and a digest of its key before it is made, on a processor: who keeps a book of
+            what was released can refuse a second draw there that is another one.
     """
 
     def __init__(self, key: bytes | None = None, *, bound: bool = True) -> None:
@@ -123,6 +126,7 @@ class Stream:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise ConfigurationError(f"a stream's key is {KEY_BYTES} secret bytes: take lipdp.privacy.fresh_key()")
         self.bound = bound
+        self.claim: Callable[[int, bytes], None] | None = None
         self._draws = 0
         self._seen: list[torch.Tensor] = []
         self._pool, self._used = b"", 0
@@ -134,6 +138,11 @@ class Stream:
         """Let all later draws depend on these whole numbers too (pairs of 64 bits, on any device), without waiting for a device."""
         self._seen.append(words.reshape(-1, 2))
         self._pool = b""
+
+    def claim_last(self, key: bytes) -> None:
+        """The last draw is about to be made under this key, which all that it depends on is mixed into."""
+        if self.claim is not None:
+            self.claim(self._draws - 1, derive_key(key, "claim"))
 
     def begin(self, *about: Any) -> tuple[bytes, list[torch.Tensor]]:
         """The key of the next draw, one that is for ``about``; and the words that it has to be mixed with."""
@@ -190,10 +199,14 @@ def fill_with_chacha(place: memoryview, key: bytes, counter: int, nonce: tuple[i
     """The same into memory that is there."""
     if counter + -(-len(place) // _BLOCK) > _MOST_BLOCKS:
         raise ConfigurationError(f"{len(place)} bytes from block {counter} on are more than one nonce of ChaCha20 has.")
-    encryptor = Cipher(algorithms.ChaCha20(key, struct.pack("<4I", counter, *nonce)), mode=None).encryptor()
+    encryptor = _encryptor(key, counter, nonce)
     for start in range(0, len(place), len(_ZEROS)):
         part = place[start : start + len(_ZEROS)]
         encryptor.update_into(_ZEROS[: len(part)], part)
+
+
+def _encryptor(key: bytes, counter: int, nonce: tuple[int, int, int]) -> CipherContext:
+    return Cipher(algorithms.ChaCha20(key, struct.pack("<4I", counter, *nonce)), mode=None).encryptor()
 
 
 def chacha_words(key: bytes, places: npt.NDArray[np.int64], nonce: tuple[int, int, int] = (0, 0, 0)) -> npt.NDArray[np.uint64]:
@@ -202,9 +215,10 @@ def chacha_words(key: bytes, places: npt.NDArray[np.int64], nonce: tuple[int, in
     if not len(places):
         return taken
     if int(places[-1] - places[0]) > _SPARSE * len(places):
-        block = np.empty(8, dtype="<u8")
+        encryptor, block = _encryptor(key, 0, nonce), np.empty(8, dtype="<u8")
         for row, place in enumerate(places.tolist()):
-            fill_with_chacha(block.data.cast("B"), key, place // 8, nonce)
+            encryptor.reset_nonce(struct.pack("<4I", place // 8, *nonce))
+            encryptor.update_into(_ZEROS[:_BLOCK], block.data.cast("B"))
             taken[row] = block[place % 8]
         return taken
     window = np.empty(_WINDOW, dtype="<u8")

@@ -27,6 +27,7 @@ from lipdp.training.batches import Rows, check_dataset, gather, slices
 __all__ = [
     "Progress",
     "batch_digest",
+    "claim_draw",
     "digest_records",
     "know_run",
     "layout",
@@ -47,6 +48,7 @@ class _Run:
     def __init__(self) -> None:
         self.steps = bytearray()
         self.named: dict[str, bytes] = {}
+        self.draws: dict[tuple[int | str, int], bytes] = {}
         self.words: torch.Tensor | None = None
 
     def before(self, position: int | str) -> bytes | None:
@@ -113,13 +115,28 @@ def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Te
     if before is None:
         book.write(position, kept, words)
     elif before != kept or not book.same_words(position, words):
-        what = f"step {position}" if isinstance(position, int) else f"the release of {position}"
-        raise BudgetError(
-            f"{what} of this run was made before, from other inputs: by this engine before it was rewound, by a copy of it, or by "
-            "another one from the same state. A second release there is one that nobody has paid for. Go on with the engine that "
-            "made the first one, or give it the same data, weights and settings; or make a new PrivacyEngine, which has a key of "
-            "its own and is charged from the start."
-        )
+        raise _taken(position, "from other inputs")
+
+
+def claim_draw(run: bytes, position: int | str, number: int, digest: bytes) -> None:
+    """A draw of noise at a position that was taken: of a second one, ``digest`` shows whether it is for the same sums.
+
+    Equal inputs give equal sums, unless the model or the data draw random numbers past torch's generators, or are written to past
+    torch's bookkeeping; or threads add in another order. Whatever it was, other sums are another release.
+    """
+    kept = digest[:_SIZE]
+    if _runs.setdefault(run, _Run()).draws.setdefault((position, number), kept) != kept:
+        raise _taken(position, "with other sums from the same inputs (does something draw random numbers past torch's generators?)")
+
+
+def _taken(position: int | str, how: str) -> BudgetError:
+    what = f"step {position}" if isinstance(position, int) else f"the release of {position}"
+    return BudgetError(
+        f"{what} of this run was made before, {how}: by this engine before it was rewound, by a copy of it, or by another one from "
+        "the same state. A second release there is one that nobody has paid for. Go on with the engine that made the first one, "
+        "or give it the same data, weights and settings; or make a new PrivacyEngine, which has a key of its own and is charged "
+        "from the start."
+    )
 
 
 Progress = Callable[[int, int], None]

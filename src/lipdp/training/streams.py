@@ -13,7 +13,7 @@ import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, m
 from lipdp.training.positions import (
     Progress,
     batch_digest,
+    claim_draw,
     digest_records,
     know_run,
     layout,
@@ -312,6 +313,8 @@ class Streams:
         stream = Stream(derive_key(self.key, purpose, position, trail), bound=self.private)
         if len(seen):
             stream.absorb(seen)
+        if self.private:
+            stream.claim = partial(claim_draw, self.run, position)
         return stream
 
     def _words(self, on_device: list[torch.Tensor]) -> torch.Tensor:
