@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import Belief, as_distribution, draw
 from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
 from lipdp.mechanisms.joint import JointQuantiles
@@ -220,6 +221,8 @@ def _part(
     }
     query, combine = known.get(question, (question, float))
     mechanism = find(query if levels is None else Query("quantile", levels[0]))
+    if isinstance(mechanism, CentredMechanism):
+        return Single(question, mechanism, combine, 0.0, "noise")  # each release says its own error
     certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
     error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
     return Single(question, mechanism, combine, error, "noise" if certain else "belief")
