@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.centred import CentredMechanism
-from lipdp.mechanisms.distributions import Belief, as_distribution, draw
+from lipdp.mechanisms.distributions import Belief, Everyday, as_distribution, draw
 from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Settings, learn
@@ -31,7 +31,6 @@ from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, sha
 from lipdp.mechanisms.questions import CONFIDENCE, Answer, Counts, Joint, Single, combined, edges_of, levels_of, normalised
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
-from lipdp.mechanisms.worlds import Everyday
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure

@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 
 from lipdp.mechanisms import centred
-from lipdp.mechanisms.distributions import Distribution, draw
+from lipdp.mechanisms.distributions import Distribution, World, draw, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import NoiseKind, density, draw_noise
 from lipdp.mechanisms.postprocess import Plain, Table
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.statistics import QueryStatistic
-from lipdp.mechanisms.worlds import World, lumps
 
 __all__ = ["Robust", "affordable", "draws", "plain_mechanisms", "robust_mechanism"]
 
