@@ -1,6 +1,6 @@
 """The table of learned mechanisms against experts, and the numbers of the paper's figures: from seeds, in parallel, resumable.
 
-    python benchmarks/learned/mechanisms.py run --workers 2                     # everything: 24 cells x 3 seeds, Figs 1, 2, 4 and 5
+    python benchmarks/learned/mechanisms.py run --workers 2      # everything: 24 cells x 3 seeds, Figs 1, 2, 4 and 5, sizes
     python benchmarks/learned/mechanisms.py run --only cell --cells median:squared:1 --seeds 0
     python benchmarks/learned/mechanisms.py run --split tuning --only cell --out DIR   # other draws, to try things out on
     python benchmarks/learned/mechanisms.py merge                               # jobs -> table.json, table.csv, fig*.json
@@ -108,7 +108,10 @@ def jobs(given: argparse.Namespace) -> list[Job]:
         arguments = {"query": query, "method": method, "k": k, "runs": given.runs, "scale": given.scale}
         cost = 5.0 * given.runs if method == "utility" else 1.5 * given.runs
         made.append((f"fig5-{query}-{method}-{k:g}", {"what": "fig5", **arguments}, cost))
-    made += [(name, {"what": name, "scale": given.scale}, cost) for name, cost in (("fig4", 35.0), ("fig1", 40.0), ("fig2", 1.0))]
+    made += [
+        (name, {"what": name, "scale": given.scale}, cost)
+        for name, cost in (("fig4", 35.0), ("fig1", 40.0), ("sizes", 30.0), ("fig2", 1.0))
+    ]
     chosen = [job for job in made if given.only is None or job[0].split("-")[0] in given.only]
     return sorted(chosen, key=lambda job: -job[2])
 
@@ -121,6 +124,7 @@ def work(task: tuple[str, dict[str, Any], Path]) -> str:
     start = time.process_time()
     calls: dict[str, Callable[..., dict[str, Any]]]
     calls = {"cell": cell, "fig1": figures.figure1, "fig2": figures.figure2, "fig4": figures.figure4, "fig5": figures.figure5_point}
+    calls["sizes"] = figures.figure_sizes
     content = calls[arguments["what"]](**{key: value for key, value in arguments.items() if key != "what"})
     content = {"job": name, "job_seconds_cpu": time.process_time() - start, **content}
     partial = folder / f".{name}.partial"
@@ -174,9 +178,9 @@ def merge(given: argparse.Namespace) -> None:
             writer = csv.DictWriter(sheet, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    for number in (1, 2, 4):
-        if f"fig{number}" in found:
-            (RESULTS / f"fig{number}.json").write_text(json.dumps(found[f"fig{number}"]) + "\n")
+    for name in ("fig1", "fig2", "fig4", "sizes"):
+        if name in found:
+            (RESULTS / f"{name}.json").write_text(json.dumps(found[name]) + "\n")
     places = {f"fig5-{query}-{method}-{k:g}": place for place, (query, method, k) in enumerate(figures.points())}
     points = sorted((content for name, content in found.items() if name in places), key=lambda row: places[row["job"]])
     if points:
@@ -208,7 +212,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder whose jobs/ is written, or read by merge")
     parser.add_argument("--workers", type=int, default=1, help="processes; each uses one thread")
     parser.add_argument("--limit-seconds", type=float, default=1e6, help="stop after this time; finished jobs are kept")
-    parser.add_argument("--only", nargs="*", choices=("cell", "fig1", "fig2", "fig4", "fig5"), help="kinds of jobs")
+    parser.add_argument("--only", nargs="*", choices=("cell", "fig1", "fig2", "fig4", "fig5", "sizes"), help="kinds of jobs")
     parser.add_argument("--cells", nargs="*", help="query:loss:epsilon, as in the table")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--split", choices=("test", "tuning"), default="test", help="tuning: to look at while changing things")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lipdp.mechanisms import Mixture, Problem
+from lipdp.mechanisms import Mixture, OpenPlan, Problem, Settings, learn
 from lipdp.mechanisms.distributions import draw
 from lipdp.mechanisms.experts import grid
 from lipdp.mechanisms.learn_parts import UtilitySettings, learn_utility
@@ -34,6 +34,7 @@ FIG5 = (("mean", "squared"), ("variance", "squared"), ("median", "quantile"), ("
 FIG1 = (("relu", 3, 100), ("groupsort", 6, 32))
 FIG1_KS = (0.5, 1.0, 2.0, 5.0, 10.0)
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
+SIZES_FOR, SIZES = ("mean", "variance", "median", "p10"), (25, 50, 100, 200, 500, 2000)
 Line = tuple[str, list[float], list[float], str]
 
 
@@ -127,7 +128,7 @@ class Sort(torch.nn.Module):
 
 def plot(results: Path) -> None:
     """Every figure whose numbers are there."""
-    for name, panels in (("fig1", panels1), ("fig2", panels2), ("fig4", panels4), ("fig5", panels5)):
+    for name, panels in (("fig1", panels1), ("fig2", panels2), ("fig4", panels4), ("fig5", panels5), ("sizes", panels_sizes)):
         source = results / f"{name}.json"
         if source.exists():
             text = svg(panels(json.loads(source.read_text()), results))
@@ -154,6 +155,44 @@ def figure2(scale: int = 1) -> dict[str, Any]:
     """Four datasets of the distribution that everything is trained on, with their means and medians."""
     datasets = Mixture(4, *BOUNDS)(4, N, torch.Generator().manual_seed(2))
     return {"datasets": datasets.tolist(), "mean": datasets.mean(1).tolist(), "median": datasets.quantile(0.5, dim=1).tolist()}
+
+
+def figure_sizes(scale: int = 1) -> dict[str, Any]:
+    """Any number of records, ε = 1: learned for it, resized from 100, and with the number private (add or remove).
+
+    Mean squared errors over datasets of four Gaussians. The first two are expected losses on 200 datasets, the third is of real
+    releases, one for each of 400 datasets.
+    """
+    rows = []
+    for query in SIZES_FOR:
+        base = learn(query, 1.0, N, BOUNDS, settings=Settings(robust=800 // scale))
+        for n in SIZES:
+            problem = base.problem.resized(n)
+            t = draw(Mixture(4, *BOUNDS), problem, 200 // scale, 7 * n)
+            own = base if n == N else learn(query, 1.0, n, BOUNDS, settings=Settings(robust=800 // scale))
+            losses = [float(one.losses(t, 5).mean()) * problem.loss_scale for one in (own, base.for_size(n))]
+            plan = OpenPlan(1.0, *BOUNDS, (query,))
+            datasets = Mixture(4, *BOUNDS)(400 // scale, n, torch.Generator().manual_seed(11 * n))
+            errors = [
+                float(plan.respond(x)[0].value) - float(problem.answer(problem.query(problem.unit(x[None])))) for x in datasets
+            ]
+            private = sum(error**2 for error in errors) / len(errors)
+            rows.append({"query": query, "n": n, "learned": losses[0], "resized": losses[1], "private": private})
+    return {"epsilon": 1.0, "rows": rows}
+
+
+def panels_sizes(made: dict[str, Any], results: Path) -> list[Panel]:
+    panels: list[Panel] = []
+    for query in SIZES_FOR:
+        rows = [row for row in made["rows"] if row["query"] == query]
+        ways = (
+            ("learned", "learned for n", "#2ca02c"),
+            ("resized", "resized from 100", "#1f77b4"),
+            ("private", "n private", "#d62728"),
+        )
+        lines: list[Line] = [(words, [row["n"] for row in rows], [row[way] for row in rows], colour) for way, words, colour in ways]
+        panels.append((f"{query}, squared error against n, ε = 1", lines, True))
+    return panels
 
 
 def panels2(made: dict[str, Any], results: Path) -> list[Panel]:

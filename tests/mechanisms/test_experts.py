@@ -6,10 +6,23 @@ import pytest
 import torch
 
 from lipdp.errors import UnsupportedError
-from lipdp.mechanisms.experts import Level, additive, best_expert, best_experts, catalogue, constant, experts, levels_to, moments
+from lipdp.mechanisms.experts import (
+    Level,
+    SmoothSensitivity,
+    additive,
+    best_expert,
+    best_experts,
+    catalogue,
+    constant,
+    experts,
+    heavy_density,
+    heavy_quantile,
+    levels_to,
+    moments,
+    smooth_sensitivity,
+)
 from lipdp.mechanisms.postprocess import Sample, Table, best_responses
 from lipdp.mechanisms.problem import Problem, response_loss, smooth_loss
-from lipdp.mechanisms.smooth import SmoothSensitivity, heavy_density, heavy_quantile, smooth_sensitivity
 from lipdp.mechanisms.statistics import QueryStatistic
 from tests.mechanisms.common import BOUNDS, N, datasets, private
 

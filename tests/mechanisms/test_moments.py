@@ -11,8 +11,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
 from lipdp.errors import BudgetError, ConfigurationError, DataError
-from lipdp.mechanisms.moments import contributions, release_moments, sensitivities
-from lipdp.mechanisms.spending import gaussian_multiplier, release_query
+from lipdp.mechanisms.spending import contributions, gaussian_multiplier, release_moments, release_query, sensitivities
 from lipdp.privacy import Budget
 
 BOUNDS = [(0.0, 10.0), (-2.0, 2.0), (0.0, 100.0)]

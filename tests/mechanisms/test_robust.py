@@ -16,13 +16,12 @@ from torch import Tensor
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Everyday, Mechanism, Problem, Settings, World, learn, load
 from lipdp.mechanisms import intervals as intervals_module
-from lipdp.mechanisms.distributions import draw
+from lipdp.mechanisms.distributions import KINDS, draw, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Lattice
 from lipdp.mechanisms.mechanism import AdditiveMechanism
 from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.robust import plain_mechanisms, robust_mechanism, truth_losses
 from lipdp.mechanisms.statistics import QueryStatistic
-from lipdp.mechanisms.worlds import KINDS, lumps
 from lipdp.privacy.quantile import quantile_probabilities
 
 SMALL = Settings(robust=250)

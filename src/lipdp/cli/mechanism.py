@@ -6,6 +6,7 @@ import codecs
 import csv
 import dataclasses
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -285,6 +286,7 @@ def read_column(path: Path, column: str, encoding: str | None = None) -> list[fl
         except (IndexError, ValueError):
             raise DataError(
                 f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
+                + (", and write 1.5 for 1,5" if len(row) > place and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", row[place]) else "")
             ) from None
     return values
 

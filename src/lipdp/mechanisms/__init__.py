@@ -5,18 +5,16 @@ answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsil
 """
 
 from lipdp.mechanisms.answering import Plan, answer, plan
-from lipdp.mechanisms.distributions import Distribution, Mixture
+from lipdp.mechanisms.distributions import Distribution, Everyday, Mixture, World
 from lipdp.mechanisms.files import BudgetLedger
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
-from lipdp.mechanisms.moments import Moments, release_moments
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.questions import Answer
-from lipdp.mechanisms.spending import Spending, Vector, release_query
+from lipdp.mechanisms.spending import Moments, Spending, Vector, release_moments, release_query
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.vector import ColumnMechanism, VectorMechanism, learn_columns, learn_vector, load_columns, load_vector
-from lipdp.mechanisms.worlds import Everyday, World
 
 __all__ = [
     "Answer",

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.mechanisms.distributions import Belief, as_distribution, draw
+from lipdp.mechanisms.centred import CentredMechanism
+from lipdp.mechanisms.distributions import Belief, Everyday, as_distribution, draw
 from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Settings, learn
@@ -30,7 +31,6 @@ from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, sha
 from lipdp.mechanisms.questions import CONFIDENCE, Answer, Counts, Joint, Single, combined, edges_of, levels_of, normalised
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
-from lipdp.mechanisms.worlds import Everyday
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure
@@ -220,6 +220,8 @@ def _part(
     }
     query, combine = known.get(question, (question, float))
     mechanism = find(query if levels is None else Query("quantile", levels[0]))
+    if isinstance(mechanism, CentredMechanism):
+        return Single(question, mechanism, combine, 0.0, "noise")  # each release says its own error
     certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
     error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
     return Single(question, mechanism, combine, error, "noise" if certain else "belief")

@@ -1,6 +1,9 @@
 """Distributions over datasets: what is publicly believed before the data are seen. Mechanisms are trained on draws from one.
 
 A wrong belief costs accuracy, never privacy: the guarantee holds for every dataset inside the bounds.
+
+A :class:`World` draws columns as they are: discrete, full of zeros, at the edges, narrow, heavy-tailed, in lumps; for beliefs, and to
+attack mechanisms with. Every dataset has a kind and parameters of its own; all kinds are in unit form, [0, 1].
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch.special import ndtr, ndtri
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["Belief", "Distribution", "Mixture", "Resampled", "as_distribution", "draw"]
+__all__ = ["KINDS", "Belief", "Distribution", "Everyday", "Mixture", "Resampled", "World", "as_distribution", "draw", "lumps"]
 
 Distribution = Callable[[int, int, torch.Generator], Tensor]
 """``distribution(count, n, generator)`` returns a tensor (count, n) of datasets inside the bounds, in the user's units."""
@@ -131,3 +134,160 @@ def draw(distribution: Distribution, problem: Problem, count: int, seed: int) ->
             "clamp or truncate its draws, so that it is a belief about data that can occur."
         )
     return problem.unit(made)
+
+
+_LEVELS = (2, 3, 5, 6, 11, 21, 101)  # a rating's or a count's possible values, both ends among them
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Random numbers for (count, n) datasets."""
+
+    count: int
+    n: int
+    generator: torch.Generator
+
+    def each(self, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """One number for each dataset, (count, 1)."""
+        return low + (high - low) * torch.rand(self.count, 1, dtype=torch.float64, generator=self.generator)
+
+    def all(self) -> Tensor:
+        """Uniform records, (count, n)."""
+        return torch.rand(self.count, self.n, dtype=torch.float64, generator=self.generator)
+
+    def normal(self) -> Tensor:
+        """Standard normal records."""
+        return torch.randn(self.count, self.n, dtype=torch.float64, generator=self.generator)
+
+    def levels(self) -> Tensor:
+        """How many values a discrete column has, less one; (count, 1)."""
+        which = torch.randint(len(_LEVELS), (self.count, 1), generator=self.generator)
+        return torch.tensor(_LEVELS, dtype=torch.float64)[which] - 1
+
+
+def _constant(d: _Draw) -> Tensor:
+    """All records alike, at a round place or anywhere."""
+    place, levels = d.each(), d.levels()
+    return torch.where(d.each() < 0.7, (place * levels).round() / levels, place).expand(d.count, d.n)
+
+
+def _narrow(d: _Draw) -> Tensor:
+    return d.each() + 10 ** d.each(-4.0, -1.3) * d.normal()
+
+
+def _zeros(d: _Draw) -> Tensor:
+    """A share of zeros (or of ones), the rest with an exponential tail."""
+    rest = -torch.log1p(-d.all()) * 10 ** d.each(-2.5, -0.5)
+    made = torch.where(d.all() < d.each(0.2, 0.99), 0.0, rest.clamp(max=1.0))
+    return torch.where(d.each() < 0.8, made, 1 - made)
+
+
+def _ratings(d: _Draw) -> Tensor:
+    """Few values, with shares that differ."""
+    levels = d.levels().clamp(max=10)
+    return (
+        d.all() ** torch.exp(1.5 * torch.randn(d.count, 1, dtype=torch.float64, generator=d.generator)) * levels
+    ).round() / levels
+
+
+def _counts(d: _Draw) -> Tensor:
+    """Whole numbers, from a bell or a tail."""
+    levels = d.levels().clamp(min=10)
+    bell, tail = d.each() + 10 ** d.each(-2.0, -0.7) * d.normal(), -torch.log1p(-d.all()) * 10 ** d.each(-2.0, -0.5)
+    return (torch.where(d.each() < 0.5, bell, tail).clamp(0, 1) * levels).round() / levels
+
+
+def _edges(d: _Draw) -> Tensor:
+    """Everything at the two ends, or a part of it."""
+    ends = (d.all() < d.each()).to(torch.float64)
+    return torch.where(d.all() < 1 - d.each() ** 2, ends, d.all())
+
+
+def _tails(d: _Draw) -> Tensor:
+    """Log-normal: most records near one end, a few far away."""
+    made = torch.exp(d.normal() * d.each(0.5, 2.0)) * 10 ** d.each(-3.0, -0.7)
+    return torch.where(d.each() < 0.8, made, 1 - made)
+
+
+def _bells(d: _Draw) -> Tensor:
+    components = 1 + int(torch.randint(4, (1,), generator=d.generator))
+    return Mixture(components)(d.count, d.n, d.generator)
+
+
+def _two(d: _Draw) -> Tensor:
+    """Two lumps, of any width."""
+    second = d.all() < d.each()
+    place = torch.where(second, d.each(), d.each())
+    return place + torch.where(second, 10 ** d.each(-4.0, -0.8), 10 ** d.each(-4.0, -0.8)) * d.normal()
+
+
+KINDS: dict[str, Callable[[_Draw], Tensor]] = {
+    "constant": _constant,
+    "narrow": _narrow,
+    "many zeros": _zeros,
+    "ratings": _ratings,
+    "counts": _counts,
+    "edges": _edges,
+    "heavy tail": _tails,
+    "bells": _bells,
+    "two lumps": _two,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """A belief for a column of which nothing is known but its range: each dataset is of one of nine kinds (:data:`KINDS`).
+
+    Attributes:
+        low: the lower end of the column, in its own units.
+        high: its upper end.
+        kinds: those that occur, in equal shares.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high or not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise ConfigurationError(f"{self!r} is no world: low < high, and kinds out of {', '.join(KINDS)}.")
+
+    def __call__(self, count: int, n: int, generator: torch.Generator) -> Tensor:
+        """``count`` datasets of n records, the kinds in turn."""
+        parts = [len(range(place, count, len(self.kinds))) for place in range(len(self.kinds))]
+        made = [KINDS[kind](_Draw(size, n, generator)) for kind, size in zip(self.kinds, parts, strict=True) if size]
+        order = torch.randperm(count, generator=generator)
+        return self.low + (self.high - self.low) * torch.cat(made)[order].clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Everyday:
+    """The default belief of robust mechanisms: half of the datasets from four Gaussians, half from a :class:`World`.
+
+    Attributes:
+        low: the lower end of the column, in its own units.
+        high: its upper end.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __call__(self, count: int, n: int, generator: torch.Generator) -> Tensor:
+        """``count`` datasets of n records."""
+        half = count // 2
+        parts = [Mixture(4, self.low, self.high)(half, n, generator), World(self.low, self.high)(count - half, n, generator)]
+        return torch.cat(parts)[torch.randperm(count, generator=generator)]
+
+
+def lumps(parameters: Tensor, n: int) -> Tensor:
+    """Datasets of two lumps without any randomness, sorted, from (batch, 6): places, log₁₀ of widths, share, grid.
+
+    Records stand at the quantiles of their lump. A grid of g ≥ 0.5 rounds them to multiples of 1/⌊1 + 20·(2g − 1)⌋.
+    """
+    a, b, width, other, share, grid = (part[:, None] for part in parameters.unbind(1))
+    level = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    in_first = level < share
+    inner = torch.where(in_first, level / share.clamp(min=1e-9), (level - share) / (1 - share).clamp(min=1e-9)).clamp(0, 1)
+    made = torch.where(in_first, a + 10**width * (inner - 0.5), b + 10**other * (inner - 0.5)).clamp(0, 1)
+    steps = torch.floor(1 + 20 * (2 * grid - 1).clamp(min=0))
+    return torch.where(grid >= 0.5, (made * steps).round() / steps, made).sort(1).values

@@ -205,7 +205,7 @@ class JointQuantiles:
     """
 
     levels: tuple[Annotated[Fraction, Range(least=0, most=1)], ...]
-    epsilon: Annotated[float, Range(least=1e-3, most=1e10)]
+    epsilon: Annotated[float, Range(least=0.999e-3, most=1e10)]  # a share of 0.001, rounded down, is one
     n: Annotated[int, Range(least=1, most=_MOST_RECORDS)]
     low: Annotated[float, Range(least=-1e60, most=1e60)]
     high: Annotated[float, Range(least=-1e60, most=1e60)]

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import positive, whole
-from lipdp.mechanisms.distributions import Belief, Distribution, Mixture, as_distribution, draw
+from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, Mixture, as_distribution, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sums, learn_utility
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.robust import affordable, draws, robust_mechanism
-from lipdp.mechanisms.worlds import Everyday
 
 __all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn", "loss_ratio"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
+from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
 
 __all__ = ["check_moves", "neighbours"]
@@ -41,6 +42,12 @@ def check_moves(mechanism: Mechanism) -> None:
     elif isinstance(mechanism, SelectionMechanism):
         moved = int((mechanism.utility.integers(one) - mechanism.utility.integers(other)).abs().max())
         allowed = mechanism.utility.sensitivity
+    elif isinstance(mechanism, CentredMechanism):
+        for centre in (0, 2**29, 2**30 - 1, 2**30):
+            pairs = zip(mechanism.statistic(one, centre), mechanism.statistic(other, centre), strict=True)
+            moved, allowed = max(abs(a - b) for a, b in pairs), mechanism.moves(centre)
+            if moved > allowed:
+                break
     else:
         return
     if moved > allowed:

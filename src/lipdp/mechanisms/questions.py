@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
+from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import release_noise
@@ -68,9 +69,14 @@ class Single:
 
     def respond(self, t: Tensor) -> list[Answer]:
         """Its answer about a unit dataset."""
-        value = float(self.mechanism.problem.answer(self.mechanism._respond(t, "auto")))
+        own, error = self.mechanism, self.error
+        if isinstance(own, CentredMechanism):
+            unit, off = own.respond_within(t, CONFIDENCE)
+            value, error = float(own.problem.answer(unit)), off * own.problem.scale
+        else:
+            value = float(own.problem.answer(own._respond(t, "auto")))
         most = self.mechanism.problem.answer(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
-        low, high = (self.combine(min(max(value + error, most[0]), most[1])) for error in (-self.error, self.error))
+        low, high = (self.combine(min(max(value + off, most[0]), most[1])) for off in (-error, error))
         return [Answer(self.question, self.combine(value), (low, high), self.basis, self.mechanism.epsilon)]
 
     @property
