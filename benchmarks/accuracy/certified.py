@@ -1,12 +1,14 @@
 """CIFAR-10 with certificates: certified accuracy at ε = 10, δ = 1e-5 within 0, 1, 2, 4, 8, 16 /255 (L2, pixels from 0 to 1).
 
     python benchmarks/accuracy/certified.py search --device cuda           # settings, on a held-out tenth of the training set
-    python benchmarks/accuracy/certified.py run --device cuda              # the recipe on the test set, three seeds, and the attack
+    python benchmarks/accuracy/certified.py run --device cuda              # the recipe on the test set, three seeds; attacks
+    python benchmarks/accuracy/certified.py table                          # the paper's Table 1 and Figure 4, from what is stored
 
 *search* trains many heads of `scattering-certified` at once (benchmarks/accuracy/columns.py: whole-batch steps, the noise and the
 release of the mean of the real thing) and certifies each by its own weights. The rule of choice: the largest mean of the six
 columns. *run* takes the recipe that is committed, trains it by lipdp.plan and lipdp.fit, certifies the whole test set by
-lipdp.certify, attacks 1,000 of its images just inside of their radii, and looks for the radii at which the attack succeeds. Every
+lipdp.certify, tries to tell 10,000 training images from the test images by its outputs (lipdp.audit.membership), attacks 1,000 test
+images just inside of their radii, and looks for the radii at which the attack succeeds. Every
 reading is appended to benchmarks/results/accuracy/certified.jsonl, with the commit.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,9 +29,10 @@ import torch
 from columns import Setting, column_weights
 from lockbox import committed
 from torch import Tensor
+from torch.utils.data import Subset
 
 import lipdp
-from lipdp import attack, data, recipes
+from lipdp import attack, audit, data, recipes
 from lipdp.models import create
 from lipdp.recipes.catalog import to_toml
 
@@ -169,7 +173,8 @@ def run(options: argparse.Namespace) -> None:
     """Read the test set, once for each seed; every reading is written down, whatever it gives."""
     commit = options.commit or committed()
     recipe = recipes.get(RECIPE)
-    _, test, _ = data.load(recipe.dataset, download=False)
+    train, test, _ = data.load(recipe.dataset, download=False)
+    members = Subset(train, range(len(test)))  # as many as there are others; the order of the training images is random
     x, y = (tensor.to(options.device) for tensor in test.tensors)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     fixed = {"commit": commit, "recipe": recipe.name, "settings": hashlib.sha256(to_toml(recipe).encode()).hexdigest()[:16]}
@@ -191,11 +196,72 @@ def run(options: argparse.Namespace) -> None:
             releases=[str(release) for release in result.plan.releases], seconds=round(result.seconds, 1),
             certify_seconds=round(time.monotonic() - started, 1), median_radius_255ths=255 * float(radii.median()),
         )  # fmt: skip
+        found = audit.membership(result.model, members, test)
+        keep(
+            seed=seed, membership=found.best.name, membership_seconds=round(found.seconds, 1), doubts=list(found.doubts),
+            auroc=max(row.auroc for row in found.rows), advantage=max(row.advantage for row in found.rows),
+            attacks={row.name: [row.auroc, *row.auroc_interval, row.advantage, *row.accuracy_interval] for row in found.rows},
+            is_chance=found.is_chance,
+        )  # fmt: skip
         first = (result.model, radii) if first is None else first
     if first is not None and options.attacked:
         part = slice(0, options.attacked)
         for line in attacked(first[0], x[part], y[part], first[1][part]):
             keep(seed=options.seeds[0], **line)
+
+
+# Béthune et al. 2024, Table 1: temperature → certified accuracy in % at the radii, AUROC and advantage of the best attack, in %.
+# (Typed off a scan: the first AUROC reads "590:8" there, and may be 50.8.)
+PAPER = {
+    0.01: (47.4, 5.9, 0.1, 0.0, 0.0, 0.0, 59.8, 23.9),
+    0.22: (44.4, 39.1, 34.2, 24.9, 11.5, 0.8, 50.1, 15.0),
+    0.40: (41.6, 38.4, 35.6, 29.6, 19.1, 5.3, 50.0, 11.3),
+    0.74: (38.4, 36.4, 34.7, 30.9, 24.1, 13.0, 51.9, 20.5),
+    2.77: (33.3, 32.2, 31.2, 29.3, 25.9, 18.8, 52.5, 21.3),
+    5.40: (32.5, 31.4, 30.4, 28.8, 25.5, 19.7, 59.7, 23.6),
+}
+BUDGETS = RESULTS.parent / "search" / "8-cifar10-certified-budgets.jsonl"
+FIGURE = Path(__file__).parents[2] / "docs" / "certified_budgets.svg"
+
+
+def paper_table(options: argparse.Namespace) -> None:
+    """Print Table 1 with our line, and draw Figure 4: certified accuracy by budget, at each radius."""
+    lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    newest = {kind: {line["seed"]: line for line in lines if kind in line} for kind in ("columns", "membership")}
+
+    def cell(values: list[float]) -> str:
+        return (
+            "–"
+            if not values
+            else f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+        )
+
+    ours = [cell([line["columns"][i] for line in newest["columns"].values()]) for i in range(len(RADII))]
+    told = [cell([100 * line[name] for line in newest["membership"].values()]) for name in ("auroc", "advantage")]
+    print(f"| r = | {' | '.join(f'{r}/255' if r else '0' for r in RADII)} | membership: AUROC | advantage |")
+    print("|---" * (len(RADII) + 3) + "|")
+    print(f"| `{RECIPE}` | {' | '.join(ours + told)} |")
+    for temperature, row in PAPER.items():
+        print(f"| Béthune et al., τ = {temperature:g} | {' | '.join(f'{value:.1f}' for value in row)} |")
+    best: dict[float, dict[str, object]] = {}
+    for line in map(json.loads, BUDGETS.read_text(encoding="utf-8").splitlines()):
+        if line["epsilon"] not in best or line["mean"] > float(str(best[line["epsilon"]]["mean"])):
+            best[line["epsilon"]] = line
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    epsilons = sorted(best)
+    for number, radius in enumerate(RADII):
+        shade = (0.1 + 0.12 * number, 0.3 + 0.08 * number, 0.6)
+        label = f"r = {radius}/255" if radius else "r = 0"
+        axes.plot(epsilons, [best[e]["columns"][number] for e in epsilons], "o-", color=shade, label=label, markersize=3)
+        axes.plot([10], [max(row[number] for row in PAPER.values())], "x", color=shade)
+    axes.set(xscale="log", xlabel="ε (δ = 1e-5)", ylabel="certified accuracy, %", xticks=epsilons, ylim=(0, 70))
+    axes.set_xticklabels([f"{e:g}" for e in epsilons])
+    axes.minorticks_off()
+    axes.legend(ncols=2, fontsize=8, loc="lower right", title="×: the paper's best at ε = 10", title_fontsize=8)
+    figure.savefig(options.figure, metadata={"Date": None})
 
 
 def main() -> None:
@@ -220,6 +286,10 @@ def main() -> None:
     reading.add_argument("--commit", help="that holds the catalogue, where there is no git")
     reading.add_argument("--out", type=Path, default=RESULTS)
     reading.set_defaults(work=run)
+    tabling = commands.add_parser("table")
+    tabling.add_argument("--out", type=Path, default=RESULTS)
+    tabling.add_argument("--figure", type=Path, default=FIGURE)
+    tabling.set_defaults(work=paper_table)
     options = parser.parse_args()
     options.work(options)
 

@@ -10,8 +10,10 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import audit, losses, nn
+from lipdp.audit import epsilon
 from lipdp.audit.canaries import Contributions, craft
-from lipdp.audit.watching import audited_plan
+from lipdp.audit.results import bounds_of_guesses
+from lipdp.audit.watching import Step, audited_plan
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import Budget
 
@@ -75,6 +77,43 @@ def test_canaries_that_share_directions_are_told_apart():
     assert 0.7 < result.strength <= 1.0
     assert not result.refuted
     assert result.claimed == pytest.approx(audited_plan(plan, steps=1, sampling=False).epsilon)
+
+
+def test_bounds_without_assumptions_are_from_guesses_that_see_no_other_coin():
+    """Where canaries share directions, who knows the others subtracts them; a guess of the theorems must not."""
+    model, loss, plan = network()
+    setting = epsilon._prepare(audited_plan(plan, steps=1, sampling=False), model, loss, None, "white", 8, None, None, None)
+    count = len(setting.canaries.inputs)
+    triangle = setting._sight.triangle
+    assert float((triangle - torch.diag(triangle.diagonal())).abs().max()) > 1e-3
+    released = {name: torch.ones_like(p, dtype=torch.float64) for name, p in setting.contributions.parameters.items()}
+    stds, clips, found = plan.noise_stds, dict(plan.clips), []
+    for inside in (torch.arange(count), torch.arange(0, count, 2), torch.arange(0)):
+        step = Step(released, 1 + torch.arange(len(inside)), stds, clips)  # everybody who is there, but not the known record
+        found.append(setting._score(step, inside))
+    informed, blind = zip(*found, strict=True)
+    assert torch.equal(blind[0], blind[1])
+    assert torch.equal(blind[0], blind[2])
+    assert not torch.equal(informed[0], informed[1])
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(40), torch.ones(40), -torch.ones(40)], ids=["ties", "all in", "all out"])
+def test_guesses_that_say_nothing_bound_nothing(scores):
+    _, _, plan = line(8)
+    coins = torch.arange(40) % 2 == 0
+    bounds, p_value = bounds_of_guesses(scores.double(), scores.double(), coins, plan, 0.95, independent=True)
+    assert [bound.epsilon for bound in bounds] == [0.0] * 4
+    assert p_value > 0.01
+
+
+def test_one_canary():
+    model, loss, plan = line(8)
+    result = audit.run(plan, model, loss, canaries=1, repetitions=3, confidence=0.95)
+    assert (result.canaries, result.guesses) == (1, 3)
+    assert 0 <= result.epsilon <= plan.epsilon
+    alone = audit.run(plan, model, loss, canaries=1, repetitions=1)
+    assert alone.epsilon == 0.0
+    assert not alone.refuted
 
 
 def test_moving_weights_and_public_records():

@@ -94,6 +94,65 @@ def test_private_training_is_not_told(shadows):
     assert report.is_chance, str(report)
 
 
+def test_members_and_others_of_two_kinds_are_doubted(overfitted):
+    """An attack that tells sorted halves of a table apart says nothing about the model: the inputs do."""
+    own, same = records(200), records(200, seed=1)
+    assert audit.membership(overfitted, own, same).doubts == ()
+    moved = TensorDataset(same.tensors[0] + 1.0, same.tensors[1])
+    report = audit.membership(network(), own, moved)  # a network that was never trained
+    assert report.blind.auroc_interval[0] > 0.6
+    assert "one kind" in report.doubts[0]
+    assert report.doubts[0] in str(report)
+    assert json.loads(report.to_json())["doubts"] == list(report.doubts)
+    labels = TensorDataset(same.tensors[0], torch.zeros(200, dtype=torch.long))
+    assert "one kind" in audit.membership(network(), own, labels).doubts[0]
+
+
+def test_others_that_are_members_are_counted(overfitted):
+    own, same = records(200), records(200, seed=1)
+    mixed = TensorDataset(torch.cat([same.tensors[0], own.tensors[0][:7]]), torch.cat([same.tensors[1], own.tensors[1][:7]]))
+    report = audit.membership(overfitted, own, mixed)
+    assert report.shared == 7
+    assert "7 of the others" in str(report)
+
+
+class _Constant(torch.nn.Module):
+    """The same outputs for every record."""
+
+    def __init__(self, *outputs):
+        super().__init__()
+        self.outputs = torch.nn.Parameter(torch.tensor(outputs))
+
+    def forward(self, x):
+        return self.outputs.expand(len(x), -1)
+
+
+@pytest.mark.parametrize("outputs", [(0.0, 0.0, 0.0), (100.0, -100.0, 0.0)])
+def test_a_model_that_says_nothing_is_chance(outputs):
+    """All scores are ties: no attack is above a half by the way it breaks them."""
+    constant = _Constant(*outputs)
+    report = audit.membership(constant, records(200), records(200, seed=1), shadows=[constant, constant])
+    assert report.is_chance
+    for row in report.rows:
+        low, high = row.auroc_interval
+        assert low <= 0.5 <= high or row.name in ("loss", "modified entropy", "LiRA", "RMIA", "regression")  # those see the label
+        assert all(value <= 0.05 for value in row.tpr.values()), row.name
+    with pytest.raises(DataError, match="NaN"):
+        audit.membership(_Constant(0.0, math.nan, 0.0), records(200), records(200, seed=1))
+    with pytest.raises(ConfigurationError, match="rates"):
+        audit.membership(constant, records(200), records(200, seed=1), rates=(1.0,))
+
+
+def test_an_attack_on_nothing_succeeds_as_often_as_its_interval_says():
+    """Members and others of one kind, models that saw neither: at 95% an attack beats chance in 2.5% of cases at most."""
+    beaten, trials = 0, 60
+    for seed in range(trials):
+        torch.manual_seed(seed)
+        report = audit.membership(network(), records(60, seed=2 * seed), records(60, seed=2 * seed + 1), seed=seed)
+        beaten += not report["loss"].is_chance
+    assert binom.sf(beaten - 1, trials, 0.025) > 1e-3
+
+
 def test_scores_mean_what_they_say():
     p, y = np.array([[0.9, 0.05, 0.05], [0.05, 0.9, 0.05], [0.4, 0.3, 0.3]]), np.array([0, 0, 0])
     scores = attacks._plain_scores(p, y)

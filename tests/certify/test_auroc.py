@@ -54,6 +54,27 @@ def test_no_attack_goes_below_it(outputs, mode):
         assert found[radius] <= roc_auc_score(y, attacked(model, x, y, radius)) + 1e-9
 
 
+@pytest.mark.parametrize("options", [{"fourier": 40, "scale": 2.0}, {"landmarks": 20}, {}])
+def test_networks_for_tables_are_certified_too(options):
+    """A ball, fixed features, a sphere: the features' scores under attack stay inside what is certified."""
+    torch.manual_seed(0)
+    model = lipdp.models.create("tabular", input_shape=(6,), classes=2, radius=3.0, **options)
+    torch.nn.init.normal_(next(layer for layer in model if isinstance(layer, torch.nn.Linear)).weight)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 6, generator=draw)
+    y = (scores(model, x) > scores(model, x).median()).long()
+    radii = (0.0, 1e-4, 0.002, 0.01, 0.05)
+    found = lipdp.certified_auroc(model, x, y, radii)
+    assert found[0.0] > 0.98
+    assert found[1e-4] > 0.8
+    for radius in radii[1:]:
+        assert found[radius] <= roc_auc_score(y, attacked(model, x, y, radius)) + 1e-9
+    decided = lipdp.certify(model, x)
+    assert (decided > 0).double().mean() > 0.9
+    moved = lipdp.attack(model, x, None, 0.999 * decided.float(), steps=20)
+    assert torch.equal(model(moved).argmax(1), model(x).argmax(1))
+
+
 def test_a_linear_score_is_certified_exactly():
     model = nn.Sequential(nn.BoundedInput((2,), norm=10.0), nn.SpectralLinear(2, 1, bias=False))
     with torch.no_grad():

@@ -125,8 +125,11 @@ def test_the_choice_follows_public_numbers_and_says_why() -> None:
     assert "N·ε per output is 50, below 100" in few.why
     words = Schema((0, 1, 2), (UNIT, Categorical(["a", "b"]), Categorical([1, 2])))
     chosen = choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=words)
-    assert chosen.method == "linear"
+    assert chosen.method == "clipping"
     assert "2 of the 3 columns are categories" in chosen.why
+    assert choose_method("auto", records=10_000, outputs=1, epsilon=1.0, schema=words).method == "linear"
+    wide = Schema(tuple(range(50)), (UNIT,) * 50)
+    assert "50 columns are many" in choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=wide).why
     with pytest.raises(ConfigurationError, match=r"there is no method named 'kernle'.*Did you mean 'kernel'"):
         choose_method("kernle", records=10, outputs=2, epsilon=1.0, schema=numbers)
 
@@ -138,7 +141,7 @@ def test_a_sum_over_categories_is_learned() -> None:
     labels = (weights[np.arange(20), rows].sum(1) > 0).astype(int)
     schema = Categorical(range(6))
     model = lipdp.PrivateClassifier(3.0, schema=schema).fit(rows[:3000], labels[:3000])
-    assert model.choice_.method == "linear"
+    assert model.choice_.method == "clipping"
     assert model.score(rows[3000:], labels[3000:]) > 0.85
 
 

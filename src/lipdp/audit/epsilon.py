@@ -67,7 +67,8 @@ def run(
     *White-box*: the guesser sees every released sum, and knows which of the other records are in each batch: what the guarantee
     is against. By default the optimiser holds the weights still, and they are chosen so that canaries are as strong as the plan
     allows. Each guess looks at the part of its canary that no earlier one shares (QR): under the plan it has noise of its own
-    there, so that guesses are independent, and right with probability (1 + δ(0))/2 at most, δ(ε) being the run's.
+    there, so that guesses are independent, and right with probability (1 + δ(0))/2 at most, δ(ε) being the run's. Bounds that
+    assume no independence are from a guesser who sees the releases and nothing of the other coins, as their theorems demand.
 
     *Black-box*: the guesser sees the last weights only, and looks at the canaries' losses.
 
@@ -118,10 +119,10 @@ def run(
             tally.add(*setting.one_run(budget))
             if progress is not None:
                 progress(tally.runs * tally.canaries, runs * tally.canaries)
-    scores, coins = tally.joined()
+    scores, blind, coins = tally.joined()
     if access == "black":  # half of them are guessed in
-        scores = scores - scores.median()
-    bounds, p_value = bounds_of_guesses(scores, coins, audited, confidence, independent=access == "white")
+        scores = blind = scores - scores.median()
+    bounds, p_value = bounds_of_guesses(scores, blind, coins, audited, confidence, independent=access == "white")
     return AuditResult(
         epsilon=bounds[0].epsilon,
         claimed=audited.epsilon,
@@ -147,22 +148,21 @@ def run(
 
 @dataclass
 class _Tally:
-    """Scores and coins of all runs."""
+    """Scores of who knows the other coins, scores of who does not, and coins of all runs."""
 
     canaries: int
     runs: int = 0
-    scores: list[Tensor] = field(default_factory=list)
-    coins: list[Tensor] = field(default_factory=list)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, scores: Tensor, coins: Tensor) -> None:
+    def add(self, scores: Tensor, blind: Tensor, coins: Tensor) -> None:
         """One more run."""
         self.runs += 1
-        self.scores.append(scores)
-        self.coins.append(coins)
+        self.parts.append((scores, blind, coins))
 
-    def joined(self) -> tuple[Tensor, Tensor]:
+    def joined(self) -> tuple[Tensor, Tensor, Tensor]:
         """Runs on records of their own are one experiment: each record is in one of them."""
-        return torch.cat(self.scores), torch.cat(self.coins)
+        scores, blind, coins = (torch.cat(part) for part in zip(*self.parts, strict=True))
+        return scores, blind, coins
 
 
 @dataclass
@@ -181,8 +181,8 @@ class _Setting:
     input_shape: tuple[int, ...] | None
     _sight: _Sight | None = None
 
-    def one_run(self, budget: AnyBudget) -> tuple[Tensor, Tensor]:
-        """A run with fresh coins: a score for each canary (above 0: guessed in), and the coins."""
+    def one_run(self, budget: AnyBudget) -> tuple[Tensor, Tensor, Tensor]:
+        """A run with fresh coins: two scores for each canary (above 0: guessed in), the second made blindly, and the coins."""
         coins = torch.tensor([secrets.randbits(1) for _ in range(len(self.canaries.inputs))], dtype=torch.bool)
         inside = coins.nonzero().flatten()
         records = TensorDataset(
@@ -204,11 +204,14 @@ class _Setting:
             before = self._losses()
             for _ in watching:
                 pass
-            return before - self._losses(), coins
-        scores = torch.zeros(len(coins), dtype=torch.float64)
+            moved = before - self._losses()
+            return moved, moved, coins
+        scores, blind = torch.zeros(2, len(coins), dtype=torch.float64)
         for step in watching:
-            scores += self._score(step, inside)
-        return scores, coins
+            informed, alone = self._score(step, inside)
+            scores += informed
+            blind += alone
+        return scores, blind, coins
 
     def _losses(self) -> Tensor:
         x, y, loss = self.canaries.inputs, self.canaries.targets, self.contributions.loss
@@ -223,11 +226,12 @@ class _Setting:
             rows = self.contributions.rows(self.canaries.inputs, self.canaries.targets, stds, clips)
             self._sight = _Sight.of(rows, self.model, stds, clips)
 
-    def _score(self, step: Step, inside: Tensor) -> Tensor:
-        """log P(step | canary in)/P(step | canary out) for each canary, given all that is known of the others.
+    def _score(self, step: Step, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """log P(step | canary in)/P(step | canary out) for each canary, given all that is known of the others; and given nothing.
 
         With G the whitened contributions, Gᵀ = QR: the whitened sum less what is known is QRc + z, c telling who is in the batch,
-        and Qᵀz is standard normal. Row i reads R_ii·c_i + Σ_{j>i} R_ij·c_j + z_i; c_j is known to whom knows the other records.
+        and Qᵀz is standard normal. Row i reads R_ii·c_i + Σ_{j>i} R_ij·c_j + z_i; c_j is known to whom knows the other records. To
+        whom does not it is a coin times a sample, of mean q/2 and variance (q/2)(1 − q/2), and adds that to the noise.
         """
         assert self._sight is not None
         sight, count = self._sight, len(self.known[0])
@@ -240,10 +244,18 @@ class _Setting:
         present = torch.zeros(len(self.canaries.inputs), dtype=torch.float64)
         present[inside[chosen[chosen >= count] - count]] = 1.0
         size = sight.triangle.diagonal()
-        rest = sight.basis.T @ released - sight.triangle @ present + size * present
-        likelihood = size * rest - size.square() / 2
+        read, others = sight.basis.T @ released, sight.triangle - torch.diag(size)
         q = self.plan.sampling_rate
-        return likelihood if q == 1 else torch.logaddexp(likelihood + torch.log(torch.tensor(q)), torch.log1p(torch.tensor(-q)))
+        share = q / 2
+        spread = 1 + share * (1 - share) * others.square().sum(1)
+
+        def ratio(rest: Tensor, variance: Tensor | float) -> Tensor:
+            likelihood = (size * rest - size.square() / 2) / variance
+            if q == 1:
+                return likelihood
+            return torch.logaddexp(likelihood + torch.log(torch.tensor(q)), torch.log1p(torch.tensor(-q)))
+
+        return ratio(read - others @ present, 1.0), ratio(read - share * others.sum(1), spread)
 
 
 @dataclass(frozen=True)

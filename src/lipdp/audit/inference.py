@@ -25,9 +25,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lipdp._checks import is_number
 from lipdp.audit.results import table_text
 from lipdp.audit.statistics import check_confidence, clopper_pearson
-from lipdp.errors import DataError
+from lipdp.errors import ConfigurationError, DataError
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors
 
@@ -39,6 +40,7 @@ Interval = tuple[float, float]
 _SMALL = 1e-12
 _POPULATION_SHARE = 0.3  # a of offline RMIA: how much a record's own presence lifts its probability
 _FEWEST = 20
+_COLUMNS = 128  # that inputs are looked at in without the model
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ class AttackRow:
         """Whether guessing would do as well, as far as one can tell."""
         return self.accuracy_interval[0] <= 0.5
 
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        content = dataclasses.asdict(self)
+        for name in ("tpr", "tpr_intervals"):
+            content[name] = {f"{rate:g}": value for rate, value in content[name].items()}
+        return {**content, "is_chance": self.is_chance}
+
 
 @dataclass(frozen=True)
 class MembershipReport:
@@ -81,6 +90,9 @@ class MembershipReport:
         others: records that were tried and are not in the training set.
         confidence: of each interval.
         seconds: that it took.
+        blind: the inputs and targets alone, without the model (logistic regression; its intervals are of 99.9%). Where they tell
+            members from others, these are not of one kind, and what the attacks tell may be that.
+        shared: others that are members too, number for number.
     """
 
     rows: tuple[AttackRow, ...]
@@ -88,6 +100,8 @@ class MembershipReport:
     others: int
     confidence: float
     seconds: float
+    blind: AttackRow
+    shared: int
 
     def __getitem__(self, name: str) -> AttackRow:
         for row in self.rows:
@@ -105,6 +119,19 @@ class MembershipReport:
         """Whether no attack does better than guessing."""
         return all(row.is_chance for row in self.rows)
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What speaks against the comparison itself, in words; empty where nothing does."""
+        found = []
+        if self.blind.auroc_interval[0] > 0.5:
+            found.append(
+                f"members and others are told apart without the model too (AUROC {self.blind.auroc:.2f}): they are not of one "
+                "kind, and what an attack reaches may be that. Draw both from one pool at random."
+            )
+        if self.shared:
+            found.append(f"{self.shared} of the others are members too: no attack can be right about them. Leave them out.")
+        return tuple(found)
+
     def __str__(self) -> str:
         rows = [
             (
@@ -121,17 +148,19 @@ class MembershipReport:
         body = table_text(headers, rows, right=range(1, len(headers)))
         head = f"membership inference, half of {self.members:,} members and {self.others:,} others judged; {self.seconds:.1f} s"
         verdict = "no attack is better than chance" if self.is_chance else f"{self.best.name} is better than chance"
-        return f"{head}\n{body}\nintervals of {self.confidence:.1%}; {verdict}"
+        return "\n".join((head, body, f"intervals of {self.confidence:.1%}; {verdict}", *self.doubts))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        rows = []
-        for row in self.rows:
-            content = dataclasses.asdict(row)
-            for name in ("tpr", "tpr_intervals"):
-                content[name] = {f"{rate:g}": value for rate, value in content[name].items()}
-            rows.append({**content, "is_chance": row.is_chance})
-        return {**dataclasses.asdict(self), "rows": rows, "is_chance": self.is_chance, "best": self.best.name}
+        rows = [row.to_dict() for row in self.rows]
+        return {
+            **dataclasses.asdict(self),
+            "rows": rows,
+            "blind": self.blind.to_dict(),
+            "is_chance": self.is_chance,
+            "best": self.best.name,
+            "doubts": list(self.doubts),
+        }
 
     def to_json(self) -> str:
         """As JSON."""
@@ -159,7 +188,8 @@ def membership(
     Args:
         model: trained; outputs of shape (batch, classes), or one output.
         members: records that it was trained on.
-        others: as many as possible of the same kind that it was not.
+        others: as many as possible of the same kind that it was not: both drawn from one pool at random. Whether they look it is
+            checked without the model (``report.blind``, ``report.doubts``).
         shadows: models trained like it on records that are neither (:func:`lipdp.audit.train_shadows`): for LiRA and RMIA.
         rates: false positive rates to report true positives at.
         confidence: of each interval.
@@ -167,6 +197,9 @@ def membership(
     """
     started = time.monotonic()
     check_confidence(confidence)
+    for rate in rates:
+        if not (is_number(rate) and 0 <= rate < 1):
+            raise ConfigurationError(f"rates has {rate!r}: false positive rates are from 0 to below 1, e.g. (0.001, 0.01)")
     for what, data in (("members", members), ("others", others)):
         if check_dataset(data) < _FEWEST:
             raise DataError(f"{len(data)} {what} are too few to tell anything: give at least {_FEWEST}")
@@ -183,7 +216,10 @@ def membership(
         scores["LiRA"] = _lira(target, beside)
         scores["RMIA"] = _rmia(target, beside, halves[0] & ~inside)
     rows = tuple(_judged(name, values, y, inside, halves, tuple(rates), confidence) for name, values in scores.items())
-    return MembershipReport(rows, int(inside.sum()), int((~inside).sum()), confidence, time.monotonic() - started)
+    records = _described(x, y)
+    blind = _judged("inputs alone", _told(records, inside, halves[0]), y, inside, halves, tuple(rates), 0.999)
+    shared = len({row.tobytes() for row in records[inside]} & {row.tobytes() for row in records[~inside]})
+    return MembershipReport(rows, int(inside.sum()), int((~inside).sum()), confidence, time.monotonic() - started, blind, shared)
 
 
 def _joined(members: Any, others: Any) -> tuple[Tensor, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -207,6 +243,11 @@ def _probabilities(model: torch.nn.Module, x: Tensor) -> Numbers:
     finally:
         for module, mode in modes:
             module.training = mode
+    if outputs.ndim > 2 or not bool(torch.isfinite(outputs).all()):
+        raise DataError(
+            f"membership inference needs finite outputs of shape (batch, classes), not {tuple(outputs.shape)}"
+            f"{'' if outputs.ndim > 2 else ' with infinite ones or NaN among them'}"
+        )
     if outputs.ndim == 1 or outputs.shape[1] == 1:
         outputs = torch.stack([torch.zeros(len(outputs)), outputs.reshape(len(outputs))], 1).double()
     return np.asarray(torch.softmax(outputs, 1).clamp(_SMALL, 1 - _SMALL).numpy())
@@ -239,12 +280,25 @@ def _plain_scores(p: Numbers, y: npt.NDArray[np.int64]) -> dict[str, Numbers]:
 
 def _regression(p: Numbers, y: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_], fitted: npt.NDArray[np.bool_]) -> Numbers:
     """Logistic regression on the sorted log-probabilities, that of the target, and whether it is the largest."""
+    right = p[np.arange(len(y)), y]
+    largest = np.sort(np.log(p), 1)[:, ::-1][:, :10]
+    return _told(np.column_stack([largest, np.log(right), _logit(right), p.argmax(1) == y]), inside, fitted)
+
+
+def _described(x: Tensor, y: npt.NDArray[np.int64]) -> Numbers:
+    """Records as numbers: inputs (those of more than 128 entries turned into 128 by a fixed random matrix), and classes 0 or 1."""
+    flat = np.ascontiguousarray(x.reshape(len(x), -1).double().cpu().numpy())
+    if flat.shape[1] > _COLUMNS:
+        flat = flat @ (np.random.default_rng(0).normal(size=(flat.shape[1], _COLUMNS)) / math.sqrt(flat.shape[1]))
+    classes, codes = np.unique(y, return_inverse=True)
+    return np.column_stack([flat, np.eye(min(len(classes), _COLUMNS))[np.minimum(codes, _COLUMNS - 1)]])
+
+
+def _told(features: Numbers, inside: npt.NDArray[np.bool_], fitted: npt.NDArray[np.bool_]) -> Numbers:
+    """Logistic regression on features of records; both kinds weigh the same."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    right = p[np.arange(len(y)), y]
-    largest = np.sort(np.log(p), 1)[:, ::-1][:, :10]
-    features = np.column_stack([largest, np.log(right), _logit(right), p.argmax(1) == y])
     features = StandardScaler().fit(features[fitted]).transform(features)
     weights = {True: 0.5 / inside[fitted].mean(), False: 0.5 / (~inside[fitted]).mean()}
     known = LogisticRegression(max_iter=1000, class_weight=weights).fit(features[fitted], inside[fitted])

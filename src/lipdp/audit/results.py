@@ -136,17 +136,18 @@ class AuditResult:
 
 
 def bounds_of_guesses(
-    scores: Tensor, coins: Tensor, plan: PrivacyPlan, confidence: float, *, independent: bool
+    scores: Tensor, blind: Tensor, coins: Tensor, plan: PrivacyPlan, confidence: float, *, independent: bool
 ) -> tuple[tuple[EpsilonBound, ...], float]:
     """The bounds that scores (above 0: guessed in) give, strongest assumption first, and the p-value of the plan's promise.
 
     Without abstaining, m of m guesses are made; with it, the share that is surest. The shares are fixed beforehand, and what the
-    confidence leaves is divided among them.
+    confidence leaves is divided among them. Bounds that allow any dependence are from ``blind``, scores that depend on what was
+    released alone: a guess that looks at other coins, or is made or not by how sure guesses are that do, tells its own coin
+    through them, whatever the mechanism is.
     """
     run, total = plan.run, len(coins)
-    right = (scores > 0) == coins
-    correct = int(right.sum())
-    order = scores.abs().argsort(descending=True)
+    correct = int(((scores > 0) == coins).sum())
+    right, order = (blind > 0) == coins, blind.abs().argsort(descending=True)
     level = (1 - check_confidence(confidence)) / len(_SHARES)
     counts = [(int(right[order[: max(1, round(share * total))]].sum()), max(1, round(share * total))) for share in _SHARES]
     free = max(one_run_epsilon(v, r, total, plan.delta, 1 - level) for v, r in counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,15 @@ from torch.nn import functional as F
 from lipdp import nn
 from lipdp._numerics import unit_roundoff
 from lipdp.bounds import Analysis, Shape, analyse, certified_norm
-from lipdp.bounds.propagate import program_of
+from lipdp.bounds.propagate import backward_pass, forward_pass, program_of
+from lipdp.bounds.rounding import forward_error
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
 from lipdp.export.lowering import Lowering, find_lowering, used_weight
 from lipdp.export.plain import Builder, Seen, check_same, lower
 from lipdp.parametrize import Constrained
 from lipdp.program import Program, check_program, describe
 
-__all__ = ["Network", "Scaling", "freeze"]
+__all__ = ["Network", "Scaling", "Stage", "freeze"]
 
 # Layers whose norm is measured: their lowering is a torch layer, whose rule certifies the norm of the weights that it has.
 _SPECTRAL = (nn.SpectralLinear, nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d, nn.SpectralConvTranspose2d)
@@ -32,18 +34,33 @@ _UNMOVED = 1e-5
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """A BoundedInput that everything passes through.
+class Stage:
+    """A part of a network whose constant is known, from one scaling (or the input) to the next (or the outputs).
 
     Attributes:
-        front: what comes before it, as a module.
-        lipschitz: the constant of ``front``.
+        module: what it computes.
+        lipschitz: its constant.
+        rounding: the norm of what enters → how far rounding can lead what it computes from what is exact.
+    """
+
+    module: fx.GraphModule
+    lipschitz: float
+    rounding: Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A BoundedInput that everything passes through, and what comes between it and the one before.
+
+    Attributes:
+        front: what comes before it.
+        layer: the scaling itself.
         radius: of the ball or sphere.
         ball: whether shorter inputs stay as they are.
     """
 
-    front: torch.nn.Module
-    lipschitz: float
+    front: Stage
+    layer: nn.BoundedInput
     radius: float
     ball: bool
 
@@ -54,18 +71,23 @@ class Network:
 
     Attributes:
         model: the program of a copy in evaluation mode.
-        lipschitz: ℓ from the input, or from the scaled input where there is a scaling, to the outputs.
-        scaling: how the inputs are brought into a ball or onto a sphere, if they are.
-        slack: (1+u)^operations, for rounding.
+        scalings: how what the layers compute is brought into balls or onto spheres, in the order of execution.
+        rest: what is behind the last of them, up to the outputs.
+        slack: (1+u)^operations, for the arithmetic of the constants.
         pairs: (K, K): constants of the differences of two outputs, from the same place; ``None`` where the last layer is no
             matrix, and all that is known of them is √2·ℓ.
     """
 
     model: Program
-    lipschitz: float
-    scaling: Scaling | None
+    scalings: tuple[Scaling, ...]
+    rest: Stage
     slack: float
     pairs: torch.Tensor | None
+
+    @property
+    def lipschitz(self) -> float:
+        """ℓ from the last scaling, or the input where there is none, to the outputs."""
+        return self.rest.lipschitz
 
 
 def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Network:
@@ -73,27 +95,46 @@ def freeze(model: torch.nn.Module, input_shape: Shape, dtype: torch.dtype) -> Ne
 
     The calculus runs over a copy whose parameters are frozen and whose constrained layers are replaced by torch's own, with the
     same weights: then every layer counts with the certified norm of the weights that it has *now*, not with the
-    norm that training keeps (1 for a spectral layer) or allows (∞ for an unconstrained one).
+    norm that training keeps (1 for a spectral layer) or allows (∞ for an unconstrained one). It is cut at every scaling that
+    everything passes through, for a sphere has a geometry but no constant.
     """
     own = copy.deepcopy(model).eval().requires_grad_(False)
     _check_weights(own)
     program = program_of(own, input_shape)
     check_program(program)
     _refuse_jumps(program)
-    plain = _measured(program, input_shape)
+    rest = _measured(program, input_shape)
     dtypes = {dtype} | {p.dtype for p in own.parameters() if p.is_floating_point()}
-    factor = 1 + max(map(unit_roundoff, dtypes))
-    node, layer = _bounded_input(plain)
-    if node is not None and layer is not None and _has_geometry(plain, node, layer):
-        front, rest = _split(plain, node)
-        before = analyse(front, 1.0, input_shape=input_shape)
-        behind = analyse(rest, 1.0, input_shape=layer.input_shape, input_norm=layer.norm)
-        scaling = Scaling(front, _finite(before, model), layer.norm, layer.mode == "ball")
-        lipschitz = _finite(behind, model)
-        slack = factor ** (before.operations + behind.operations)
-        return Network(program, lipschitz, scaling, slack, _pair_constants(rest, layer.input_shape, layer.norm))
-    analysis = analyse(plain, 1.0, input_shape=input_shape)
-    return Network(program, _finite(analysis, model), None, factor**analysis.operations, _pair_constants(plain, input_shape))
+    unit = max(map(unit_roundoff, dtypes))
+    scalings: list[Scaling] = []
+    shape, norm, operations = input_shape, math.inf, 0
+    while (found := _next_scaling(rest)) is not None:
+        node, layer = found
+        before, rest = _split(rest, node)
+        front, count = _stage(before, shape, norm, unit, model)
+        scalings.append(Scaling(front, layer, layer.norm, layer.mode == "ball"))
+        shape, norm, operations = layer.input_shape, layer.norm, operations + count
+    behind, count = _stage(rest, shape, norm, unit, model)
+    return Network(program, tuple(scalings), behind, (1 + unit) ** (operations + count), _pair_constants(rest, shape, norm))
+
+
+def _stage(module: fx.GraphModule, shape: Shape, norm: float, unit: float, model: torch.nn.Module) -> tuple[Stage, int]:
+    """A part with its constant, for inputs of at most this norm; and how many operations it has."""
+    analysis = analyse(module, 1.0, input_shape=shape, input_norm=norm)
+    known: dict[float, float] = {}
+
+    def rounding(largest: float) -> float:
+        """Upwards to a power of two, so that few norms are looked at. A scaling before it leaves its last digits open."""
+        entering = norm if math.isfinite(norm) else 2.0 ** math.ceil(math.log2(max(largest, 2.0**-100)))
+        if entering not in known:
+            forward = forward_pass(analysis.program, entering)
+            final = next(node for node in analysis.program.graph.nodes if node.op == "output").args[0]
+            gains = backward_pass(analysis.program, forward, final, 1.0, clip=False)
+            scaled = 16 * unit * norm if math.isfinite(norm) else 0.0
+            known[entering] = forward_error(analysis.program, forward, gains, unit, entering=scaled)
+        return known[entering]
+
+    return Stage(module, _finite(analysis, model), rounding), analysis.operations
 
 
 def _pair_constants(plain: fx.GraphModule, input_shape: Shape, input_norm: float = math.inf) -> torch.Tensor | None:
@@ -192,17 +233,18 @@ def _measured(program: Program, input_shape: Shape) -> fx.GraphModule:
     return plain
 
 
-def _bounded_input(model: fx.GraphModule) -> tuple[fx.Node | None, nn.BoundedInput | None]:
+def _next_scaling(model: fx.GraphModule) -> tuple[fx.Node, nn.BoundedInput] | None:
+    """The first BoundedInput that the network is to be cut at: a sphere has no constant; a ball's geometry is better than its own.
+
+    Mode "floor" counts with its constant norm/floor, and so does a ball that something passes by.
+    """
     for node in model.graph.nodes:
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, nn.BoundedInput):
-            return node, module
-    return None, None
-
-
-def _has_geometry(model: fx.GraphModule, node: fx.Node, layer: nn.BoundedInput) -> bool:
-    """The sphere has no other certificate, the ball a better one; mode "floor" counts with its constant norm/floor."""
-    return layer.mode == "sphere" or (layer.mode == "ball" and _reads_before(model, node) is None)
+        layer = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, nn.BoundedInput) and (
+            layer.mode == "sphere" or (layer.mode == "ball" and _reads_before(model, node) is None)
+        ):
+            return node, layer
+    return None
 
 
 def _reads_before(model: fx.GraphModule, scaling: fx.Node) -> fx.Node | None:

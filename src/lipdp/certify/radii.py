@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,8 +16,8 @@ from lipdp.program.dtypes import Types
 
 __all__ = ["certified_accuracy", "certified_auroc", "certify"]
 
-# Rounding reaches the outputs at x and at x', and each margin through two of them.
-_ROUNDINGS = 3.0
+# Rounding reaches what is computed at x and at x'; a margin through two outputs.
+_AT_BOTH, _OF_MARGIN = 2.0, 2 * math.sqrt(2.0)
 
 
 def certify(
@@ -40,12 +41,14 @@ def certify(
     turns z by an angle of at most θ = arcsin(ρ/r₀), so the scaled point moves by at most the chord 2R·sin(θ/2). With
     m = (ŷ₁ − ŷ₂)/(√2·ℓ) on the sphere and s = m/2R, the decision stays while sin(θ/2) < s:
     ρ = r₀·sin(2·arcsin s) = 2·r₀·s·√(1 − s²) for s ≤ √½ (θ = 90°), ρ = r₀ beyond that (all of the ball around z that does not
-    contain 0), and ∞ for s ≥ 1 (no two points of the sphere are far enough apart). A front of constant ℓ_f divides ρ.
+    contain 0), and ∞ for s ≥ 1 (no two points of the sphere are far enough apart). A front of constant ℓ_f divides ρ. Several
+    scalings one behind the other are gone through from the last to the first: what one allows is what the next may use.
     The *ball* is 1-Lipschitz, so ρ ≥ m; and it is a sphere to inputs that are longer than R as long as they stay so, for
     perturbations up to r₀ − R: the larger of the two counts.
 
-    *Rounding* makes radii smaller: ℓ is multiplied by the calculus's slack (1+u)^operations, and margins are reduced by
-    what rounding may have added to them.
+    *Rounding* makes radii smaller: from every margin, and from what enters every scaling, is taken what rounding may add at x and
+    at the point it is moved to (:func:`lipdp.bounds.rounding.forward_error`: by the sizes that the bounds allow inside the network,
+    large ones that cancel too, with roundings taken as independent); ℓ is multiplied by (1+u)^operations.
 
     Args:
         model: any model of the calculus, also with unconstrained weights. Constrained weights must lie inside their sets.
@@ -166,9 +169,8 @@ def _after_conversion(radius: float, given: torch.Tensor, x: torch.Tensor) -> to
 
 def _score_limits(network: Network, x: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest score of each example when it moves by ``reach``, rounding included."""
-    with torch.no_grad(), arithmetic("float32", x.device):
-        outputs = network.model(x)
-        entering = x if network.scaling is None else network.scaling.front(x)
+    seen = _look(network, x)
+    outputs = seen.outputs
     if outputs.ndim > 2 or len(outputs) != len(x) or outputs[0].numel() > 2:
         raise ConfigurationError(
             f"the model gives outputs of shape {tuple(outputs.shape)}; a certified AUROC is for one output, or two classes"
@@ -177,15 +179,13 @@ def _score_limits(network: Network, x: torch.Tensor, reach: torch.Tensor) -> tup
     single = wide.shape[1] == 1
     scores = wide[:, 0] if single else wide[:, 1] - wide[:, 0]
     steepness = network.lipschitz if single else float(_pairs(network, wide)[1, 0])
-    lengths, scaling, rounding = _norms(entering), network.scaling, _ROUNDINGS * (network.slack - 1)
-    reaching = lengths
-    if scaling is not None:
-        moved = (reach + rounding * _norms(x)) * scaling.lipschitz * network.slack
-        reaching = torch.full_like(lengths, scaling.radius)
-        reach = torch.minimum(moved if scaling.ball else _chord(moved, lengths, scaling.radius), 2 * reaching)
-    change = steepness * network.slack * reach
-    change = (change + rounding * (_norms(outputs) + network.lipschitz * (reaching + reach))) * (1 + 1e-12)
-    return scores - change, scores + change
+    largest = _largest(seen.entering) + float(reach.max())
+    for scaling, lengths in zip(network.scalings, seen.lengths, strict=True):
+        moved = reach * scaling.front.lipschitz * network.slack + _AT_BOTH * scaling.front.rounding(largest)
+        reach = moved if scaling.ball else _chord(moved, lengths, scaling.radius)
+        reach = reach.clamp_max(2 * scaling.radius)
+    change = steepness * network.slack * reach + (_AT_BOTH if single else _OF_MARGIN) * network.rest.rounding(largest)
+    return scores - change * (1 + 1e-12), scores + change * (1 + 1e-12)
 
 
 def _chord(moved: torch.Tensor, length: torch.Tensor, radius: float) -> torch.Tensor:
@@ -216,10 +216,35 @@ def _before_conversion(radii: torch.Tensor, given: torch.Tensor, x: torch.Tensor
     return ((radii - rounded) / (1 + u) * (1 - 1e-12)).clamp_min(0.0)
 
 
-def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Seen:
+    """A batch on its way: norms of the inputs, of what enters each scaling, and the outputs."""
+
+    entering: torch.Tensor
+    lengths: tuple[torch.Tensor, ...]
+    outputs: torch.Tensor
+
+
+def _look(network: Network, x: torch.Tensor) -> _Seen:
+    lengths, z = [], x
     with torch.no_grad(), arithmetic("float32", x.device):
         outputs = network.model(x)
-        entering = x if network.scaling is None else network.scaling.front(x)
+        for scaling in network.scalings:
+            z = scaling.front.module(z)
+            lengths.append(_norms(z))
+            z = scaling.layer(z)
+    return _Seen(_norms(x), tuple(lengths), outputs)
+
+
+def _largest(lengths: torch.Tensor) -> float:
+    """Of those that are finite; others have no certificate."""
+    finite = lengths[torch.isfinite(lengths)]
+    return float(finite.max()) if len(finite) else 0.0
+
+
+def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    seen = _look(network, x)
+    outputs = seen.outputs
     if outputs.ndim > 2 or len(outputs) != len(x):
         raise ConfigurationError(
             f"the model gives outputs of shape {tuple(outputs.shape)}; certificates are for one decision per example: outputs of "
@@ -227,20 +252,26 @@ def _radii(network: Network, x: torch.Tensor, y: torch.Tensor | None) -> torch.T
         )
     if not bool(torch.isfinite(outputs).all()):
         raise DataError("the model's outputs are not all finite: look for inputs or weights that are infinite or not a number")
-    lengths, scaling, rounding = _norms(entering), network.scaling, _ROUNDINGS * (network.slack - 1)
-    reaching = lengths if scaling is None else torch.full_like(lengths, scaling.radius)
-    allowed = _allowed(network, outputs, rounding * (_norms(outputs) + network.lipschitz * reaching)) * _right(outputs, y)
-    allowed = allowed.nan_to_num(0.0, posinf=math.inf)  # ∞ where it is wrong: 0
-    if scaling is not None:
-        outside = chord_radius(allowed, lengths, scaling.radius)
+    right = _right(outputs, y)
+    # Radii of exact arithmetic first: with them it is known how large inputs get, and with that how far rounding leads.
+    exact = _through(network, seen, right, None)
+    return _through(network, seen, right, _largest(seen.entering) + _largest(exact)) * (1 - 1e-12)
+
+
+def _through(network: Network, seen: _Seen, right: torch.Tensor, largest: float | None) -> torch.Tensor:
+    """Radii at the input, from the outputs back; ``largest``: norm of the inputs that rounding is counted for (``None``: exact)."""
+    single = seen.outputs.ndim == 1 or seen.outputs.shape[1] == 1
+    rounded = 0.0 if largest is None else (_AT_BOTH if single else _OF_MARGIN) * network.rest.rounding(largest)
+    allowed = (_allowed(network, seen.outputs, rounded) * right).nan_to_num(0.0, posinf=math.inf)  # ∞ where it is wrong: 0
+    for scaling, lengths in reversed(list(zip(network.scalings, seen.lengths, strict=True))):
+        turned = chord_radius(allowed, lengths, scaling.radius)
         if scaling.ball:
-            stays = torch.where(torch.isinf(outside), math.inf, (lengths - scaling.radius).clamp_min(0.0))
-            allowed = torch.maximum(allowed, torch.minimum(outside, stays))
-        else:
-            allowed = outside
-        allowed = (allowed - rounding * scaling.lipschitz * _norms(x)).clamp_min(0.0)
-        allowed = _ratio(allowed, torch.as_tensor(scaling.lipschitz * network.slack, device=allowed.device))
-    return allowed * (1 - 1e-12)  # for the arithmetic of this function
+            stays = torch.where(torch.isinf(turned), math.inf, (lengths - scaling.radius).clamp_min(0.0))
+            turned = torch.maximum(allowed, torch.minimum(turned, stays))
+        off = 0.0 if largest is None else _AT_BOTH * scaling.front.rounding(largest)
+        constant = torch.as_tensor(scaling.front.lipschitz * network.slack, device=turned.device)
+        allowed = _ratio((turned - off).clamp_min(0.0), constant)
+    return allowed
 
 
 def chord_radius(distance: torch.Tensor, length: torch.Tensor, radius: float) -> torch.Tensor:
@@ -251,14 +282,14 @@ def chord_radius(distance: torch.Tensor, length: torch.Tensor, radius: float) ->
     return torch.where(share >= 1, math.inf, turned)
 
 
-def _allowed(network: Network, outputs: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+def _allowed(network: Network, outputs: torch.Tensor, rounded: float) -> torch.Tensor:
     """How far the input, or what is behind the scaling, may move before a decision changes; ``rounded`` comes off each margin."""
     wide = outputs.double()
     if outputs.ndim == 1 or outputs.shape[1] == 1:
         margins = (wide.reshape(len(wide)).abs() - rounded).clamp_min(0.0)
         return _ratio(margins, torch.as_tensor(network.lipschitz * network.slack, device=wide.device))
     largest, decision = wide.max(dim=1, keepdim=True)
-    margins = (largest - wide - rounded[:, None]).clamp_min(0.0)
+    margins = (largest - wide - rounded).clamp_min(0.0)
     steepness = _pairs(network, wide)[decision[:, 0]] * network.slack
     return _ratio(margins, steepness).scatter(1, decision, math.inf).amin(dim=1)
 

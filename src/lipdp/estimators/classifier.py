@@ -17,7 +17,7 @@ from lipdp.data.images import read_labels
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import PrivateEstimator
 
-__all__ = ["Classifier", "check_lengths", "is_place"]
+__all__ = ["Classifier", "check_lengths", "is_place", "softmax"]
 
 
 class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
@@ -103,6 +103,11 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
         """
         predicted = self.predict(X)
         return float(accuracy_score(read_labels(X) if y is None and is_place(X) else y, predicted, sample_weight=sample_weight))
+
+
+def softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Shares from logits, row by row."""
+    return np.asarray(torch.from_numpy(logits).softmax(1).numpy(), dtype=np.float64)
 
 
 def is_place(given: Any) -> bool:

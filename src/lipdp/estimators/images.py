@@ -30,7 +30,7 @@ from lipdp._checks import choose
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, plan_head
-from lipdp.estimators.classifier import Classifier, is_place
+from lipdp.estimators.classifier import Classifier, is_place, softmax
 from lipdp.estimators.repeats import note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
@@ -200,7 +200,7 @@ class PrivateImageClassifier(Classifier):
 
     def _shares(self, outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The softmax of the logits."""
-        return np.asarray(torch.from_numpy(outputs).softmax(1).numpy(), dtype=np.float64)
+        return softmax(outputs)
 
 
 def _optimizer(model: torch.nn.Module, decided: PrivacyPlan) -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR]:

@@ -13,6 +13,14 @@ limits but what the features can say, and the columns lie beside the random feat
 them). Momentum leaves M as it is (a step's share of it is η/(1 − β)), and is stable for rates 2(1 + β)/(1 − β) = 38 times as large
 as those of plain steps; it is taken where these would be ten times what is stable (2), as clipping and the cosine hold the rest.
 Both are for classes only, which they were found on: a look at a table of numbers said that the columns cost it nine points of R².
+
+Tables of categories, and of many columns: a row of m categories has norm √m whatever it says, so bringing rows to norm 1 takes
+from the weights what the noise does not take from them; and fitting 0 and 1 by squares whose gradients are clipped takes rare
+classes for outliers. A line on the rows as they are, by cross-entropy, every record's gradient clipped to 1, does better on tables
+that the estimators are not judged on (AUROC at ε = 1 / 3, one split: celeba's 39 categories 95.3 / 96.2 against 92.3 / 90.9 by a
+line on the sphere; campaign's 62 columns 83.1 / 85.3 against 81.3 / 80.9; drawn categories 3 points at 400 rows, 1 at 2,000), and
+worse on small tables of few numbers (yeast, skin). Its 200 steps are on a tenth of the records each, at rates that add up to
+3·N/32: thrice what 20 epochs in batches of 64 at a rate of 0.1 add up to.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp import models
+from lipdp import models, nn
 from lipdp._checks import choose
 from lipdp.estimators.base import Choice
 from lipdp.estimators.schema import Categorical, Schema
@@ -33,7 +41,9 @@ __all__ = ["METHODS", "Method", "choose_method", "make_model", "make_optimizer"]
 Method = Literal["auto", "linear", "kernel", "network", "clipping"]
 METHODS = ("linear", "kernel", "network", "clipping")
 
-_NOISE = {"linear": 0.1, "kernel": 0.1, "network": 0.3, "clipping": 0.3}  # κ
+_NOISE = {"linear": 0.1, "kernel": 0.1, "network": 0.3}  # κ
+_CLIPPED = {"steps": 200, "clip": 1.0, "share": 0.1, "reach": 3 / 32}  # of "clipping": share of the records in a step; Σ rates ÷ N
+_WIDE = 40  # columns: more, and a kernel sees all rows at about the same distance
 _STEPS, _CLIP, _FEATURES, _HIDDEN, _MOMENTUM = 100, 0.3, 1000, 64, 0.9
 _FEW, _MANY = 100, 1000  # records times ε per output: below, curved boundaries are noise; from there on, features are what limits
 _UNSTABLE = 20.0  # rate of plain steps, on the mean gradient
@@ -43,7 +53,8 @@ def choose_method(given: str, *, records: int, outputs: int, epsilon: float, sch
     """The method and its settings, from public numbers alone.
 
     Categories: a kernel of width s sees two rows that differ in m of many categorical columns at a distance of √(2m), so nearly all
-    rows are equally far from each other, and nothing carries over from one to the next. A line has a weight for each category.
+    rows are equally far from each other, and nothing carries over from one to the next; the same goes for many columns of
+    numbers. A line has a weight for each of them.
 
     Args:
         given: "auto", or the method that the user wants.
@@ -54,23 +65,27 @@ def choose_method(given: str, *, records: int, outputs: int, epsilon: float, sch
     """
     wanted = choose("method", given, ("auto", *METHODS))
     each = records * epsilon / max(1, outputs)
-    settings = {"steps": _STEPS, "clip": _CLIP, "large": outputs > 1 and each >= _MANY}
+    settings = {"steps": _STEPS, "clip": _CLIP, "share": 1.0, "large": outputs > 1 and each >= _MANY}
+    clipped = {**settings, **_CLIPPED}
     if wanted != "auto":
-        return Choice(wanted, "as asked for", settings)
+        return Choice(wanted, "as asked for", clipped if wanted == "clipping" else settings)
+    categories = sum(isinstance(column, Categorical) for column in schema.columns)
+    if outputs > 1 and (2 * categories > len(schema.columns) or len(schema.columns) > _WIDE):
+        what = f"{categories} of the {len(schema.columns)} columns are categories"
+        return Choice(
+            "clipping",
+            f"{what if 2 * categories > len(schema.columns) else f'{len(schema.columns)} columns are many'}: a weight for each of "
+            "them says more than a kernel, to which all rows are about equally far apart",
+            clipped,
+        )
     if each < _FEW:
         return Choice(
             "linear",
             f"N·ε per output is {each:.3g}, below {_FEW}: too little for curved boundaries, a line is what can be learned",
             settings,
         )
-    categories = sum(isinstance(column, Categorical) for column in schema.columns)
     if 2 * categories > len(schema.columns):
-        return Choice(
-            "linear",
-            f"{categories} of the {len(schema.columns)} columns are categories: a weight for each of them says more than a kernel, "
-            "to which all rows are about equally far apart",
-            settings,
-        )
+        return Choice("linear", f"{categories} of the {len(schema.columns)} columns are categories: a weight for each", settings)
     return Choice(
         "kernel",
         f"N·ε per output is {each:.3g}, at least {_FEW}: fixed public random features"
@@ -82,11 +97,16 @@ def choose_method(given: str, *, records: int, outputs: int, epsilon: float, sch
 def make_model(choice: Choice, schema: Schema, outputs: int) -> torch.nn.Module:
     """The network of a method: fixed public features of a row, and a head whose gradients are bounded, by proof or by clipping."""
     clip = choice.settings["clip"]
-    options: dict[str, Any] = {"radius": schema.radius, "clip": None if choice.method == "clipping" else clip}
+    if choice.method == "clipping":
+        line = torch.nn.Linear(schema.width, outputs)
+        torch.nn.init.zeros_(line.weight)
+        torch.nn.init.zeros_(line.bias)
+        return nn.Sequential(nn.BoundedInput((schema.width,), norm=schema.radius), line)
+    options: dict[str, Any] = {"radius": schema.radius, "clip": clip}
     if choice.method == "kernel":
         options |= {"fourier": _FEATURES, "scale": kernel_width(schema), "line": choice.settings["large"]}
-    elif choice.method in ("network", "clipping"):
-        options |= {"hidden": (_HIDDEN,), "hidden_clip": None if choice.method == "clipping" else clip}
+    elif choice.method == "network":
+        options |= {"hidden": (_HIDDEN,), "hidden_clip": clip}
     return models.create("tabular", input_shape=(schema.width,), classes=outputs, **options)
 
 
@@ -97,8 +117,13 @@ def kernel_width(schema: Schema) -> float:
 
 def make_optimizer(
     choice: Choice, model: torch.nn.Module, plan: PrivacyPlan
-) -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.CosineAnnealingLR]:
-    """SGD along half a cosine, whose rates, with what momentum makes of them, add up to κ·N/σ₁ in units of Δ/N."""
+) -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.LRScheduler | None]:
+    """SGD along half a cosine, whose rates, with what momentum makes of them, add up to κ·N/σ₁ in units of Δ/N.
+
+    For "clipping", at one rate for all steps.
+    """
+    if choice.method == "clipping":
+        return torch.optim.SGD(model.parameters(), lr=choice.settings["reach"] * plan.dataset_size / plan.steps), None
     single = plan.noise_multiplier / math.sqrt(plan.steps)
     reach = _NOISE[choice.method] * plan.dataset_size / single
     rate = 2 * reach / plan.steps  # half a cosine adds up to half of its start

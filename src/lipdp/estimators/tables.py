@@ -17,7 +17,7 @@ from lipdp import losses
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, PrivateEstimator, plan_head
-from lipdp.estimators.classifier import Classifier, check_lengths
+from lipdp.estimators.classifier import Classifier, check_lengths, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
@@ -96,7 +96,7 @@ class _PrivateTable(PrivateEstimator):
         return known, unknown
 
     def _prepare(
-        self, rows: Any, columns: dict[Hashable, Any], known: dict[Hashable, Column], outputs: int, loss: losses.Loss, *, found: int
+        self, rows: Any, columns: dict[Hashable, Any], known: dict[Hashable, Column], outputs: int, *, found: int
     ) -> _Ready:
         """Model, loss and plan from public numbers; what is wrong with them, or too much for the account, is said before anything
         is spent.
@@ -114,10 +114,15 @@ class _PrivateTable(PrivateEstimator):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = make_model(self.choice_, shape, outputs)
+        loss = self._loss()
         decided = self._plan(model, loss, len(rows), left, delta)
         self._check_account([*([Pure(spent, _ADJACENCY)] if spent else []), decided.run])
         note_rows(rows, float(self.epsilon), delta, self._account_path)
         return _Ready(model, loss, decided, seed, spent)
+
+    def _loss(self) -> losses.Loss:
+        """What the outputs are fitted by; the method is known by now."""
+        raise NotImplementedError
 
     def _plan(self, model: torch.nn.Module, loss: losses.Loss, records: int, epsilon: float, delta: float) -> PrivacyPlan:
         clips = self.choice_.method == "clipping"
@@ -125,7 +130,7 @@ class _PrivateTable(PrivateEstimator):
             model,
             loss,
             dataset_size=records,
-            batch_size=records,
+            batch_size=max(1, round(self.choice_.settings["share"] * records)),
             epsilon=epsilon,
             delta=delta,
             steps=self.choice_.settings["steps"],
@@ -190,7 +195,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
             ``[categories]``); a list of them; or one for all.
         classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
         method: "linear" (a line on the scaled columns), "kernel" (on fixed random features beside them), "network" (a hidden layer
-            between boundaries), "clipping" (the same, without boundaries, every record's gradient clipped), for images "features"
+            between boundaries), "clipping" (a line on the columns, every record's gradient clipped), for images "features"
             (fixed public ones, and a private linear head); "auto" chooses.
         ranges_share: share of ε for ranges, where some column has none.
         random_state: of the initial weights. Noise does not follow from it.
@@ -253,7 +258,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
         columns, rows = self._read(X, first=True)
         labels, codes = self._labels(y, len(rows))
         known, unknown = self._schema(columns)
-        ready = self._prepare(rows, columns, known, len(labels), losses.Squares(), found=len(unknown))
+        ready = self._prepare(rows, columns, known, len(labels), found=len(unknown))
         ranges = self._ranges({name: columns[name] for name in unknown}, ready)
         self.classes_ = labels
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
@@ -286,11 +291,13 @@ class PrivateClassifier(Classifier, _PrivateTable):
         by_images = getattr(self, "images_", None)
         return super()._outputs(X) if by_images is None else np.asarray(by_images._outputs(X))
 
+    def _loss(self) -> losses.Loss:
+        return losses.CrossEntropy() if self.choice_.method == "clipping" else losses.Squares()
+
     def _shares(self, outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """A table's outputs are fitted to the indicators of the classes, less their mean; those of images are logits."""
-        by_images = getattr(self, "images_", None)
-        if by_images is not None:
-            return np.asarray(by_images._shares(outputs))
+        """Outputs are logits, or are fitted to the indicators of the classes, less their mean."""
+        if self.choice_.method in ("features", "clipping"):
+            return softmax(outputs)
         shares = np.maximum(outputs + 1 / outputs.shape[1], 1e-6)
         return np.asarray(shares / shares.sum(axis=1, keepdims=True), dtype=np.float64)
 
@@ -367,7 +374,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         known, unknown = self._schema(columns)
         given = None if self.target is None else _target(self.target)
         without = {name: columns[name] for name in unknown}
-        ready = self._prepare(rows, columns, known, 1, losses.Huber(delta=1.0), found=len(without) + (given is None))
+        ready = self._prepare(rows, columns, known, 1, found=len(without) + (given is None))
         # Half for the target, where columns have to be found too: everything that is predicted is scaled by it.
         share = 1.0 if given is not None else 0.5
         ranges = self._ranges(without, ready, share)
@@ -379,6 +386,9 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         )
         self._run(ready, columns, self.target_.encode("y", values).astype(np.float32))
         return self
+
+    def _loss(self) -> losses.Loss:
+        return losses.Huber(delta=1.0)
 
     def _values(self, y: Any, rows: int) -> npt.NDArray[np.float64]:
         if y is None:
