@@ -211,12 +211,12 @@ def present_ranks() -> Ranks:
 
 def check_unwrapped(model: torch.nn.Module) -> None:
     """Refuse wrappers that change gradients behind the engine's back."""
-    if any(kind.__name__ == "DTensor" for p in model.parameters() for kind in type(p).__mro__):
+    sharded = any(kind.__name__ == "DTensor" for p in model.parameters() for kind in type(p).__mro__)
+    if sharded and not any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         raise UnsupportedError(
-            "the model's parameters are sharded (fully_shard, tensor parallel): its layers then hold parts of their weights, for "
-            "which neither proofs of a layer's bound nor projections hold, and hooks gather the rest while it runs, which the "
-            "engine refuses as it would any hook. Pass the model as it was before, on every rank: data parallel keeps a copy of "
-            "it on each."
+            "the model's parameters are divided among ranks, and not by fully_shard(model) (tensor parallel, or only some of its "
+            "layers): the engine computes with a whole copy of the model, and knows how to make one of what fully_shard has "
+            "divided. Pass the model as it was before, on every rank; or fully_shard the model itself, too."
         )
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     if {"DistributedDataParallel", "DataParallel"} & kinds:

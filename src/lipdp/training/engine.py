@@ -43,6 +43,7 @@ from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
+from lipdp.training.shards import Shards
 from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, try_optimizer
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
@@ -126,6 +127,8 @@ class PrivacyEngine:
     ) -> None:
         self._ranks = present_ranks()
         check_unwrapped(model)
+        self._shards = Shards(model)
+        model = self._shards.model
         account = RunAccount(self._ranks.by_first(lambda: open_budget(budget)))
         if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
             raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
@@ -149,7 +152,7 @@ class PrivacyEngine:
             adjacency=plan.adjacency,
         )
         self._check_plan()
-        check_optimizer(optimizer, model)
+        check_optimizer(optimizer, self._shards.given)
         secret = self._ranks.shared(secret_of(seed, reproducible))
         if device is not None:
             model.to(_known_device(device))
@@ -162,8 +165,9 @@ class PrivacyEngine:
         if isinstance(self.loss, torch.nn.Module):
             self.loss.to(self.device)
         project_(model)
+        self._shards.scatter()
         self._apply_clips()
-        self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
+        self.average = make_average(self._shards.parameters, plan.steps, ema_decay, tail_average)
         if self._ranks.grouped:
             parts = parts_of_run(secret, plan, model, self.loss, optimizer, augmentation)
             settings = [reproducible, microbatch_size, ema_decay, tail_average, bool(public), budget is None]
@@ -182,7 +186,7 @@ class PrivacyEngine:
         self._clipped_share: float | None = None
         self._account, self._paid = account, budget is not None
         self._data: tuple[str, ...] = ()  # what the data are known by, until the next release
-        self._held = Held(iter(self._parameters.values()), optimizer)
+        self._held = Held(iter([*self._parameters.values(), *self._shards.parameters.values()]), optimizer)
         weakref.finalize(self, account.abandon)
         self._watch.remember()
 
@@ -310,6 +314,7 @@ class PrivacyEngine:
         dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
         claim_batch((inputs, targets), self._account.nonce)
         self._watch.restore_modes()
+        self._shards.gather()
         number = self.steps
         batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
         asked = self._ask(batch)
@@ -324,13 +329,14 @@ class PrivacyEngine:
         self._watch.forget()  # until the projection is done, in case something below fails
         means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
         gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
-        for name, parameter in trained.items():
-            parameter.grad = gradients[name].to(parameter.dtype)
+        self._shards.set_gradients({name: gradients[name] for name in trained})
         self._held.hold()
         with self._held.stepping():
             self.optimizer.step()
         self._drop_gradients()
+        self._shards.gather()
         self._project()
+        self._shards.scatter()
         if self.plan.clips:
             self._apply_clips()
             self._watch.remember()
@@ -338,7 +344,7 @@ class PrivacyEngine:
             self._watch.remember_values(self._project.words)
         self._streams.step_done(self._values)
         if self.average is not None:
-            self.average.update(self._parameters)
+            self.average.update(self._shards.parameters)
 
     def _check_inputs(self, inputs: Any) -> None:
         """Refuse several inputs where there is a proof: it is of a program of one."""
@@ -360,6 +366,7 @@ class PrivacyEngine:
         """The model is not the one that was proved: analyse and project it as it is now."""
         self._check_plan()
         project_(self.model)
+        self._shards.scatter()
         self._watch.remember()
         self._values = [*self.model.parameters(), *self.model.buffers()]
         self._constants = Constants(self.model)
@@ -623,15 +630,19 @@ class PrivacyEngine:
         if self.average is None or self.steps == 0:
             yield self.model
             return
-        with self.average.applied_to(self._parameters):
+        with self.average.applied_to(self._shards.parameters):
+            self._shards.gather()
             project_trained(self.model)
             yield self.model
+        self._shards.gather()
 
     def use_average(self) -> None:
         """Replace the weights by their average for good (at the end of a run)."""
         if self.average is not None and self.steps > 0:
-            self.average.copy_to(self._parameters)
+            self.average.copy_to(self._shards.parameters)
+            self._shards.gather()
             project_trained(self.model)
+            self._shards.scatter()
 
     # ------------------------------------------------------------------ state
 
