@@ -7,7 +7,18 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["HALF", "accumulators", "arithmetic", "gamma", "keep_freed_memory", "no_autocast", "seed_torch", "unit_roundoff", "wide"]
+__all__ = [
+    "HALF",
+    "accumulators",
+    "arithmetic",
+    "gamma",
+    "keep_freed_memory",
+    "no_autocast",
+    "seed_torch",
+    "unit_roundoff",
+    "whole_tensor",
+    "wide",
+]
 
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
@@ -32,6 +43,13 @@ def gamma(terms: float, dtype: torch.dtype) -> float:
 def wide(tensor: torch.Tensor) -> torch.dtype:
     """What long sums of this tensor's entries are accumulated in."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that is divided among ranks (all of which have to ask for it); any other as it is. Detached."""
+    given = tensor.detach()
+    whole: torch.Tensor = given.full_tensor() if hasattr(given, "full_tensor") else given
+    return whole
 
 
 @contextmanager
