@@ -266,6 +266,7 @@ def take_back(state: dict[str, Any], folder: Path, places: Places | None, *, tog
     ``together``: all ranks of the group read.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     tensors: dict[str, torch.Tensor] = {}
 
@@ -282,7 +283,7 @@ def take_back(state: dict[str, Any], folder: Path, places: Places | None, *, tog
     whole_state: dict[str, Any] = _mapped(back, state)
     try:
         dcp.load(dict(tensors), storage_reader=_plain_reader(folder), no_dist=not together)
-    except Exception as error:  # of a damaged or foreign folder nearly anything
+    except (Exception, CheckpointException) as error:  # of a damaged or foreign folder nearly anything
         raise CheckpointError(f"the folder '{folder.name}' beside the checkpoint can't be read: {error!r}") from error
     return whole_state
 
