@@ -310,3 +310,25 @@ def paid(folder):
     found = fitted(folder, private=True, budget=f"{folder}/budget", stop=4)
     again = _refusal(lambda: fitted(folder, private=True))
     return found[1], again
+
+
+def under_an_accelerator():
+    """The processes are Accelerate's to name; the loop is ours, on the model as it is. What ``prepare`` wraps is refused."""
+    import accelerate
+
+    rank, count = dist.get_rank(), dist.get_world_size()
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(count),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = small()
+    plan = planned(model, LOSS, steps=3)
+    wrapped = _refusal(lambda: engine_of(accelerator.prepare(small()), plan, loss=LOSS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    history = lipdp.fit(model, LOSS, optimizer, plan, toy(), seed=3, reproducible=True, microbatch_size=8)
+    return accelerator.num_processes, accelerator.is_main_process, wrapped, weights(model), history.epsilon
