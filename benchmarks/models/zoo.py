@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -313,6 +316,62 @@ _peft("BertForSequenceClassification", "LoraConfig", r=2, target_modules=["query
 _peft("LlamaForCausalLM", "IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
 _peft("T5ForConditionalGeneration", "LoraConfig", r=2, target_modules=["q", "v"])
 _peft("ViTForImageClassification", "LoraConfig", r=2, target_modules=["q_proj", "v_proj"])
+
+
+def _timm(name: str, **settings: Any) -> None:
+    def make(batch: int) -> Made:
+        from timm import models
+
+        model = getattr(models, name)(num_classes=CLASSES, **settings)
+        return Made(model, {"x": pixels(batch)["pixel_values"]}, classes(batch), cross_entropy)
+
+    _add(f"timm {name}", "timm", make)
+
+
+def _without_torchvision() -> None:
+    """timm imports torchvision for reading pictures; its models need none of it. Where it is missing, empty names will do."""
+    import sys
+    from types import ModuleType
+
+    class Names(type):
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Names(name, (torch.nn.Module,), {})
+
+    class Empty(ModuleType):
+        __path__: list[str] = []  # noqa: RUF012
+        __all__: list[str] = []  # noqa: RUF012
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Names(name, (torch.nn.Module,), {})
+
+    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+            return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] == "torchvision" else None
+
+        def create_module(self, spec: Any) -> ModuleType:
+            return Empty(spec.name)
+
+        def exec_module(self, module: ModuleType) -> None:
+            pass
+
+    sys.meta_path.append(Finder())
+
+
+if importlib.util.find_spec("timm"):  # it brings torchvision, which is no dependency of the tests: used where it is installed
+    if not importlib.util.find_spec("torchvision"):
+        _without_torchvision()
+    _patches = {"img_size": 32, "patch_size": 8, "embed_dim": 16}
+    for encoder in ("VisionTransformer", "VisionTransformerDistilled", "Beit", "Eva", "Cait"):
+        _timm(encoder, **_patches, depth=2, num_heads=2)
+    _timm("MlpMixer", **_patches, num_blocks=2)
+    _timm("SwinTransformer", img_size=32, patch_size=4, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4)
+    _timm("ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 16, 16, 16))
+    _timm("MetaFormer", depths=(1, 1), dims=(8, 16))
+    _timm("EdgeNeXt", dims=(8, 16, 16, 16), depths=(1, 1, 1, 1), heads=(2, 2, 2, 2), d2_scales=(2, 2, 2, 2))
 
 
 def build(case: Case, batch: int = 4) -> Made:

@@ -25,6 +25,7 @@ __all__ = [
     "no_autocast",
     "seed_torch",
     "unit_roundoff",
+    "whole_tensor",
     "wide",
 ]
 
@@ -51,6 +52,13 @@ def gamma(terms: float, dtype: torch.dtype) -> float:
 def wide(tensor: torch.Tensor) -> torch.dtype:
     """What long sums of this tensor's entries are accumulated in."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that is divided among ranks (all of which have to ask for it); any other as it is. Detached."""
+    given = tensor.detach()
+    whole: torch.Tensor = given.full_tensor() if hasattr(given, "full_tensor") else given
+    return whole
 
 
 @contextmanager

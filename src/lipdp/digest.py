@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
+from lipdp._numerics import whole_tensor
+
 __all__ = ["Tag", "content_digest", "keyed_words", "tensor_words"]
 
 _CHUNK = 1 << 26  # bytes handed to the hash at once
@@ -78,7 +80,7 @@ def _head(kind: str, size: str) -> bytes:
 def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.layout != torch.strided:
         tensor = tensor.detach().to_dense()
-    flat = _words(tensor.detach().to("cpu"))
+    flat = _words(whole_tensor(tensor).to("cpu"))
     step = _CHUNK // flat.element_size()
     for start in range(0, flat.numel(), step):
         yield memoryview(flat[start : start + step].numpy()).cast("B")  # type: ignore[arg-type]

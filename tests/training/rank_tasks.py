@@ -6,13 +6,17 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import losses, nn
+from lipdp._numerics import whole_tensor
 from lipdp.data import RandomCrop
 from lipdp.errors import UnsupportedError
 from lipdp.privacy import AdaptiveClip, Budget
+from lipdp.training.shards import local
 from tests.training.common import Spy, engine_of, free, planned, small, toy, weights
 
 SLOW = bool(os.environ.get("LIPDP_SLOW"))
@@ -39,10 +43,25 @@ CASES = {
 }
 
 
-def _trained(case, rows, private):
+def divide(model):
+    """Every layer, and the rest of the model: what is left to each rank is a part of the rows of each weight."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def undivided(model):
+    return {name: whole_tensor(p).clone() for name, p in model.named_parameters()}
+
+
+def _trained(case, rows, private, divided=False):
     build, settings = CASES[case]
     model = build()
     plan = planned(model, LOSS, steps=STEPS, **settings)
+    if divided:
+        divide(model)
     if private:
         _know_the_secret()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -64,6 +83,22 @@ def some_cases(cases, rows, private):
     return {case: weights(_trained(case, rows, private=private).model) for case in cases}
 
 
+def divided_cases(cases, rows, private):
+    """Trained with the weights divided; what the user's model holds afterwards, gathered, and how much of it is this rank's."""
+    found = {}
+    for case in cases:
+        engine = _trained(case, rows, private, divided=True)
+        given = engine._shards.given
+        found[case] = undivided(given)
+        assert all(torch.equal(p, found[case][name]) for name, p in engine.model.named_parameters())
+        own = sum(local(p).numel() for p in given.parameters())
+        found[f"{case}: share"] = own / sum(p.numel() for p in given.parameters())
+        kept = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
+        assert kept
+        assert all(local(t).numel() < t.numel() or t.numel() < dist.get_world_size() for t in kept if dist.get_world_size() > 1)
+    return found
+
+
 def crops():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(32, 3))
@@ -81,14 +116,16 @@ def some_cases_and_crops(cases):
     return {**some_cases(cases, 8, True), "crops": crops()}
 
 
-def noise_of_empty_batches():
-    """Gradients of steps without records: noise alone, on every rank; of a private run."""
+def noise_of_empty_batches(divided):
+    """Gradients of steps without records: noise alone, on every rank; of a private run. Of a divided model, gathered."""
     model = free(width=64)
     plan = planned(model, LOSS, steps=6, method="bookkeeping", max_grad_norm=0.5, noise_multiplier=2.0)
+    if divided:
+        divide(model)
     engine = engine_of(model, plan, Spy(model), LOSS, seed=None)
     for _ in range(plan.steps):
         engine.step(torch.empty(0, 6), torch.empty(0, dtype=torch.long))
-    seen = [torch.cat([g.reshape(-1) for g in step.values()]) for step in engine.optimizer.seen]
+    seen = [torch.cat([whole_tensor(g).reshape(-1) for g in step.values()]) for step in engine.optimizer.seen]
     return torch.stack(seen), next(iter(plan.noise_stds.values())) / plan.batch_size
 
 
@@ -146,11 +183,24 @@ def disagreements(folder):
     found["alone steps"] = alone.steps
     wrapped = torch.nn.parallel.DistributedDataParallel(small())
     found["wrapped"] = _refusal(lambda: engine_of(wrapped, plan, loss=LOSS))
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
-
-    sharded = fully_shard(free(), mesh=init_device_mesh("cpu", (2,)))
-    found["sharded"] = _refusal(lambda: engine_of(sharded, plan, loss=LOSS))
+    mesh = init_device_mesh("cpu", (2,))
+    partly = small()
+    fully_shard(partly[1], mesh=mesh)
+    found["partly"] = _refusal(lambda: engine_of(partly, plan, loss=LOSS))
+    mixed = fully_shard(small(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found["policy"] = _refusal(lambda: engine_of(mixed, plan, loss=LOSS))
+    odd = {"microbatch_size": -1} if rank == 1 else {}
+    found["own argument"] = _refusal(lambda: engine_of(small(), plan, loss=LOSS, **odd))
+    hooked = small()
+    if rank == 1:
+        hooked[1].register_forward_hook(lambda *_: None)
+    found["own hook"] = _refusal(lambda: engine_of(hooked, plan, loss=LOSS))
+    records = toy()
+    if rank == 1:
+        records.tensors[0][7] = float("nan")
+    optimizer = torch.optim.SGD(hooked.parameters(), lr=0.1)
+    found["own data"] = _refusal(lambda: lipdp.fit(hooked, LOSS, optimizer, plan, records))
+    found["own batch"] = _refusal(lambda: alone.step(torch.randn(3, 6 + rank), torch.zeros(3, dtype=torch.long)))
     file = f"{folder}/budget"
     Budget(file, epsilon=0.1, delta=1e-4, dataset="toy") if rank == 0 else None
     poor = engine_of(small(), plan, loss=LOSS, budget=file)
@@ -168,9 +218,11 @@ class _Leave(lipdp.training.Callback):
             run.stop = True
 
 
-def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=None, rows=8):
+def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=None, rows=8, divided=False):
     model = free()
     plan = planned(model, LOSS, steps=8, method="bookkeeping", max_grad_norm=0.5)
+    if divided:
+        divide(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     if private:
@@ -196,7 +248,42 @@ def fitted(folder, *, private, dies_at=None, budget=None, resume=False, stop=Non
         budget=budget,
         callbacks=[] if stop is None else [_Leave(stop)],
     )
-    return weights(model), history.epsilon, history.metrics
+    return undivided(model), history.epsilon, history.metrics
+
+
+def written_to():
+    """A divided model that somebody writes to between two steps, runs, and tries to step past the engine."""
+    model = small()
+    plan = planned(model, LOSS, steps=4)
+    divide(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model, plan, optimizer, LOSS)
+    batches = engine.batches(toy())
+    engine.step(*next(batches))
+    with torch.no_grad():
+        local(model[1].weight).mul_(50.0)  # far out of its set
+    found = {"outside": float(torch.linalg.matrix_norm(whole_tensor(model[1].weight), 2))}
+    engine.step(*next(batches))
+    found["inside"] = float(torch.linalg.matrix_norm(whole_tensor(model[1].weight), 2))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    found["same function"] = torch.equal(model(x), engine.model(x))  # which leaves its outer unit gathered
+    engine.step(*next(batches))
+    found["past"] = _refusal(optimizer.step)
+    state = engine.state_dict()
+    engine.step(*next(batches))
+    ahead = undivided(model)
+    engine.load_state_dict(state)
+    found["back"] = engine.steps
+    state["steps"] = 0
+    found["changed"] = _refusal(lambda: engine.load_state_dict(state))
+    found["moved"] = _apart(ahead, undivided(model))
+    found["rate"] = lipdp.suggest_optimizer(model, plan)[0].param_groups[0]["lr"]
+    found["rate of whole"] = lipdp.suggest_optimizer(engine.model, plan)[0].param_groups[0]["lr"]
+    return found
+
+
+def _apart(a, b):
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def _die_at(step):
@@ -223,3 +310,25 @@ def paid(folder):
     found = fitted(folder, private=True, budget=f"{folder}/budget", stop=4)
     again = _refusal(lambda: fitted(folder, private=True))
     return found[1], again
+
+
+def under_an_accelerator():
+    """The processes are Accelerate's to name; the loop is ours, on the model as it is. What ``prepare`` wraps is refused."""
+    import accelerate
+
+    rank, count = dist.get_rank(), dist.get_world_size()
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(count),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = small()
+    plan = planned(model, LOSS, steps=3)
+    wrapped = _refusal(lambda: engine_of(accelerator.prepare(small()), plan, loss=LOSS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    history = lipdp.fit(model, LOSS, optimizer, plan, toy(), seed=3, reproducible=True, microbatch_size=8)
+    return accelerator.num_processes, accelerator.is_main_process, wrapped, weights(model), history.epsilon

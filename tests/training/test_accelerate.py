@@ -9,6 +9,8 @@ import lipdp
 from lipdp import losses
 from lipdp.errors import ConfigurationError
 from tests.training.common import planned, same, small, toy, weights
+from tests.training.rank_tasks import under_an_accelerator
+from tests.training.ranks import results
 
 accelerate = pytest.importorskip("accelerate")
 LOSS = losses.CrossEntropy(tau=4.0)
@@ -42,3 +44,16 @@ def test_a_step_of_its_own_is_refused():
         prepared.step()
     assert same(weights(model), before)
     engine.close()
+
+
+def test_its_processes_train_together():
+    found = results(2, under_an_accelerator)
+    alone = _trained(small())
+    for rank, (processes, is_main, wrapped, trained, epsilon) in enumerate(found):
+        assert processes == 2
+        assert is_main == (rank == 0)
+        assert wrapped[0] == "UnsupportedError"
+        assert "wrapped.module" in wrapped[1]
+        assert same(trained, found[0][3])
+        assert max(float((trained[name] - value).abs().max()) for name, value in alone[0].items()) < 1e-5
+        assert epsilon == alone[1]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import pickle
+import shutil
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.privacy import Budget
 from lipdp.privacy.noise import grid
 from lipdp.training.checkpoint import load_checkpoint
+from lipdp.training.shards import shards_of_file, take_back
 from lipdp.training.totals import carried, check_range, exact, floating, unit_of
 from tests.training.common import engine_of, planned, small, toy, weights
 from tests.training.rank_tasks import (
@@ -21,11 +25,13 @@ from tests.training.rank_tasks import (
     LOSS,
     SLOW,
     disagreements,
+    divided_cases,
     fitted_in,
     noise_of_empty_batches,
     paid,
     some_cases,
     some_cases_and_crops,
+    written_to,
 )
 from tests.training.ranks import results, run_ranks
 
@@ -59,12 +65,45 @@ def test_a_private_run_is_the_same_to_the_bit_on_any_number_of_ranks():
         assert all(_difference(found[case], one[0][case]) == 0 for case in found)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_divided_models_train_what_one_process_does(count):
+    """fully_shard: each rank keeps a part of the weights and of the optimiser's state, and the result is that of one process."""
+    cases = ["clipless", "bookkeeping", "mixed"]
+    alone, found = some_cases(cases, None, False), results(count, divided_cases, cases, None, False)
+    for case in cases:
+        assert all(_difference(found[0][case], other[case]) == 0 for other in found)
+        assert _difference(alone[case], found[0][case]) < 1e-5, case
+        assert _difference(alone[case], weights(CASES[case][0]())) > 0.05, "nothing was trained"
+        assert sum(each[f"{case}: share"] for each in found) == pytest.approx(1)
+
+
+def test_a_divided_private_run_is_the_whole_one_to_the_bit():
+    cases = ["clipless with dropout", "bookkeeping, adaptive"]
+    one, divided = results(1, some_cases, cases, 8, True), results(3, divided_cases, cases, 8, True)
+    for case in cases:
+        assert all(_difference(found[case], one[0][case]) == 0 for found in divided)
+
+
+def test_a_divided_model_is_watched():
+    for found in results(2, written_to):
+        assert found["outside"] > 10
+        assert found["inside"] <= 1 + 1e-6, "it was projected before the next step computed anything"
+        assert found["same function"]
+        assert found["past"][0] == "ConfigurationError"
+        assert "has no noise" in found["past"][1]
+        assert found["back"] == 3
+        assert found["changed"][0] == "CheckpointError"
+        assert found["moved"] > 0
+        assert found["rate"] == pytest.approx(found["rate of whole"], rel=1e-12)
+
+
 # --- noise -------------------------------------------------------------------------------------------------------------
 
 
-def test_noise_is_added_once_in_total():
+@pytest.mark.parametrize("divided", [False, True])
+def test_noise_is_added_once_in_total(divided):
     """Not once a rank: its variance is the plan's, not 3 times that, nor a third; and all ranks have drawn the same."""
-    found = results(3, noise_of_empty_batches)
+    found = results(3, noise_of_empty_batches, divided)
     (drawn, std), others = found[0], found[1:]
     assert all(torch.equal(drawn, other) for other, _ in others)
     share = float(drawn.double().var()) / std**2
@@ -90,8 +129,13 @@ def test_ranks_that_were_given_different_things_are_refused(tmp_path):
         assert found["alone"][0] == "UnsupportedError"  # on both, though only the second has refused
         assert "something of this rank's own" in messages["alone"]
         assert "a disk is gone" in messages["unread"]
-        assert found["wrapped"][0] == found["sharded"][0] == "UnsupportedError"
-        assert "data parallel keeps a copy" in messages["sharded"]
+        assert found["wrapped"][0] == found["partly"][0] == found["policy"][0] == "UnsupportedError"
+        assert "fully_shard the model itself, too" in messages["partly"]
+        assert "MixedPrecisionPolicy" in messages["policy"]
+        assert "microbatch_size must be" in messages["own argument"]
+        assert "has hooks" in messages["own hook"]
+        assert "record 7" in messages["own data"]
+        assert "shape" in messages["own batch"]
         assert found["budget"][0] == "BudgetError"  # on both, though only the first has asked
         assert found["released"] == 0
 
@@ -121,6 +165,53 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_another_number(tmp_path, priv
     for found in results(3, fitted_in, {"folder": str(folders[1]), "private": private, "resume": True}):
         assert _difference(found[0], whole[0]) == 0
         assert found[1:] == whole[1:]
+
+
+def test_a_divided_run_goes_on_with_another_number(tmp_path):
+    """The checkpoint is of torch.distributed.checkpoint; who reads it may be divided otherwise, or not at all."""
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole = results(1, fitted_in, {"folder": str(folders[0]), "private": True})[0]
+    outcomes = run_ranks(2, fitted_in, {"folder": str(folders[1]), "private": True, "dies_at": 5, "divided": True})
+    assert outcomes[1] == ("gone", None)
+    assert outcomes[0][0] == "error"
+    assert len(list(folders[1].glob("run.shards-*/*.distcp"))) == 4, "two ranks, two checkpoints"
+    for count, divided in ((3, True), (2, False), (1, True)):
+        folder = shutil.copytree(folders[1], tmp_path / f"{count} {divided}")
+        for found in results(count, fitted_in, {"folder": str(folder), "private": True, "resume": True, "divided": divided}):
+            assert _difference(found[0], whole[0]) == 0
+            assert found[1:] == whole[1:]
+        assert len(list(folder.glob("run.shards-*"))) == (2 if divided else 0)
+
+
+def test_files_of_shards_run_no_code(tmp_path):
+    """Metadata of torch.distributed.checkpoint are a pickle: of it nothing is read but what describes tensors."""
+    run_ranks(2, fitted_in, {"folder": str(tmp_path), "private": True, "dies_at": 5, "divided": True})
+    state = load_checkpoint(tmp_path / "run", torch.device("cpu"))
+    folder = tmp_path / state["shards"]
+
+    def read():
+        return take_back(state["engine"], folder, None, together=False)
+
+    assert read()["model"]["1.weight"].shape == (16, 6)
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "executed",)
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps([metadata, Evil()]))
+    with pytest.raises(CheckpointError, match="describes no tensor"):
+        read()
+    assert not (tmp_path / "executed").exists()
+    index = next(iter(metadata.storage_data))
+    object.__setattr__(metadata.storage_data[index], "relative_path", "../run")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="files elsewhere"):
+        read()
+    with pytest.raises(CheckpointError, match="no folder of its own"):
+        shards_of_file({"shards": "../x.shards-1"}, tmp_path / "run")
 
 
 def test_a_rank_is_killed_in_the_first_step(tmp_path):
@@ -155,7 +246,7 @@ def test_exact_sums_are_the_sums():
         pair = torch.zeros(2, 4, dtype=torch.int64)
         for value in values[order]:
             pair += exact(value, unit)
-        found = carried(pair)
+        found = carried(pair.clone())
         assert int(found[1].abs().max()) <= 2**47
         for column in range(4):
             true = sum((Fraction(float(v)) for v in values[:, column]), Fraction(0))

@@ -19,6 +19,7 @@ import warnings
 import torch
 
 from lipdp._checks import is_number, positive
+from lipdp._numerics import whole_tensor
 from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.planning.plan import PrivacyPlan
 
@@ -91,7 +92,7 @@ def _noise_of_unit_rate(model: torch.nn.Module, plan: PrivacyPlan, momentum: flo
         raise ConfigurationError(
             f"the plan was made for another model: the trainable parameters differ in {different}. Make a plan for this one."
         )
-    lengths = {name: float(torch.linalg.vector_norm(p.double())) for name, p in trained.items()}
+    lengths = {name: float(torch.linalg.vector_norm(whole_tensor(p).double())) for name, p in trained.items()}
     known = [name for name, length in lengths.items() if 0 < length < math.inf and stds[name] > 0]
     weights = [name for name in known if trained[name].ndim > 1] or known  # biases start at 0, or at random
     if not weights:

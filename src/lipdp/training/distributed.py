@@ -31,6 +31,7 @@ __all__ = ["Ranks", "added_up", "check_unwrapped", "present_ranks"]
 
 T = TypeVar("T")
 _DIGEST = 32  # bytes
+_SENT = 1 << 22  # numbers that are sent at once
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,27 @@ class Ranks:
                 )
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors of one type by their sums over all ranks, in place. Whole numbers: exact, in whatever order."""
-        if self.count == 1 or not tensors:
+        """Replace tensors of one type by their sums over all ranks, in place. Whole numbers: exact, in whatever order.
+
+        Many small ones travel together, and of large ones a part at a time, so that little memory is needed beside them.
+        """
+        if self.count == 1:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._carrier)
+        waiting: list[torch.Tensor] = []
+        for tensor in tensors:
+            for piece in tensor.view(-1).split(_SENT):
+                if waiting and sum(part.numel() for part in waiting) + piece.numel() > _SENT:
+                    self._add_joined(waiting)
+                    waiting = []
+                waiting.append(piece)
+        if waiting:
+            self._add_joined(waiting)
+
+    def _add_joined(self, pieces: list[torch.Tensor]) -> None:
+        flat = torch.cat(pieces).to(self._carrier)
         dist.all_reduce(flat)
-        for tensor, total in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(total.reshape(tensor.shape))
+        for piece, total in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(total)
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all ranks."""
@@ -174,14 +189,15 @@ class Ranks:
 def added_up(ranks: Ranks, answer: Answer, units: Mapping[str, float], count_std: float) -> Answer:
     """The answer of all ranks together, the same to the bit on each, however many they are; the noise will be the same too."""
     unit = unit_of(count_std)
-    sums = {name: carried(pair) for name, pair in answer.sums.items()}
-    counts = {name: carried(exact(value, unit)) for name, value in answer.counts.items()}
-    clipped = [] if answer.clipped is None else [answer.clipped[0].to(torch.int64)]
-    ranks.add([*sums.values(), *counts.values(), *clipped])
+    for pair in answer.sums.values():
+        carried(pair)
+    counts = {name: exact(value, unit) for name, value in answer.counts.items()}
+    clipped = [] if answer.clipped is None else [answer.clipped[0].to(torch.int64).reshape(1)]
+    ranks.add([*answer.sums.values(), *counts.values(), *clipped])
     return Answer(
-        {name: floating(pair, units[name]) for name, pair in sums.items()},
+        {name: floating(answer.sums.pop(name), units[name]) for name in list(answer.sums)},
         {name: floating(pair, unit) for name, pair in counts.items()},
-        None if answer.clipped is None else (clipped[0], answer.clipped[1]),
+        None if answer.clipped is None else (clipped[0][0], answer.clipped[1]),
     )
 
 
@@ -211,12 +227,12 @@ def present_ranks() -> Ranks:
 
 def check_unwrapped(model: torch.nn.Module) -> None:
     """Refuse wrappers that change gradients behind the engine's back."""
-    if any(kind.__name__ == "DTensor" for p in model.parameters() for kind in type(p).__mro__):
+    sharded = any(kind.__name__ == "DTensor" for p in model.parameters() for kind in type(p).__mro__)
+    if sharded and not any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         raise UnsupportedError(
-            "the model's parameters are sharded (fully_shard, tensor parallel): its layers then hold parts of their weights, for "
-            "which neither proofs of a layer's bound nor projections hold, and hooks gather the rest while it runs, which the "
-            "engine refuses as it would any hook. Pass the model as it was before, on every rank: data parallel keeps a copy of "
-            "it on each."
+            "the model's parameters are divided among ranks, and not by fully_shard(model) (tensor parallel, or only some of its "
+            "layers): the engine computes with a whole copy of the model, and knows how to make one of what fully_shard has "
+            "divided. Pass the model as it was before, on every rank; or fully_shard the model itself, too."
         )
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     if {"DistributedDataParallel", "DataParallel"} & kinds:

@@ -42,7 +42,8 @@ from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
-from lipdp.training.state import STATE_FORMAT, EngineState, read_state, sealed, try_optimizer
+from lipdp.training.shards import Places, Shards
+from lipdp.training.state import STATE_FORMAT, EngineState, check_seal, read_state, sealed, try_optimizer
 from lipdp.training.statistics import find_standardize, release_moments
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, parts_of_run, secret_of
@@ -134,45 +135,51 @@ class PrivacyEngine:
         budget: AnyBudget = None,
     ) -> None:
         self._ranks = present_ranks()
-        check_unwrapped(model)
-        account = RunAccount(self._ranks.by_first(lambda: open_budget(budget)))
-        if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
-            raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
-        self.model = model
-        self.optimizer = optimizer
-        self.plan = plan
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
-        check_plan_fits(plan, model)
-        self._query = query_of(model, loss, plan, self._input_shape)
-        self._mechanism = StepMechanism(plan, self._query)
-        self._augmentation = augmentation
-        self._settled: Settled | None = None
-        self.loss = self._query.loss
-        self._types = Types(model, self.loss)
-        self.ledger = Ledger(
-            run=plan.run,
-            delta=plan.delta,
-            planned_epsilon=plan.epsilon,
-            accountant=plan.accountant,
-            adjacency=plan.adjacency,
-        )
-        self._check_plan()
-        check_optimizer(optimizer, model)
-        secret = self._ranks.shared(secret_of(seed, reproducible))
-        if device is not None:
-            model.to(_known_device(device))
-        self.device = next(iter(self._parameters.values())).device
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self._rows, self._asked_rows = microbatch_size, microbatch_size
-        self.microbatch_size = self._microbatch_size()
-        self._query.rehearse(self.microbatch_size)
-        if isinstance(self.loss, torch.nn.Module):
-            self.loss.to(self.device)
-        project_(model)
-        self._apply_clips()
-        self.average = make_average(self._parameters, plan.steps, ema_decay, tail_average)
+        with self._ranks.together():
+            check_unwrapped(model)
+        self._shards = Shards(model)
+        model = self._shards.model
+        with self._ranks.together():  # what one rank refuses, all do
+            account = RunAccount(open_budget(budget) if self._ranks.is_first else None)
+            if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
+                raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
+            secret = secret_of(seed, reproducible)
+            self.model = model
+            self.optimizer = optimizer
+            self.plan = plan
+            self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
+            check_plan_fits(plan, model)
+            self._query = query_of(model, loss, plan, self._input_shape)
+            self._mechanism = StepMechanism(plan, self._query)
+            self._augmentation = augmentation
+            self._settled: Settled | None = None
+            self.loss = self._query.loss
+            self._types = Types(model, self.loss)
+            self.ledger = Ledger(
+                run=plan.run,
+                delta=plan.delta,
+                planned_epsilon=plan.epsilon,
+                accountant=plan.accountant,
+                adjacency=plan.adjacency,
+            )
+            self._check_plan()
+            check_optimizer(optimizer, self._shards.given)
+            if device is not None:
+                model.to(_known_device(device))
+            self.device = next(iter(self._parameters.values())).device
+            if self.device.type == "cpu":
+                keep_freed_memory()
+            self._rows, self._asked_rows = microbatch_size, microbatch_size
+            self.microbatch_size = self._microbatch_size()
+            self._query.rehearse(self.microbatch_size)
+            if isinstance(self.loss, torch.nn.Module):
+                self.loss.to(self.device)
+            project_(model)
+            self._shards.scatter()
+            self._apply_clips()
+            self.average = make_average(self._shards.parameters, plan.steps, ema_decay, tail_average)
+        secret = self._ranks.shared(secret)
         if self._ranks.grouped:
             parts = parts_of_run(secret, plan, model, self.loss, optimizer, augmentation)
             settings = [reproducible, microbatch_size, ema_decay, tail_average, bool(public), budget is None]
@@ -192,7 +199,7 @@ class PrivacyEngine:
         self._clipped_share: float | None = None
         self._account, self._paid = account, budget is not None
         self._data: tuple[str, ...] = ()  # what the data are known by, until the next release
-        self._held = Held(iter(self._parameters.values()), optimizer)
+        self._held = Held(iter([*self._parameters.values(), *self._shards.parameters.values()]), optimizer)
         weakref.finalize(self, account.abandon)
         self._watch.remember()
 
@@ -311,17 +318,19 @@ class PrivacyEngine:
         booleans; they are converted a microbatch at a time. Token ids stay whole numbers. Several inputs are a tuple (the model's
         arguments) or a dict (its arguments by name) of tensors.
         """
-        if self.ledger.remaining == 0:
-            self.ledger.charge()  # raises
-        inputs = plain(inputs)
-        check_batch(inputs, targets, None if self._augmentation else self._input_shape)
-        self._check_inputs(inputs)
-        self._check_size(len(targets))
-        dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
-        claim_batch((inputs, targets), self._account.nonce)
-        self._watch.restore_modes()
-        number = self.steps
-        batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
+        with self._ranks.together():
+            if self.ledger.remaining == 0:
+                self.ledger.charge()  # raises
+            inputs = plain(inputs)
+            check_batch(inputs, targets, None if self._augmentation else self._input_shape)
+            self._check_inputs(inputs)
+            self._check_size(len(targets))
+            dtypes = self._types.of_inputs(inputs), self._types.of_targets(targets)
+            claim_batch((inputs, targets), self._account.nonce)
+            self._watch.restore_modes()
+            number = self.steps
+            batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=self._seats(inputs, number))
+        self._shards.gather()
         asked = self._ask(batch)
         if self._public and asked.answer.clipped is not None:
             self._clipped_share = float(asked.answer.clipped[0]) / max(1, asked.answer.clipped[1])
@@ -344,19 +353,20 @@ class PrivacyEngine:
             self._watch.remember_values(self._project.words)
         self._streams.step_done(self._values)
         if self.average is not None:
-            self.average.update(self._parameters)
+            self.average.update(self._shards.parameters)
 
     def _move(self, asked: _Asked) -> None:
         """Hand what was released to the optimiser, and bring the weights back into their sets."""
         noised = self._noised(asked)
         means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
         gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
-        for name, parameter in self._trained(asked.settings).items():
-            parameter.grad = gradients[name].to(parameter.dtype)
+        self._shards.set_gradients({name: gradients[name] for name in self._trained(asked.settings)})
         with self._held.stepping():
             self.optimizer.step()
         self._drop_gradients()
+        self._shards.gather()
         self._project()
+        self._shards.scatter()
 
     def _trained(self, settings: StepSettings) -> dict[str, torch.nn.Parameter]:
         """The parameters that a step moves: those of the plan that its phase does not freeze."""
@@ -382,6 +392,7 @@ class PrivacyEngine:
         """The model is not the one that was proved: analyse and project it as it is now."""
         self._check_plan()
         project_(self.model)
+        self._shards.scatter()
         self._watch.remember()
         self._values = [*self.model.parameters(), *self.model.buffers()]
         self._constants = Constants(self.model)
@@ -662,20 +673,27 @@ class PrivacyEngine:
         if self.average is None or self.steps == 0:
             yield self.model
             return
-        with self.average.applied_to(self._parameters):
+        with self.average.applied_to(self._shards.parameters):
+            self._shards.gather()
             project_trained(self.model)
             yield self.model
+        self._shards.gather()
 
     def use_average(self) -> None:
         """Replace the weights by their average for good (at the end of a run)."""
         if self.average is not None and self.steps > 0:
-            self.average.copy_to(self._parameters)
+            self.average.copy_to(self._shards.parameters)
+            self._shards.gather()
             project_trained(self.model)
+            self._shards.scatter()
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data."""
+        """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data.
+
+        Of a model that ``fully_shard`` has divided it holds this rank's part, and all ranks have to ask for it.
+        """
         self._project.check()
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
         content = copy.deepcopy(
@@ -689,7 +707,7 @@ class PrivacyEngine:
                 "budget": self._account.name,
                 **self._streams.state_dict(),
                 "clips": dict(self._mechanism.clips),
-                "model": self.model.state_dict(),
+                "model": self._shards.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "average": None if self.average is None else self.average.state_dict(),
             }
@@ -702,24 +720,42 @@ class PrivacyEngine:
         What a step rests on is not read but derived: weights that are not certainly inside their sets are projected, and all
         bounds and noise are proved anew.
         """
-        given = read_state(state, self.plan, self.model, self.optimizer, self.average)
-        if self._ranks.is_first:
-            self._account.check_resumed(given.budget)
-        proved = not self._watch.changed
+        with self._ranks.together():
+            state = self.places().divided(state)
+            given = read_state(state, self.plan, self._shards.state_dict(), self.optimizer, self.average)
+        check_seal(state)
+        with self._ranks.together():
+            if self._ranks.is_first:
+                self._account.check_resumed(given.budget)
+            proved = not self._watch.changed
         before = EngineState(**self.state_dict())
         try:
-            self._load(given)
-            try_optimizer(self.optimizer)
-            project_outside_(self.model)
-            self._check_plan()
-            self._watch.remember()
+            with self._ranks.together():
+                self._load(given)
+                try_optimizer(self.optimizer)
+            self._shards.gather()
+            with self._ranks.together():
+                project_outside_(self.model)
+                self._shards.scatter()
+                self._check_plan()
+                self._watch.remember()
         except Exception as error:
             self._load(before)
+            self._shards.gather()
             self._watch.remember() if proved else self._watch.forget()
             raise CheckpointError(f"this state does not fit the engine: {error}. Nothing was changed.") from error
 
+    @property
+    def divided(self) -> bool:
+        """Whether ``fully_shard`` has divided the model: each rank then has a part of the state."""
+        return self._shards.divided
+
+    def places(self) -> Places:
+        """How the tensors of the state are divided among the ranks."""
+        return Places(self._shards, self.optimizer)
+
     def _load(self, state: EngineState) -> None:
-        self.model.load_state_dict(state.model)
+        self._shards.load_state_dict(state.model)
         self.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
         if self.average is not None and state.average is not None:
             self.average.load_state_dict(state.average)

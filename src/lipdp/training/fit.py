@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,14 +22,15 @@ from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
-from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, save_checkpoint
-from lipdp.training.distributed import Ranks, present_ranks
+from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, previous_path, save_checkpoint
+from lipdp.training.distributed import Ranks, check_unwrapped, present_ranks
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import check_of_targets, evaluate
 from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
 from lipdp.training.positions import Progress
 from lipdp.training.reading import read_ahead
+from lipdp.training.shards import Shards, put_aside, remove_shards, save_shards, shards_of_file, take_back
 from lipdp.training.state import check_scheduler_state
 from lipdp.training.statistics import find_standardize
 
@@ -113,14 +115,19 @@ def fit(
     """
     ranks, hooks = present_ranks(), list(callbacks)
     hooks = hooks if ranks.is_first else []
-    labels = check_of_targets(model, loss, train)
-    check_finite(train, types=Types(model, loss), progress=_told_to(hooks), check_targets=labels)
-    if validation is not None:
-        check_dataset(validation)
-    positive("checkpoint_every", checkpoint_every)
-    if cache is not None and not settle:
-        raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
-    whole("workers", workers, least=0)
+    with ranks.together():
+        check_unwrapped(model)
+    asked = Shards(model).model  # a whole one: what it computes is asked of it before an engine is there
+    with ranks.together():
+        labels = check_of_targets(asked, loss, train)
+        check_finite(train, types=Types(asked, loss), progress=_told_to(hooks), check_targets=labels)
+        if validation is not None:
+            check_dataset(validation)
+        positive("checkpoint_every", checkpoint_every)
+        if cache is not None and not settle:
+            raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
+        whole("workers", workers, least=0)
+    del asked
     with _checkpoint_of_first(ranks, None if checkpoint is None else Path(checkpoint), resume) as file:
         engine = PrivacyEngine(
             model,
@@ -189,8 +196,15 @@ class _Saved:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to save: saving takes a twentieth of the time at most."""
-        return self.file is not None and time.monotonic() - self._last >= max(self._every, 20 * self._cost)
+        """Whether it is time to save: saving takes a twentieth of the time at most. The first rank decides, where all have to."""
+        due = self.file is not None and time.monotonic() - self._last >= max(self._every, 20 * self._cost)
+        return bool(self.ranks.most([due])[0]) if self._engine.divided else due
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there should be a file, and is none yet."""
+        missing = self.file is not None and not self.file.exists()
+        return bool(self.ranks.most([missing])[0]) if self._engine.divided else missing
 
     def add(self, row: dict[str, float]) -> None:
         """One more row of the history."""
@@ -204,16 +218,39 @@ class _Saved:
         except BudgetError:
             if self.is_new and self.file is not None:
                 self.file.unlink(missing_ok=True)
+                remove_shards(self.file, ())
             raise
 
     def save(self) -> None:
         """Write it."""
         started = time.monotonic()
         self.history.seconds = self._before + started - self._started
-        if self.file is not None:
+        if self._engine.divided:
+            self._save_divided()
+        elif self.file is not None:
             save_checkpoint(_state(self._engine, self.history, self.scheduler), self.file)
-            self._last = time.monotonic()
-            self._cost = self._last - started
+            remove_shards(self.file, {_folder_of(previous_path(self.file))})  # of a run that was divided before
+        self._last = time.monotonic()
+        self._cost = self._last - started
+
+    def _save_divided(self) -> None:
+        """Every rank writes its tensors into a folder beside the file, which names it once it is complete; all have to call it."""
+        told = self.ranks.shared(b"" if self.file is None else f"{self.file.absolute()}\n{secrets.token_hex(8)}".encode()).decode()
+        if not told:
+            return
+        path, _, mark = told.partition("\n")
+        file = Path(path)
+        state, tensors = put_aside(_state(self._engine, self.history, self.scheduler))
+        folder = file.with_name(f"{file.name}.shards-{mark}")
+        save_shards(tensors, folder)
+
+        def name_it() -> None:
+            folder.chmod(0o700)
+            before = _folder_of(file)
+            save_checkpoint({**state, "shards": folder.name}, file)
+            remove_shards(file, {folder.name, before})
+
+        self.ranks.by_first(name_it)
 
 
 def _run(
@@ -237,7 +274,7 @@ def _run(
         evaluate(engine.model, engine.loss, few, device=engine.device)
     engine.bind(train, _told_to(hooks))
     history.private = engine.private
-    if saved.file is not None and not saved.file.exists():
+    if saved.is_missing:
         # With the run's key on disk, whatever is done again after an interruption is the same release, paid for once.
         saved.save()
         saved.is_new = True
@@ -342,8 +379,36 @@ def _derive_costs(history: History, engine: PrivacyEngine) -> None:
         history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
 
 
+def _folder_of(file: Path) -> str:
+    """The folder that this checkpoint names, if any: it stays as long as the file does."""
+    try:
+        return str(load_checkpoint(file).get("shards", "")) if any(file.parent.glob("*.shards-*")) else ""
+    except CheckpointError:
+        return ""
+
+
+def _read(file: Path | None, engine: PrivacyEngine, ranks: Ranks) -> dict[str, Any]:
+    """The state in the file, whichever number of ranks has written it; of a divided engine, this rank's part."""
+
+    def read() -> dict[str, Any]:
+        state = load_checkpoint(file or "", engine.device)
+        folder = shards_of_file(state, file) if file is not None else None
+        if folder is None:
+            return state
+        if engine.divided:
+            return {**state, "shards": str(folder.absolute())}
+        kept = {name: value for name, value in state.items() if name != "shards"}
+        return {**kept, "engine": take_back(kept.get("engine", {}), folder, None, together=False)}
+
+    state: dict[str, Any] = ranks.state_of_first(read)
+    if "shards" not in state:
+        return state
+    folder = Path(state.pop("shards"))
+    return {**state, "engine": take_back(state.get("engine", {}), folder, engine.places(), together=True)}
+
+
 def _restore(file: Path | None, engine: PrivacyEngine, scheduler: Any, ranks: Ranks) -> History:
-    state = ranks.state_of_first(lambda: load_checkpoint(file or "", engine.device))
+    state = _read(file, engine, ranks)
     if set(state) != {"engine", "history", "scheduler"}:
         raise CheckpointError(f"'{file}' is a checkpoint, but not one of lipdp.fit")
     if (state["scheduler"] is None) != (scheduler is None):

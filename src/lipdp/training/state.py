@@ -22,6 +22,7 @@ from lipdp.errors import CheckpointError, LipdpError
 from lipdp.fields import Count, Range, Scale, Size, check_weights, read
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.training.averaging import Average
+from lipdp.training.shards import local
 
 __all__ = [
     "CLIP_RANGE",
@@ -29,6 +30,7 @@ __all__ = [
     "EngineState",
     "check_optimizer_state",
     "check_scheduler_state",
+    "check_seal",
     "read_state",
     "sealed",
     "try_optimizer",
@@ -63,8 +65,13 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, other: Mapping[str, 
         if not isinstance(entry, dict):
             raise CheckpointError(f"this state's optimizer keeps a {type(entry).__name__} for parameter {number}, not its state")
         for name, value in entry.items():
-            if isinstance(value, torch.Tensor) and not (value.layout == torch.strided and bool(torch.isfinite(value).all())):
+            if isinstance(value, torch.Tensor) and not (value.layout == torch.strided and _is_finite(value)):
                 raise CheckpointError(f"this state's optimizer holds NaN or infinite numbers in {name!r} of parameter {number}")
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Of a divided one, this rank's part."""
+    return bool(torch.isfinite(local(value)).all())
 
 
 def _are_groups(groups: Any) -> bool:
@@ -119,7 +126,7 @@ def try_optimizer(optimizer: torch.optim.Optimizer) -> None:
         kind.step(probe)
     except Exception as error:  # whatever a garbled state leads to
         raise CheckpointError(f"the optimiser can't go on from this state's optimizer: {error!r}") from error
-    if not all(bool(torch.isfinite(p).all()) for p in parameters):
+    if not all(map(_is_finite, parameters)):
         raise CheckpointError("this state's optimizer makes NaN or infinite weights of finite ones, without any gradient")
 
 
@@ -214,11 +221,14 @@ def _plain(value: Any) -> Any:
 def read_state(
     state: Any,
     plan: PrivacyPlan,
-    model: torch.nn.Module,
+    model: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     average: Average | None,
 ) -> EngineState:
-    """The state, field by field; :class:`~lipdp.errors.CheckpointError` if it is of another format, plan, model or optimiser."""
+    """The state, field by field; :class:`~lipdp.errors.CheckpointError` if it is of another format, plan, model or optimiser.
+
+    ``model``: the model's own ``state_dict()``. What is divided among ranks is checked in this rank's part.
+    """
     if not isinstance(state, dict):
         raise CheckpointError(f"an engine's state is a dictionary, not a {type(state).__name__}")
     if isinstance(number := state.get("format"), int) and number != STATE_FORMAT:
@@ -235,15 +245,19 @@ def read_state(
         )
     _check_account(checked, plan)
     _check_clips(checked, plan)
-    _check_tensors("model", model.state_dict(), checked.model)
+    _check_tensors("model", model, checked.model)
     check_optimizer_state(optimizer, checked.optimizer)
     _check_average(average, checked)
-    if sealed(state)["digest"] != checked.digest:
+    return checked
+
+
+def check_seal(state: dict[str, Any]) -> None:
+    """Refuse a state that is not what an engine made. Of a divided state every rank has to ask."""
+    if sealed(state)["digest"] != state["digest"]:
         raise CheckpointError(
             "this state was changed since an engine made it: its content does not match its digest. Load it as it was saved, and "
             "change weights or the optimiser's settings afterwards."
         )
-    return checked
 
 
 def _check_account(state: EngineState, plan: PrivacyPlan) -> None:
@@ -271,9 +285,16 @@ def _check_clips(state: EngineState, plan: PrivacyPlan) -> None:
 
 def _check_tensors(what: str, own: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     try:
-        check_weights(own, other, f"this state's {what}")
+        check_weights(_local(own), _local(other), f"this state's {what}")
     except LipdpError as error:
         raise CheckpointError(f"{error}: nothing can continue from it") from error
+
+
+def _local(tensors: Any) -> Any:
+    """This rank's parts of them."""
+    if not isinstance(tensors, Mapping):
+        return tensors
+    return {name: local(value) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
 
 
 def _check_average(average: Average | None, state: EngineState) -> None:

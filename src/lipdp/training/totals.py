@@ -74,9 +74,11 @@ def exact(value: torch.Tensor, unit: float) -> torch.Tensor:
 
 
 def carried(pair: torch.Tensor) -> torch.Tensor:
-    """The same sum with |l| ≤ 2⁴⁷, so that as many again can be added."""
+    """The same sum with |l| ≤ 2⁴⁷, so that as many again can be added; in its place."""
     over = (pair[1] + (1 << (_FINE - 1))) >> _FINE
-    return torch.stack([pair[0] + over, pair[1] - (over << _FINE)])
+    pair[0] += over
+    pair[1] -= over.bitwise_left_shift_(_FINE)
+    return pair
 
 
 def floating(pair: torch.Tensor, unit: float) -> torch.Tensor:
