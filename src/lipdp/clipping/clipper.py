@@ -55,7 +55,7 @@ from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import kind_of, seeing_all, state_of, untrained_tensors, verify_once
+from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
@@ -104,7 +104,8 @@ def per_example_norms(
 
         try:
             contributions = seeing_all(model, x, shown)
-        except NotApartError:
+        except NotApartError as error:
+            check_alone(model, loss, x, targets, error.reason)
             return Clipper(model, loss, "naive", copies=copies)(x, targets, 1.0).norms[:, 0].to(own)
         squares = _squared_norms(contributions, device, form)
         return _group_norms(squares, clipping_groups(parameters, 1.0), rows // copies, device)[:, 0].to(own)
@@ -328,7 +329,7 @@ class Clipper:
             try:
                 computed = self._together(batch, groups, bounds, flag)
             except NotApartError as error:
-                self._take_alone(error.reason)
+                self._take_alone(batch, error.reason)
                 computed, flag = self._looped("naive", batch, groups, bounds), Flag()
         return Pending(self, groups, batch, bounds, computed, flag)
 
@@ -341,7 +342,9 @@ class Clipper:
         computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
         return computed.copied() if device_of(batch.x).type == "cuda" else computed
 
-    def _take_alone(self, reason: Reason) -> None:
+    def _take_alone(self, batch: Batch, reason: Reason) -> None:
+        with eager(self.model):
+            check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone = reason
         warnings.warn(
             f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by itself, "

@@ -168,14 +168,17 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         return whose if self._read_map(tensor, whose) == at else Mixed("records that overlap in memory", _line())
 
     def _write(self, tensor: torch.Tensor, state: State) -> None:
-        """The tensor was given numbers with this state; its memory may be that of others."""
-        before = self.state(tensor)
-        if state is None or before == state or isinstance(before, Mixed):
+        """The tensor was given numbers with this state; its memory may be that of others.
+
+        Numbers of no record change nothing: whose the rest is stays true of them too.
+        """
+        if state is None:
             return
-        if before is None:
+        entry = self._memories.get(_key(tensor))
+        if isinstance(state, Mixed) or entry is None:
             self._set(tensor, state)
-        else:
-            self._set(tensor, state if isinstance(state, Mixed) else Mixed("records written over others", _line()))
+        elif self.state(tensor) != state:
+            self._set(tensor, Mixed("records written over others", _line()))
 
     # Operations ----------------------------------------------------------------------------------------------------------
 

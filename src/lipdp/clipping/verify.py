@@ -35,7 +35,7 @@ from lipdp.clipping.company import (
     same_randomness,
 )
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.follow import follow
+from lipdp.clipping.follow import Reason, follow
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.others import made_up, others_like
@@ -45,10 +45,11 @@ from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
+__all__ = ["check_alone", "forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
 
 T = TypeVar("T")
 _EXAMPLES = 3
+_COMPARED, _TOLERANCE = 16, 1e-2  # losses of this many records, alone and together
 _KEY = secrets.token_bytes(32)  # of this process: nobody can aim at a collision
 _KNOWN = 64  # verdicts that are kept of a model
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -105,6 +106,45 @@ def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
         )
     known.add(_signature(model, loss, x, y))  # as it is afterwards: to look at a model, its state is written to and put back
     return True
+
+
+def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, reason: Reason) -> None:
+    """Raise if records have other losses in this batch than alone: to take them one by one would train another model.
+
+    For those that may meet, but do not here, it is the same model, and private whatever later batches hold. In training mode only a
+    model whose losses are not random can be asked.
+    """
+    rows = torch.arange(rows_of(x))[:: max(1, rows_of(x) // _COMPARED)]
+
+    def losses(part: torch.Tensor | slice) -> torch.Tensor:
+        try:
+            inputs, targets = select((x, y), part)
+            return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
+        finally:
+            put_back(buffers)
+
+    with checking(model, device_of(x)):
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        for training in (True, False):
+            if not training:
+                model.eval()
+            together = losses(slice(None))
+            if training and not torch.equal(together, losses(slice(None))):
+                continue
+            try:
+                alone = torch.cat([losses(row.reshape(1)) for row in rows])
+            except Exception as error:  # whatever it raises
+                raise UnsupportedError(
+                    f"records of a batch may meet, {reason}, and the model can't be evaluated on one by itself: it mixes the "
+                    f"examples. Use layers that treat examples alone (GroupNorm, LayerNorm). It said: {error}"
+                ) from error
+            together = together[rows.to(together.device)]
+            off = (together - alone).abs() > _TOLERANCE * (together.abs() + alone.abs()) + 1e-6
+            if bool((off & torch.isfinite(together)).any()):
+                raise UnsupportedError(
+                    f"the loss of an example in its batch of {rows_of(x)} is another than alone: something mixes the examples, "
+                    f"{reason}. Use layers that treat examples alone (GroupNorm, LayerNorm)."
+                )
 
 
 def seeing_all(model: torch.nn.Module, x: Inputs, compute: Callable[[], T]) -> T:
