@@ -24,6 +24,7 @@ is not, 0·inf = NaN has spoiled the sums; a flag says so, and the batch is done
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from lipdp._numerics import no_autocast, wide
-from lipdp.clipping.adoption import trained_layers
+from lipdp.clipping.adoption import TrainedLayers, trained_layers
 from lipdp.clipping.batch import (
     Batch,
     Clipped,
@@ -49,14 +50,16 @@ from lipdp.clipping.batch import (
     uncompiled,
 )
 from lipdp.clipping.contribution import Contribution, Form
+from lipdp.clipping.follow import NotApartError, Reason, follow
 from lipdp.clipping.layouts import generation, layouts_of
-from lipdp.clipping.loops import Loops, PerExampleLoss, loss_values, zeros
+from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import kind_of, seeing_all, state_of, untrained_tensors, verify_once
+from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
+from lipdp.errors import LipdpNotice
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
-from lipdp.inputs import Inputs, call, device_of, flattened, plain, rebuilt, rows_of
+from lipdp.inputs import Inputs, device_of, flattened, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
 __all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
@@ -97,10 +100,13 @@ def per_example_norms(
 
         def shown() -> dict[str, Contribution]:
             verify_once(model, loss, x, targets)
-            with torch.enable_grad(), recording(model, rows, copies, layouts=layouts_of(model, x)) as recorded:
-                return recorded.contributions(loss_values(loss, call(model, x), targets, copies).sum())
+            return shown_gradients(model, loss, x, targets, copies)
 
-        contributions = seeing_all(model, x, shown)
+        try:
+            contributions = seeing_all(model, x, shown)
+        except NotApartError as error:
+            check_alone(model, loss, x, targets, error.reason)
+            return Clipper(model, loss, "naive", copies=copies)(x, targets, 1.0).norms[:, 0].to(own)
         squares = _squared_norms(contributions, device, form)
         return _group_norms(squares, clipping_groups(parameters, 1.0), rows // copies, device)[:, 0].to(own)
 
@@ -188,6 +194,21 @@ def clip_batch(
     return clipper(x, y, max_norm, mask=mask)
 
 
+def shown_gradients(
+    model: torch.nn.Module,
+    loss: PerExampleLoss,
+    x: Inputs,
+    y: torch.Tensor,
+    copies: int = 1,
+    layers: TrainedLayers | None = None,
+) -> dict[str, Contribution]:
+    """Per-example gradients as layers show them, of a pass in which each record was kept apart."""
+    layouts = layouts_of(model, x)
+    following = follow(x, y, answering=layouts is None or layouts.answering)
+    with torch.enable_grad(), recording(model, rows_of(x), copies, layers, layouts, following) as recorded:
+        return recorded.contributions(followed_losses(model, loss, x, y, copies, following).sum())
+
+
 def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
     """A parameter's type, float32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
@@ -254,6 +275,7 @@ class Clipper:
         self._made_for: tuple[Group, ...] = ()
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
+        self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
     @property
@@ -301,15 +323,35 @@ class Clipper:
             nothing = bounds.new_zeros(0, len(groups))
             sums = {name: zeros(p) for name, p in self._parameters.items()}
             computed = _Computed(sums, nothing, nothing, nothing.any())
-        elif self.method in ("naive", "multiloss"):
-            computed = self._looped(batch, groups, bounds)
+        elif self.method == "naive" or self.alone is not None:
+            computed = self._looped("naive", batch, groups, bounds)
         else:
-            self._made_for = groups
-            parts, self._structure = flattened(batch.x)
-            computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
-            if device.type == "cuda":
-                computed = computed.copied()
+            try:
+                computed = self._together(batch, groups, bounds, flag)
+            except NotApartError as error:
+                self._take_alone(batch, error.reason)
+                computed, flag = self._looped("naive", batch, groups, bounds), Flag()
         return Pending(self, groups, batch, bounds, computed, flag)
+
+    def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
+        """The records of a batch in one pass."""
+        if self.method == "multiloss":
+            return self._looped("multiloss", batch, groups, bounds)
+        self._made_for = groups
+        parts, self._structure = flattened(batch.x)
+        computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
+        return computed.copied() if device_of(batch.x).type == "cuda" else computed
+
+    def _take_alone(self, batch: Batch, reason: Reason) -> None:
+        with eager(self.model):
+            check_alone(self.model, self.loss, batch.x, batch.y, reason)
+        self.alone = reason
+        warnings.warn(
+            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by itself, "
+            "as method='naive' does: the same gradients, more slowly.",
+            LipdpNotice,
+            stacklevel=5,
+        )
 
     def _look(self) -> None:
         """At the model, once for a batch: what was learned of it stands until something about it changes."""
@@ -322,6 +364,7 @@ class Clipper:
             self._layers = trained_layers(self.model)
             self._untrained = untrained_tensors(self.model, self.loss)
             self._checked.clear()
+            self.alone = None
             self._number = number
 
     def _verify(self, batch: Batch) -> None:
@@ -337,12 +380,14 @@ class Clipper:
         number = self._watched() if is_recording() else self._number
         return number, self._structure, tuple(group.parameters for group in self._made_for)
 
-    def _looped(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
+    def _looped(self, method: str, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
         loops = Loops(self.model, self.loss, self._parameters, groups, bounds, self.clip, self.stability, self.copies)
         with eager(self.model):
-            if self.method == "multiloss":
+            if method == "multiloss":
                 self._verify(batch)
-            sums, norms, factors = getattr(loops, self.method)(batch.x, batch.y, batch.keep)
+                layouts = layouts_of(self.model, batch.x)
+                loops.answering = layouts is None or layouts.answering
+            sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
@@ -369,9 +414,7 @@ class Clipper:
 
     def _shown(self, batch: Batch) -> dict[str, Contribution]:
         self._verify(batch)
-        known = layouts_of(self.model, batch.x)
-        with torch.enable_grad(), recording(self.model, rows_of(batch.x), self.copies, self._layers, known) as recorded:
-            return recorded.contributions(loss_values(self.loss, call(self.model, batch.x), batch.y, self.copies).sum())
+        return shown_gradients(self.model, self.loss, batch.x, batch.y, self.copies, self._layers)
 
     def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Uses up the contributions: what only one of them holds is free for the next sum."""

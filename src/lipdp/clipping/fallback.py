@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
+from lipdp.clipping.follow import At, Following, NotApartError
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, Where
 from lipdp.clipping.registry import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
@@ -64,9 +66,13 @@ class ModuleCall:
 
 
 def per_example_fallback(
-    called: ModuleCall, own: Mapping[str, torch.nn.Parameter], batch: int, known: Call | None = None
-) -> tuple[Any, list[tuple[torch.Tensor, Contributions]]]:
-    """What to return in the output's place, and (output tensor, its contributions) for each tensor in it.
+    called: ModuleCall,
+    own: Mapping[str, torch.nn.Parameter],
+    batch: int,
+    known: Call | None = None,
+    following: Following | None = None,
+) -> tuple[Any, list[tuple[torch.Tensor, Contributions, Place]]]:
+    """What to return in the output's place, and (output tensor, its contributions, its examples) for each tensor in it.
 
     Several outputs may be made of one another inside the module; copies of them have cotangents of their own. A view is copied
     too: written into in place, it would leave the graph. What each output was is kept, to be compared. An output that all examples
@@ -77,6 +83,7 @@ def per_example_fallback(
         own: whose gradients are wanted, by their names in the module.
         batch: number of examples.
         known: where the examples are in all these, if that is known; else they are tried in the first dimensions.
+        following: who knows whose numbers are whose.
     """
     module, output = called.module, called.output
     leaves, structure = tree_flatten(output)
@@ -92,8 +99,8 @@ def per_example_fallback(
             )
         return output, []
     _notice(module, own)
-    replay = _Replay(called, own, batch, known)
-    taps = [(leaves[k], replay.pulling(k, places[k] or FIRST, leaves[k].detach().clone())) for k in tracked]
+    replay = _Replay(called, own, batch, known, following)
+    taps = [(leaves[k], replay.pulling(k, places[k] or FIRST, leaves[k]), places[k] or FIRST) for k in tracked]
     return tree_unflatten(leaves, structure), taps
 
 
@@ -134,17 +141,45 @@ def _notice(module: torch.nn.Module, own: Mapping[str, torch.Tensor]) -> None:
 class _Replay:
     """One call of a module, to be evaluated again for each example alone."""
 
-    def __init__(self, called: ModuleCall, own: Mapping[str, torch.Tensor], batch: int, known: Call | None) -> None:
+    def __init__(
+        self,
+        called: ModuleCall,
+        own: Mapping[str, torch.Tensor],
+        batch: int,
+        known: Call | None,
+        following: Following | None,
+    ) -> None:
         self.module, self.numbers, self.plain = called.module, called.numbers, called.plain
         self.batch, self.known = batch, known
         self.own, self.parameters = {name: p.detach() for name, p in own.items()}, list(own.values())
         values, self.structure = tree_flatten((called.args, dict(called.kwargs)))
-        self.values = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
+        self.following = following
+        self.divided = self._divided(values)
+        # Copies, where somebody follows: whatever else of this batch is touched when the module is evaluated again is not its own.
+        self.values = [
+            (value.detach() if following is None else following.copy(value)) if isinstance(value, torch.Tensor) else value
+            for value in values
+        ]
         device = next(iter(self.own.values())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
+    def _divided(self, values: Sequence[Any]) -> set[int]:
+        """Values in which there are examples, so that each must get its own part only."""
+        if self.following is None:
+            return set()
+        name, places = type(self.module).__name__, iter(self.known.inputs) if self.known is not None else None
+        found = set()
+        for number, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                place = FIRST if places is None else _place(next(places))
+                self.following.own(value, None if place is None else At(place.dim, place.runs), f"what {name} sees")
+                if self.following.state(value) is not None:
+                    found.add(number)
+        return found
+
     def pulling(self, which: int, place: Place, output: torch.Tensor) -> Contributions:
         """Contributions by the output's ``which``-th tensor, whose examples are at ``place``."""
+        output = output.detach().clone() if self.following is None else self.following.copy(output)
         before = place.by_example(output, self.batch) if place.fits(output, self.batch) else output
 
         def contributions(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
@@ -153,7 +188,8 @@ class _Replay:
                 raise HiddenGradientError(self._why(None), self.parameters)
             # Attention by matrix products: fused kernels have no derivative in a bias under torch.func.
             attention = sdpa_kernel(SDPBackend.MATH)
-            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled), attention:
+            untouched = nullcontext() if self.following is None else self.following.untouched()
+            with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled), attention, untouched:
                 gradients = self._gradients(which, before, place.by_example(cotangent, self.batch))
             return {name: Dense(gradient.detach()) for name, gradient in gradients.items()}
 
@@ -170,8 +206,9 @@ class _Replay:
         candidates = [k for k, value in enumerate(self.values) if isinstance(value, torch.Tensor) and FIRST.fits(value, self.batch)]
         for size in range(len(candidates), 0, -1):
             for chosen in combinations(candidates[:6], min(size, 6)):
-                split = (k in chosen or k in candidates[6:] for k in range(len(self.values)))
-                yield tuple(FIRST if alone else None for alone in split)
+                split = [k in chosen or k in candidates[6:] for k in range(len(self.values))]
+                if all(split[k] for k in self.divided):
+                    yield tuple(FIRST if alone else None for alone in split)
 
     def _gradients(self, which: int, output: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
         key, known = (which, self._shapes()), _found.setdefault(self.module, {})
@@ -182,6 +219,8 @@ class _Replay:
             for name, run in self._ways.items():
                 try:
                     outputs, gradients = run(which, split, cotangent)
+                except NotApartError:
+                    raise
                 except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
                     trouble = error
                     continue

@@ -168,12 +168,17 @@ class Layouts:
         repeated: names of modules whose rows for all examples may be repeated for each of them, with the same result.
         risen: by layer: how many modules around it would do, and did not.
         spread: by module: how its own parameters are given to each example (:mod:`lipdp.clipping.spread`).
+        answering: whether questions about all of a batch may be answered the same for every batch
+            (:class:`lipdp.clipping.follow.Following`).
+        answered: whether that was done.
     """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     risen: dict[str, int] = field(default_factory=dict)
     spread: dict[str, dict[str, int]] = field(default_factory=dict)
+    answering: bool = True
+    answered: bool = False
 
     def find(self, name: str, inputs: Any, output: Any, batch: int) -> Call | None:
         """The call that these arguments and this output are one of."""

@@ -10,11 +10,12 @@ import torch
 
 from lipdp._numerics import wide
 from lipdp.clipping.arithmetic import accumulating, squared
+from lipdp.clipping.follow import Following, follow
 from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.errors import DataError
 from lipdp.inputs import Inputs, call, loss_of, mapped, per_row, select
 
-__all__ = ["Loops", "PerExampleLoss", "loss_values", "zeros"]
+__all__ = ["Loops", "PerExampleLoss", "followed_losses", "loss_values", "zeros"]
 
 PerExampleLoss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -22,6 +23,18 @@ PerExampleLoss = Callable[[Any, torch.Tensor], torch.Tensor]
 def zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Where a parameter's gradients are summed up: in float64."""
     return torch.zeros_like(parameter, dtype=wide(parameter), requires_grad=False)
+
+
+def followed_losses(
+    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, copies: int, following: Following | None
+) -> torch.Tensor:
+    """One value per example, of a pass in which each row was kept apart from all others; else :class:`NotApartError`."""
+    if following is None:
+        return loss_values(loss, call(model, x), y, copies)
+    with following.following():
+        values = loss_values(loss, call(model, x), y)
+    following.conclude(values)
+    return values if copies == 1 else values.reshape(-1, copies).mean(1)
 
 
 def loss_values(loss: PerExampleLoss, outputs: Any, targets: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -49,6 +62,7 @@ class Loops:
     clip: Clip
     stability: float
     copies: int = 1
+    answering: bool = True
 
     def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups)."""
@@ -82,7 +96,7 @@ class Loops:
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            values = loss_values(self.loss, call(self.model, x), y, self.copies)
+            values = followed_losses(self.model, self.loss, x, y, self.copies, follow(x, y, answering=self.answering))
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)

@@ -26,6 +26,7 @@ from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_lay
 from lipdp.clipping.contribution import Contribution, Dense
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
+from lipdp.clipping.follow import At, Following
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.outer import combine
 from lipdp.clipping.registry import (
@@ -41,6 +42,9 @@ from lipdp.clipping.spread import copies_for_all, swapped
 from lipdp.errors import DataError, UnsupportedError
 
 __all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "refusal", "trained_layers", "watched_forward"]
+
+
+FIRST_ROWS = At(0, 1)
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Recording:
     spread: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what its copies are of
     taps: list[_Tap] = field(default_factory=list)
     watched: tuple[str, ...] = ()  # starts of names inside layers whose forward is watched: these call what their class does not
+    following: Following | None = None  # who knows whose numbers are whose
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
     def add(
@@ -121,14 +126,27 @@ class Recording:
                     f"is not the batch of {self.batch}: whose gradient is whose can't be told. Keep dimension 0 for the examples "
                     "(batch_first=True)."
                 )
-        self.tap(owner, output, make if runs == 1 else _merging(make, runs), tensors, at_once=at_once)
+        at = At(0, runs)
+        if self.following is not None and batched:
+            for part in tensors:
+                self.following.own(part, at, f"what layer '{owner}' sees")
+        self.tap(owner, output, make if runs == 1 else _merging(make, runs), tensors, at, at_once=at_once)
 
     def tap(
-        self, owner: str, output: torch.Tensor, make: Contributions, inputs: Sequence[torch.Tensor], *, at_once: bool = False
+        self,
+        owner: str,
+        output: torch.Tensor,
+        make: Contributions,
+        inputs: Sequence[torch.Tensor],
+        at: At = FIRST_ROWS,
+        *,
+        at_once: bool = False,
     ) -> None:
-        """The same for an output of any layout: ``make`` knows whose cotangent is whose."""
+        """The same for an output of any layout: ``make`` knows whose cotangent is whose, if records are ``at`` these places."""
         if not (self.open and output.requires_grad):
             return
+        if self.following is not None:
+            self.following.belongs(output, at, f"what layer '{owner}' gives")
         edge = get_gradient_edge(private_base(output, inputs))
         self.taps.append(_Tap(owner, edge, output.shape, make, [(part, part._version) for part in inputs], at_once))
 
@@ -253,6 +271,7 @@ def recording(
     copies: int = 1,
     trained: TrainedLayers | None = None,
     layouts: Layouts | None = None,
+    following: Following | None = None,
 ) -> Iterator[Recording]:
     """Within the block, a forward pass of ``model`` on ``batch`` rows is recorded. The model itself is the same afterwards.
 
@@ -262,7 +281,7 @@ def recording(
     trained = trained_layers(model) if trained is None else trained
     replayed = replayed_modules(model, trained, layouts)
     owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
-    recorded = Recording(batch, trained.names, copies, owners)
+    recorded = Recording(batch, trained.names, copies, owners, following=following)
     recorded.watched = tuple(
         f"{name}." if name else "" for name, module in owners.items() if find_watched_forward(module) is not None
     )
@@ -314,10 +333,10 @@ def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.n
             output = plain(*args, **kwargs)
         known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
         called = ModuleCall(module, args, kwargs, output, drawn.numbers, recorded.plain_inside(owner))
-        replaced, taps = per_example_fallback(called, own, recorded.batch, known)
+        replaced, taps = per_example_fallback(called, own, recorded.batch, known, recorded.following)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for part, make in taps:
-            recorded.tap(owner, part, make, leaves)
+        for part, make, place in taps:
+            recorded.tap(owner, part, make, leaves, At(place.dim, place.runs))
         return replaced
 
     return forward
@@ -372,7 +391,10 @@ def _tap_length_first(
     turned = tuple(part.transpose(0, 1) if isinstance(part, torch.Tensor) else part for part in args)
     make = rule(module, turned, output.transpose(0, 1))
     inputs = [part for part in args if isinstance(part, torch.Tensor)]
-    recorded.tap(owner, output, lambda cotangent: make(cotangent.transpose(0, 1)), inputs)
+    if recorded.following is not None:
+        for part in inputs:
+            recorded.following.own(part, At(1, 1), f"what layer '{owner}' sees")
+    recorded.tap(owner, output, lambda cotangent: make(cotangent.transpose(0, 1)), inputs, At(1, 1))
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")

@@ -11,10 +11,12 @@ import torch
 from lipdp.clipping.adoption import place_of_gradients, trained_layers
 from lipdp.clipping.batch import eager, trainable
 from lipdp.clipping.company import checking
+from lipdp.clipping.clipper import shown_gradients
 from lipdp.clipping.fallback import own_parameters
+from lipdp.clipping.follow import NotApartError
 from lipdp.clipping.layouts import Layouts, layouts_of, look_at
 from lipdp.clipping.record import check_supported, refusal
-from lipdp.clipping.verify import verify_once
+from lipdp.clipping.verify import check_alone, seeing_all, verify_once
 from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.inputs import Inputs, plain
 from lipdp.program.dtypes import Types
@@ -22,6 +24,7 @@ from lipdp.program.dtypes import Types
 __all__ = ["LayerSupport", "Support", "support"]
 
 Speed = Literal["fast", "slow", "refused"]
+Apart = Literal["proved", "alone", ""]
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,16 @@ class Support:
     Attributes:
         layers: one row for each layer with trainable parameters, and for each that is refused.
         objection: what the self-check says of the model as a whole; empty where it has none, or was not asked.
+        apart: how it is known that no record's gradient depends on others: "proved": every operation of a pass keeps them apart
+            (:mod:`lipdp.clipping.follow`), and every pass is followed; "alone": that can't be told, so each record is taken by
+            itself, slowly; "" where no batch was given to look at.
+        meeting: where records may meet, if they may.
     """
 
     layers: tuple[LayerSupport, ...]
     objection: str = ""
+    apart: Apart = ""
+    meeting: str = ""
 
     @property
     def works(self) -> bool:
@@ -67,7 +76,12 @@ class Support:
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]).rstrip() for line in cells]
         lines.insert(1, "─" * min(120, max(map(len, lines))))
-        return "\n".join([*lines, *(["", self.objection] if self.objection else [])])
+        said = {
+            "proved": "Records are kept apart: proved, operation by operation.",
+            "alone": f"Records may meet: {self.meeting}. They are taken one by one.",
+            "": "",
+        }
+        return "\n".join([*lines, *(f"\n{part}" for part in (said[self.apart], self.objection) if part)])
 
 
 def support(
@@ -79,7 +93,7 @@ def support(
     """What clipping methods can do with a model, layer by layer.
 
     By the model alone it says which layers have a rule. With a few examples ``x`` the model is run, and it is seen where the
-    examples are in what every layer gets; with targets ``y`` and a ``loss`` too, all self-checks of the first step are made. No
+    examples are in what every layer gets; with targets ``y`` and a ``loss`` too, all self-checks of the first step are made, and every operation is followed. No
     input is made up for the model: one that it can't take would say nothing of it.
 
     Args:
@@ -96,29 +110,37 @@ def support(
         1      BatchNorm1d  8           refused  it normalises by the statistics of the batch, ...
     """
     trainable(model)
-    layouts, objection = None, ""
+    layouts, objection, meeting = None, "", None
     refused = {name: why for name, module in model.named_modules() if (why := refusal(module)) is not None}
     if x is not None and not refused:
-        layouts, objection = _looked_at(model, Types(model, loss).inputs(plain(x)), y, loss)
+        layouts, objection, meeting = _looked_at(model, Types(model, loss).inputs(plain(x)), y, loss)
     rows = [_row(model, name, module, layouts, refused.pop(name, None)) for name, module in trained_layers(model).layers]
     rows += [LayerSupport(name, type(model.get_submodule(name)).__name__, 0, "refused", why) for name, why in refused.items()]
-    return Support(tuple(rows), objection)
+    apart: Apart = "" if meeting is None else "alone" if meeting else "proved"
+    return Support(tuple(rows), objection, apart, meeting or "")
 
 
-def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any) -> tuple[Layouts | None, str]:
+def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any) -> tuple[Layouts | None, str, str | None]:
+    """Layouts, what is said against the model, and where records may meet (``None``: it was not asked)."""
     try:
         with eager(model):
             check_supported(model)
             if y is None or loss is None:
                 with checking(model, next(iter(model.parameters())).device):
-                    return look_at(model, x), ""
+                    return look_at(model, x), "", None
             targets = Types(model, loss).targets(y)
             verify_once(model, loss, x, targets)
+            try:
+                with checking(model, next(iter(model.parameters())).device):
+                    seeing_all(model, x, lambda: shown_gradients(model, loss, x, targets))
+            except NotApartError as error:
+                check_alone(model, loss, x, targets, error.reason)
+                return layouts_of(model, x), "", str(error.reason)
     except UnsupportedError as error:
-        return layouts_of(model, x), str(error)
+        return layouts_of(model, x), str(error), None
     except LipdpError as error:
-        return None, str(error)
-    return layouts_of(model, x), ""
+        return None, str(error), None
+    return layouts_of(model, x), "", ""
 
 
 def _row(model: torch.nn.Module, name: str, module: torch.nn.Module, layouts: Layouts | None, refused: str | None) -> LayerSupport:

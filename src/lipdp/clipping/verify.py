@@ -19,6 +19,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -32,22 +33,23 @@ from lipdp.clipping.company import (
     in_double_if_refused,
     put_back,
     same_randomness,
-    verify_company,
 )
 from lipdp.clipping.contribution import Contribution
+from lipdp.clipping.follow import Reason, follow
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.others import made_up, others_like
-from lipdp.clipping.record import recording
+from lipdp.clipping.record import Recording, recording
 from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
+__all__ = ["check_alone", "forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
 
 T = TypeVar("T")
 _EXAMPLES = 3
+_COMPARED, _TOLERANCE = 16, 1e-2  # losses of this many records, alone and together
 _KEY = secrets.token_bytes(32)  # of this process: nobody can aim at a collision
 _KNOWN = 64  # verdicts that are kept of a model
 _verified: weakref.WeakKeyDictionary[torch.nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -82,7 +84,7 @@ def kind_of(x: Inputs) -> Hashable:
 
 
 def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:
-    """:func:`verify` and :func:`verify_company`, unless this was done for the same model, loss and kind of data.
+    """:func:`verify`, unless this was done for the same model, loss and kind of data.
 
     Whether it is verified now. A batch in which no example has a gradient shows nothing, and nothing of it is released: the next
     one is looked at.
@@ -90,24 +92,59 @@ def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
     known = _verified.setdefault(model, set())
     if len(known) > _KNOWN:
         known.clear()
-    if (_signature(model, loss, x, y), rows_of(x)) in known:
+    if _signature(model, loss, x, y) in known:
         return True
     telling = telling_rows(model, loss, x, y)
     if not telling:  # what is refused in such a batch is refused, and no more is learned from it
         verify(model, loss, x, y, range(min(_EXAMPLES, rows_of(x))))
-        verify_company(model, loss, x, y)
         return False
-    # Noted as it is afterwards: to look at a model, its state is written to and put back.
-    compared = _signature(model, loss, x, y) in known or verify(model, loss, x, y, telling)
-    in_company = verify_company(model, loss, *_without_quiet(model, loss, x, y, telling))
-    if not (compared and in_company):
+    if not verify(model, loss, x, y, telling):
         raise UnsupportedError(
             "examples of this batch have gradients, and by themselves they have none that is finite, so whether each is what it "
             "would be alone can't be told: does a layer normalise over the batch? Use layers that treat examples alone, or "
             "method='naive', which takes every example by itself."
         )
-    known.update((_signature(model, loss, x, y), (_signature(model, loss, x, y), rows_of(x))))
+    known.add(_signature(model, loss, x, y))  # as it is afterwards: to look at a model, its state is written to and put back
     return True
+
+
+def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, reason: Reason) -> None:
+    """Raise if records have other losses in this batch than alone: to take them one by one would train another model.
+
+    For those that may meet, but do not here, it is the same model, and private whatever later batches hold. In training mode only a
+    model whose losses are not random can be asked.
+    """
+    rows = torch.arange(rows_of(x))[:: max(1, rows_of(x) // _COMPARED)]
+
+    def losses(part: torch.Tensor | slice) -> torch.Tensor:
+        try:
+            inputs, targets = select((x, y), part)
+            return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
+        finally:
+            put_back(buffers)
+
+    with checking(model, device_of(x)):
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        for training in (True, False):
+            if not training:
+                model.eval()
+            together = losses(slice(None))
+            if training and not torch.equal(together, losses(slice(None))):
+                continue
+            try:
+                alone = torch.cat([losses(row.reshape(1)) for row in rows])
+            except Exception as error:  # whatever it raises
+                raise UnsupportedError(
+                    f"records of a batch may meet, {reason}, and the model can't be evaluated on one by itself: it mixes the "
+                    f"examples. Use layers that treat examples alone (GroupNorm, LayerNorm). It said: {error}"
+                ) from error
+            together = together[rows.to(together.device)]
+            off = (together - alone).abs() > _TOLERANCE * (together.abs() + alone.abs()) + 1e-6
+            if bool((off & torch.isfinite(together)).any()):
+                raise UnsupportedError(
+                    f"the loss of an example in its batch of {rows_of(x)} is another than alone: something mixes the examples, "
+                    f"{reason}. Use layers that treat examples alone (GroupNorm, LayerNorm)."
+                )
 
 
 def seeing_all(model: torch.nn.Module, x: Inputs, compute: Callable[[], T]) -> T:
@@ -146,7 +183,13 @@ def verify(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Ten
     while True:
         try:
             return in_double_if_refused(_verify, model, loss, few, targets)
-        except HiddenGradientError as error:
+        except Exception as error:
+            if layouts.answering and layouts.answered:  # perhaps by an answer that these examples would not give
+                layouts.answering = False
+                renew(model)
+                continue
+            if not isinstance(error, HiddenGradientError):
+                raise
             first = first or error
             if not take_larger(model, error.parameters, layouts):
                 raise first from None
@@ -219,21 +262,6 @@ def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
     return [int(finite[row]) for row in telling]
 
 
-def _without_quiet(
-    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, telling: Sequence[int]
-) -> tuple[Inputs, torch.Tensor]:
-    """The batch with examples that tell something in the place of those whose loss is 0 or not finite: these hide what they do."""
-    with checking(model, device_of(x)):
-        same_randomness()
-        losses = loss_values(loss, call(model, fitting(model, x)), y).detach()
-    quiet = torch.nonzero((losses == 0) | ~torch.isfinite(losses)).flatten().tolist()
-    if not quiet:
-        return x, y
-    numbers = torch.arange(len(losses))
-    numbers[quiet] = torch.tensor([telling[place % len(telling)] for place in range(len(quiet))])
-    return select(x, numbers), select(y, numbers)
-
-
 def _few(x: Inputs, y: torch.Tensor) -> tuple[Inputs, torch.Tensor]:
     """A few examples; if there is one only, or they are all the same, one is made up, so that mixing shows."""
     if all(bool((leaf == leaf[:1]).all()) for leaf in leaves(x)):
@@ -260,10 +288,24 @@ class _Check:
         self.model, self.loss, self.x, self.y, self.others = model, loss, x, y, others
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
+    @contextmanager
+    def _recorded(self, x: Inputs) -> Iterator[tuple[Recording, torch.Tensor]]:
+        """A pass as it is made in a step, questions answered, and its losses."""
+        layouts = layouts_of(self.model, x)
+        following = follow(x, self.y, answering=layouts is None or layouts.answering)
+        with recording(self.model, rows_of(x), layouts=layouts) as recorded:
+            try:
+                with nullcontext() if following is None else following.following():
+                    losses = loss_values(self.loss, call(self.model, x), self.y)
+            finally:
+                if layouts is not None and following is not None:
+                    layouts.answered |= following.answered
+            yield recorded, losses
+
     def _shown(self, x: Inputs) -> _Shown:
         """Gradients as layers show them."""
-        with recording(self.model, rows_of(x), layouts=layouts_of(self.model, x)) as recorded:
-            return _Shown(recorded.contributions(loss_values(self.loss, call(self.model, x), self.y).sum()))
+        with self._recorded(x) as (recorded, losses):
+            return _Shown(recorded.contributions(losses.sum()))
 
     def _gradient(self, value: torch.Tensor, retain_graph: bool = False) -> dict[str, torch.Tensor]:
         found = torch.autograd.grad(value, list(self.parameters.values()), retain_graph=retain_graph, allow_unused=True)
@@ -292,8 +334,7 @@ class _Check:
         seen, states = [], []
         for x in (self.x, changed):
             same_randomness()
-            with recording(self.model, rows_of(x), layouts=layouts_of(self.model, x)) as recorded:
-                losses = loss_values(self.loss, call(self.model, x), self.y)
+            with self._recorded(x) as (recorded, losses):
                 shown = _Shown(recorded.contributions(losses.sum(), retain_graph=True))
                 for i in range(rows_of(x)):
                     compared = self._compare(shown.of(i), self._gradient(losses[i], retain_graph=True), _HIDDEN) or compared

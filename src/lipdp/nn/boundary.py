@@ -12,6 +12,7 @@ import torch
 
 from lipdp._numerics import wide
 from lipdp.bounds import Bound, Call, Transfer, rule, times
+from lipdp.clipping.follow import rows_first
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.lowering import Site, lowering, narrowed, widened
 
@@ -76,6 +77,7 @@ def clip_cotangent(
     x: torch.Tensor, max_norm: float, normalise: bool = False, norms: list[torch.Tensor] | None = None
 ) -> torch.Tensor:
     """x, with the cotangent that comes back through it clipped (or normalised) per example; its norms are put into ``norms``."""
+    rows_first(x)
     return _ClipCotangent.apply(x, max_norm, normalise, norms)  # type: ignore[no-any-return,no-untyped-call]
 
 

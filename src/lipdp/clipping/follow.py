@@ -1,0 +1,387 @@
+"""Whose numbers are these? Every operation of a pass is followed, from the batch to the losses.
+
+Clipping is right if what it calls the gradient of a record depends on that record alone. Checks on some batches can't show that for
+the next one: a model may mix its records only where a pixel is above 50. So it is not checked, it is followed: while the model and
+the loss run, in every pass, each memory that depends on the batch has a map from addresses to records. With B records,
+
+    record(address) = ((address - start) // unit) mod B,        in bytes.
+
+Views and writes in place need no rule: they are the same memory, and where a tensor has its records follows from its strides. Any
+other operation has a rule (:mod:`lipdp.clipping.follow_rules`) that says where the records of its result are, or that it has
+mixed them. Elementwise operations, products with weights, normalisations of a record: kept apart. A sum over the batch, a sort of
+it, a product of records with records: mixed, whatever the numbers are. An operation without a rule is mixing.
+
+What leaves the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) decides what is done with the others:
+that is noted too (:attr:`Following.reads`).
+
+Let every operation keep its records apart, in the pass that was made. Then record i's loss is a function of record i (and of
+weights, random numbers, settings) alone; the backward pass, which goes back through the same operations, gives to row i of whatever
+was declared to be the records' (:meth:`Following.declare`) what record i alone determines. That is all that clipping needs, and it
+holds in each pass by itself: nothing is concluded from one batch for another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lipdp.clipping.follow_rules import At, Mixed, Rule, State, rule_of
+from lipdp.errors import UnsupportedError
+from lipdp.inputs import Inputs, leaves, rows_of
+
+__all__ = ["At", "Following", "Mixed", "NotApartError", "Reason", "follow", "rows_first"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why records are not known to be apart: what was done, and where."""
+
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+class NotApartError(UnsupportedError):
+    """A pass in which records were not kept apart, as far as its operations show.
+
+    Attributes:
+        reason: what was done, and where.
+    """
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(f"records of a batch are not known to be apart: {reason}")
+        self.reason = reason
+
+
+class _Memory(NamedTuple):
+    """Whose the numbers at an address are, in bytes."""
+
+    start: int
+    unit: int
+
+
+class _Entry(NamedTuple):
+    """A memory that depends on the batch; as long as ``alive`` is held, no other memory has its key."""
+
+    alive: StorageWeakRef
+    whose: _Memory | Mixed
+
+
+_READERS = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+}
+_HOOKS = {
+    torch.Tensor.register_hook,
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.register_post_accumulate_grad_hook,
+}
+_NOTED = _READERS | _HOOKS
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_HERE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Following(TorchDispatchMode):  # type: ignore[misc]
+    """Within the block, operations on what was declared are followed.
+
+    Attributes:
+        records: rows of the batch.
+        answering: whether a question if something holds for all of the batch is answered by no, whatever the batch is, and if it
+            does for any of it, by yes: shortcuts (for masks that are full) are not taken, and no answer depends on a record.
+        answered: whether that was done.
+        reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
+    """
+
+    def __init__(self, records: int, *, answering: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records, self.answering, self.answered = records, answering, False
+        self.reads: list[Reason] = []
+        self._memories: dict[int, _Entry] = {}
+
+    # What is known of a tensor -------------------------------------------------------------------------------------------
+
+    def declare(self, tensor: torch.Tensor, at: At) -> None:
+        """From here on, these are the records' numbers."""
+        if tensor.numel():
+            self._set(tensor, at, exact=True)
+
+    def state(self, tensor: torch.Tensor) -> State:
+        """Where the records are in a tensor; ``None``: it does not depend on the batch."""
+        entry = self._memories.get(_key(tensor)) if self._memories else None
+        if entry is None:
+            return None
+        if isinstance(entry.whose, Mixed):
+            return entry.whose
+        return self._read_map(tensor, entry.whose)
+
+    def _read_map(self, tensor: torch.Tensor, whose: _Memory) -> At | Mixed:
+        start, unit = whose
+        width = tensor.element_size()
+        turn, (above, within) = self.records * unit, divmod(tensor.storage_offset() * width - start, unit)
+        found = None
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            step = stride * width
+            if size == 1 or step == 0 or step % turn == 0:
+                continue
+            runs = unit // step if step <= unit else 0
+            if found is None and runs and runs * step == unit and size % (self.records * runs) == 0:
+                found = At(dim, runs)
+                within += (runs - 1) * step
+            else:
+                within += (size - 1) * step
+        if found is None or within >= unit or above % self.records:
+            return Mixed("some of the batch's records are taken out of it, or put in another order", _line())
+        return found
+
+    def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
+        self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)
+
+    def _map(self, tensor: torch.Tensor, at: At, exact: bool) -> _Memory | Mixed:
+        width = tensor.element_size()
+        unit, offset = at.runs * tensor.stride(at.dim) * width, tensor.storage_offset() * width
+        if unit == 0:
+            return Mixed("one memory for all records", _line())
+        whose = _Memory(offset if exact else offset - offset % unit, unit)
+        return whose if self._read_map(tensor, whose) == at else Mixed("records that overlap in memory", _line())
+
+    def _write(self, tensor: torch.Tensor, state: State) -> None:
+        """The tensor was given numbers with this state; its memory may be that of others.
+
+        Numbers of no record change nothing: whose the rest is stays true of them too.
+        """
+        if state is None:
+            return
+        entry = self._memories.get(_key(tensor))
+        if isinstance(state, Mixed) or entry is None:
+            self._set(tensor, state)
+        elif self.state(tensor) != state:
+            self._set(tensor, Mixed("records written over others", _line()))
+
+    # Operations ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        rule = rule_of(func)
+        args_in_order, states, depends = rule.in_order(args, kwargs), [], False
+        for arg in args_in_order:
+            state: Any = None
+            if isinstance(arg, torch.Tensor):
+                state = self.state(arg)
+                depends = depends or state is not None
+            elif type(arg) in (list, tuple) and arg and any(isinstance(part, torch.Tensor) for part in arg):
+                state = [self.state(part) if isinstance(part, torch.Tensor) else None for part in arg]
+                depends = depends or any(part is not None for part in state)
+            states.append(state)
+        if depends and self.answering and func is _SCALAR and isinstance(states[0], Mixed) and states[0].answer is not None:
+            self.answered = True
+            return states[0].answer
+        output = func(*args, **kwargs)
+        if depends:
+            self._follow(func, rule, args_in_order, states, output)
+        return output
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled: there is nothing to keep it from
+
+    def _follow(self, func: Any, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
+        if rule.reads and not (rule.reads == "size" and not rule.chooses(args)):
+            self.reads.append(Reason(f"Python sees what {_name(func)} makes of the batch", _line()))
+        if rule.view:
+            return
+        try:
+            results = rule.results(self.records, args, states, output)
+        except Mixed as mixed:
+            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{_name(func)}: {mixed.what}", _line())
+            results.answer = rule.answer(args, states)
+            if rule.name == "sum" and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor) and not output.ndim:
+                results.counted = args[0].numel()
+        outputs = output if isinstance(output, list | tuple) else [output]
+        if not isinstance(results, list):
+            results = [results] * len(outputs)
+        for part, state in zip(outputs, results, strict=True):
+            if isinstance(part, torch.Tensor) and part.numel():
+                if rule.writes:
+                    self._write(part, state)
+                elif state is not None:
+                    self._set(part, state)
+        for number in rule.written:  # in place, and not given back
+            if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel():
+                self._write(args[number], results[0] if isinstance(results, list) else results)
+
+    # What follows ---------------------------------------------------------------------------------------------------------
+
+    def belongs(self, tensor: torch.Tensor, at: At, what: str) -> None:
+        """Raise unless each record's part of a tensor is its own. One that nobody's numbers are in is the records' from here on."""
+        state = self.state(tensor)
+        if state is None:
+            self.declare(tensor, at)
+        elif state != at:
+            raise NotApartError(self._reason(state, what))
+
+    def own(self, tensor: torch.Tensor, at: At | None, what: str) -> None:
+        """The same for one that is only read; without ``at``, no record's numbers may be in it."""
+        state = self.state(tensor)
+        if state is not None and state != at:
+            raise NotApartError(self._reason(state, what))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that is not followed."""
+        copy = tensor.detach().clone()
+        self._memories.pop(_key(copy), None)
+        return copy
+
+    def _reason(self, state: State, what: str) -> Reason:
+        if isinstance(state, Mixed):
+            return Reason(state.what, state.where)
+        return Reason(f"{what} has its records in another dimension than it should", _line())
+
+    def conclude(self, losses: torch.Tensor) -> None:
+        """Raise :class:`NotApartError` unless each record's loss is known to depend on it alone, going back too."""
+        state = self.state(losses)
+        if state != At(0, 1):
+            raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
+        if self.reads:
+            raise NotApartError(self.reads[0])
+        foreign = _foreign(losses.grad_fn)
+        if foreign is not None:
+            raise NotApartError(Reason(f"{foreign.__qualname__} has a backward pass of its own", foreign.__module__))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Within the block, what the model does is followed, and what it reads is noted."""
+        global _current
+        before, _current = _current, self
+        try:
+            with self, _Readings(self):
+                yield
+        finally:
+            _current = before
+
+
+    def untouched(self) -> _Untouched:
+        """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
+        return _Untouched(self)
+
+
+class _Untouched(TorchDispatchMode):  # type: ignore[misc]
+    """Within the block, nothing that depends on the batch is touched."""
+
+    def __init__(self, of: Following) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for part in tree_leaves((args, kwargs)):
+            if isinstance(part, torch.Tensor) and self._of.state(part) is not None:
+                raise NotApartError(Reason("a module uses what it was not given", _line()))
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Readings(TorchFunctionMode):
+    """Values that leave the tensors past all operations, and hooks on gradients."""
+
+    def __init__(self, of: Following) -> None:
+        super().__init__()
+        self._of = of
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _NOTED and not _is_ours():
+            if func in _HOOKS:
+                self._of.reads.append(Reason("a function of its own in the backward pass", _line()))
+            elif args and isinstance(args[0], torch.Tensor) and self._of.state(args[0]) is not None:
+                self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", _line()))
+        return func(*args, **(kwargs or {}))
+
+
+_current: Following | None = None
+
+
+def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following | None:
+    """What follows a pass over these inputs and targets; a record by itself meets no other."""
+    if rows_of(x) < 2:
+        return None
+    following = Following(rows_of(x), answering=answering)
+    for part in (*leaves(x), y):
+        following.declare(part, At(0, 1))
+    return following
+
+
+def rows_first(tensor: torch.Tensor) -> None:
+    """To be called where a function of ours treats rows by themselves going back: records must be nowhere else."""
+    if _current is not None:
+        state = _current.state(tensor)
+        if isinstance(state, At) and state.dim != 0:
+            _current.reads.append(Reason("rows that are not records have their gradients clipped", _line()))
+
+
+def _foreign(start: Any) -> type | None:
+    """A function with a backward pass of its own, if there is one in this graph: what it does is not to be seen. Not ours."""
+    seen, waiting = {start}, [start]
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting.append(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                made: type = node._forward_cls  # type: ignore[attr-defined]
+                home = sys.modules.get(made.__module__)
+                if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
+                    return made
+    return None
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _name(func: Any) -> str:
+    return str(func.__name__).split(".")[0]
+
+
+def _is_ours() -> bool:
+    """Whether it is this library that asks torch, not the model."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_filename.startswith(_HERE)
+
+
+def _line() -> str:
+    """Where in the user's code this happens: the innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_HERE, _TORCH, "<")):
+            return f"{Path(file).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
