@@ -87,6 +87,17 @@ def _pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
+def _goes_by_pixels(x: torch.Tensor) -> bool:
+    """Whether windows are fastest taken pixel by pixel: on a processor, unless channels lie last."""
+    return x.device.type == "cpu" and x.is_contiguous() and x.dtype in (torch.float32, torch.float64)
+
+
+def _pixels(x: torch.Tensor, pool: Pooling) -> list[torch.Tensor]:
+    """The first pixel of all windows, the second one, …: views of x."""
+    high, wide = (size // step * step for size, step in zip(x.shape[2:], pool[:2], strict=True))
+    return [x[:, :, i : high : pool.height, j : wide : pool.width] for i in range(pool.height) for j in range(pool.width)]
+
+
 def _forward(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None) -> torch.Tensor:
     value = _shifted(x, bias)
     if sort:
@@ -97,9 +108,14 @@ def _forward(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooli
         torch.minimum(a, b, out=smaller)
     if pool is None:
         return value.clone() if value is x else value
-    squares = value.square() if value is x else value.square_()
-    window = (pool.height, pool.width)
-    return F.avg_pool2d(squares, window, divisor_override=1).add_(pool.eps).sqrt_()
+    if _goes_by_pixels(value):
+        first, *others = _pixels(value, pool)
+        squares = first.square()
+        for pixel in others:
+            squares.addcmul_(pixel, pixel)
+    else:
+        squares = F.avg_pool2d(value.square() if value is x else value.square_(), (pool.height, pool.width), divisor_override=1)
+    return squares.add_(pool.eps).sqrt_()
 
 
 def _backward(
@@ -124,6 +140,12 @@ def _backward(
 
 def _spread(g: torch.Tensor, x: torch.Tensor, pool: Pooling) -> torch.Tensor:
     """Each window's number at all of its pixels; 0 at those that no window covers."""
+    if _goes_by_pixels(x) and not (torch.is_grad_enabled() and g.requires_grad):
+        covered = all(size % step == 0 for size, step in zip(x.shape[2:], pool[:2], strict=True))
+        spread = torch.empty_like(x) if covered else torch.zeros_like(x)
+        for pixel in _pixels(spread, pool):
+            pixel.copy_(g)
+        return spread
     wide = F.interpolate(g, scale_factor=(pool.height, pool.width), mode="nearest")
     missing = [have - covered for have, covered in zip(x.shape[2:], wide.shape[2:], strict=True)]
     return F.pad(wide, (0, missing[1], 0, missing[0])) if any(missing) else wide
