@@ -91,7 +91,8 @@ def figures_of(name: str, recipe: Recipe, runs: list[tuple[float, float | None, 
         if held_out is None:
             return None
         score = float(held_out[1] or held_out[2])
-        tenths = 2 if "over 2 tenths" in recipe.provenance else 1
+        told = re.search(r"over (\d+) tenths", recipe.provenance)
+        tenths = 1 if told is None else int(told[1])
         return {"score": score, "deviation": None, "runs": tenths, "part": "held out", "epsilon": recipe.epsilon}
     scores = [score for score, *_ in runs]
     machine = "H200" if any(machine_name(told) == "H200" for _, _, told, _ in runs) else "2 cores"

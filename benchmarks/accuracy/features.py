@@ -28,7 +28,7 @@ from feature_sets import LISTS, START, changes_of
 from torch import Tensor
 
 from lipdp import data
-from lipdp.features.drawn import leaf_images, texture_images
+from lipdp.features.drawings import leaf_images, texture_images
 from lipdp.features.kernels import RandomReLU
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d

@@ -9,6 +9,7 @@ lipdp.fit. With --whole every seed is one lipdp.recipes.train instead, which kee
 for a processor. Lines are appended to benchmarks/results/lockbox.jsonl: time, commit, recipe, digest of its settings, seed, ε
 spent, accuracy, digests of the networks that the features come from.
 
+    python benchmarks/accuracy/lockbox.py RECIPE… --missing        only seeds that the log lacks, with these settings and networks
     python benchmarks/accuracy/lockbox.py RECIPE… --constants      computes and keeps their public constants, and reads nothing
 """
 
@@ -139,6 +140,19 @@ def whole_reading(recipe: Recipe, seed: int, device: str) -> dict[str, object]:
     }
 
 
+def settings_digest(recipe: Recipe) -> str:
+    return hashlib.sha256(to_toml(recipe).encode()).hexdigest()[:16]
+
+
+def seeds_in(log: Path, recipe: Recipe) -> set[int]:
+    """The seeds that the log has a reading of, with the recipe's settings and the networks that are here."""
+    if not log.exists():
+        return set()
+    wanted = (recipe.name, settings_digest(recipe), networks_of(recipe))
+    readings = map(json.loads, log.read_text().splitlines())
+    return {line["seed"] for line in readings if (line["recipe"], line["settings"], line.get("networks")) == wanted}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+")
@@ -148,6 +162,7 @@ def main() -> None:
     parser.add_argument("--commit", help="that holds the catalogue, where there is no git")
     parser.add_argument("--log", type=Path, default=LOG)
     parser.add_argument("--rows", type=int, help="of a microbatch at most")
+    parser.add_argument("--missing", action="store_true", help="only seeds that the log lacks")
     parser.add_argument("--constants", action="store_true", help="compute public constants and read nothing")
     arguments = parser.parse_args()
     chosen = [recipes.get(name) for name in arguments.recipes]
@@ -159,6 +174,11 @@ def main() -> None:
     arguments.log.parent.mkdir(parents=True, exist_ok=True)
     kept: tuple[str, tuple[TensorDataset, TensorDataset]] | None = None
     for recipe in chosen:
+        known = seeds_in(arguments.log, recipe) if arguments.missing else set()
+        seeds = [seed for seed in arguments.seeds if seed not in known]
+        if not seeds:
+            print(f"{recipe.name}: all seeds are in the log", flush=True)
+            continue
         key = json.dumps([recipe.dataset, recipe.options["blocks"], recipe.options.get("straighten", False)])
         started = time.monotonic()
         if not arguments.whole and (kept is None or kept[0] != key):
@@ -167,7 +187,7 @@ def main() -> None:
         features_seconds = time.monotonic() - started
         figures = []
         head, plan = (None, None) if kept is None else planned(recipe, len(kept[1][0]))
-        for seed in arguments.seeds:
+        for seed in seeds:
             if kept is None or head is None or plan is None:
                 result = whole_reading(recipe, seed, arguments.device)
             else:
@@ -178,7 +198,7 @@ def main() -> None:
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
                 "commit": commit,
                 "recipe": recipe.name,
-                "settings": hashlib.sha256(to_toml(recipe).encode()).hexdigest()[:16],
+                "settings": settings_digest(recipe),
                 "dataset": recipe.dataset,
                 "epsilon": recipe.epsilon,
                 "seed": seed,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lipdp import data
 from lipdp.data import Shifts
-from lipdp.features.drawn import texture_images
+from lipdp.features.drawings import texture_images
 from lipdp.features.scattering import Scattering2d
 
 Config = dict[str, Any]

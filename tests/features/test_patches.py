@@ -15,7 +15,7 @@ import lipdp
 from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.features.drawn import leaf_images, texture_images
+from lipdp.features.drawings import leaf_images, texture_images
 from lipdp.features.front import extract_features, split_front
 from lipdp.features.patches import PatchFeatures, pooling_windows
 from lipdp.features.stacks import PatchBlock, ScatteringBlock, block_of, feature_front

@@ -15,7 +15,7 @@ from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.data import Flip, PrecomputedCopies, RandomCrop, Shifts
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from lipdp.features.drawn import texture_images, texture_statistics
+from lipdp.features.drawings import texture_images, texture_statistics
 from lipdp.features.front import FrozenFeatures, extract_features, split_front
 from lipdp.features.scattering import Scattering2d
 from tests.soundness.harness import attack

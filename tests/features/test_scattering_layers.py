@@ -85,7 +85,7 @@ def test_weights_of_orders_and_colours() -> None:
 
 
 def test_whitening_decorrelates_textures() -> None:
-    from lipdp.features.drawn import texture_images
+    from lipdp.features.drawings import texture_images
 
     def spread(whiten: float) -> float:
         layers, _ = scattering_front((1, 16, 16), scales=((2, 4),), whiten=whiten)

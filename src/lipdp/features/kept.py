@@ -1,9 +1,9 @@
 """Public constants that take a while to compute, kept in the user's cache from one program to the next.
 
-Dictionaries, scales and decorrelating matrices follow from drawn images and settings alone (:mod:`lipdp.features.drawn`): no record
-has a part in them, so nothing has to be kept safe. The first program computes them, seconds to two minutes on a processor, and says
-so to the logger ``lipdp``; the next one reads them. A file's name is a digest of what the constants follow from, torch's version
-included; a file that can't be read is computed again, and where nothing can be written nothing is kept.
+Dictionaries, scales and decorrelating matrices follow from drawn images and settings alone (:mod:`lipdp.features.drawings`): no
+record has a part in them, so nothing has to be kept safe. The first program computes them, seconds to two minutes on a
+processor, and says so to the logger ``lipdp``; the next one reads them. A file's name is a digest of what the constants follow
+from, torch's version included; a file that can't be read is computed again, and where nothing can be written nothing is kept.
 """
 
 from __future__ import annotations

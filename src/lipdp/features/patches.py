@@ -2,7 +2,7 @@
 
 A linear classifier on such features is a convolutional kernel machine, and a good one on small photographs (Coates & Ng 2011; Thiry
 et al. 2021) when the dictionary and the whitening come from the data. Here both come from drawn images
-(:mod:`lipdp.features.drawn`), so nothing is read off the data and nothing has to be paid for.
+(:mod:`lipdp.features.drawings`), so nothing is read off the data and nothing has to be paid for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export.lowering import Site, lowering
-from lipdp.features.drawn import leaf_images
+from lipdp.features.drawings import leaf_images
 from lipdp.features.kept import kept_constants
 
 __all__ = ["Dictionary", "PatchFeatures", "pooling_windows"]

@@ -20,7 +20,7 @@ import torch
 from lipdp import nn
 from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
-from lipdp.features.drawn import leaf_images, texture_images
+from lipdp.features.drawings import leaf_images, texture_images
 from lipdp.features.kept import kept_constants
 from lipdp.features.kernels import RandomReLU
 from lipdp.features.layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
@@ -99,7 +99,7 @@ def scattering_front(
         flip: and over their mirror images.
         whiten: a in (0, 1]: channels are decorrelated as it would decorrelate the textures', by ((1−a)·Σ + a·I)^(-1/2); 0: not.
         statistics: what channels are evened out by. "textures": public constants, the response to random textures
-            (:mod:`lipdp.features.drawn`). "private": then also by the data's own statistics, paid for out of
+            (:mod:`lipdp.features.drawings`). "private": then also by the data's own statistics, paid for out of
             ``lipdp.plan(…, statistics_budget=…)``. "none".
         radius: for "private": a public bound on the root mean square of an image's features, in units of the textures' deviation.
         weights: of the features' orders 0, 1 and 2 (and up), and of the colour differences of "yuv" relative to brightness.

@@ -2,7 +2,8 @@
 
 A file holds recipes by name, with the settings that differ from :class:`~lipdp.recipes.Recipe`'s defaults. Its ``best`` lists those
 that a dataset's name alone means, one for each budget. TOML has no ``None``: options that are ``None`` are named in ``without``.
-``lipdp sweep --save FILE`` writes such files, :func:`read_recipes` reads them.
+``lipdp sweep --save FILE`` writes such files, :func:`read_recipes` reads them. What the recipes gave when they were run is beside
+them too: measured.json, which benchmarks/accuracy/catalogue.py makes of the results.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lipdp._checks import choose
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import read
 from lipdp.recipes.recipe import Recipe, settings_of
 
-__all__ = ["get", "names", "nearest_budget", "read_recipes", "save_recipe", "to_toml"]
+__all__ = ["Measured", "get", "measured", "names", "nearest_budget", "read_recipes", "save_recipe", "to_toml"]
 
 _BEST, _WITHOUT = "best", "without"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -68,6 +70,46 @@ def nearest_budget(recipes: Iterable[Recipe], epsilon: float) -> Recipe:
     if not (epsilon > 0 and math.isfinite(epsilon)):
         raise ConfigurationError(f"epsilon must be positive, not {epsilon!r}")
     return min(recipes, key=lambda recipe: max(recipe.epsilon / epsilon, epsilon / recipe.epsilon))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a recipe at the budget that its settings were found for.
+
+    Attributes:
+        score: in %: accuracy, or AUROC where the recipe is judged by it; the mean over the runs.
+        deviation: standard deviation over the runs, in %; ``None`` for one run.
+        runs: how many.
+        part: what it was judged on: the "test" set, or records of the training set that were "held out".
+        epsilon: ε of the runs.
+        seconds: of one run, features included, data and planning not; ``None`` where no one took it down.
+        machine: where that was.
+        memory_gb: what the program held at most; on a GPU, of the GPU's. ``None`` where no one took it down.
+    """
+
+    score: float
+    deviation: float | None
+    runs: int
+    part: Literal["test", "held out"]
+    epsilon: float
+    seconds: float | None = None
+    machine: str | None = None
+    memory_gb: float | None = None
+
+
+def measured(recipe: str) -> Measured | None:
+    """The figures of a shipped recipe; ``None`` for one that none are known of.
+
+    Args:
+        recipe: its full name.
+    """
+    return _figures().get(recipe)
+
+
+@cache
+def _figures() -> dict[str, Measured]:
+    text = resources.files(__name__).joinpath("measured.json").read_text(encoding="utf-8")
+    return {name: Measured(**figures) for name, figures in json.loads(text).items()}
 
 
 @cache
