@@ -163,7 +163,7 @@ def _sketch(dataset: Any, some: Any) -> list[int]:
         return []
     with torch.random.fork_rng(devices=[]):
         hashes = [_hashes(inputs) for inputs, _ in slices(dataset, max(1, 2**22 // max(1, entries)))]
-    different = torch.cat(hashes).unique()
+    different = torch.unique(torch.cat(hashes))
     return different[:_SKETCH].tolist() if 2 * len(different) >= len(dataset) else []
 
 
@@ -193,7 +193,7 @@ def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
     """Before a run's first release about some data: warn if others have released something about them, and remember this one."""
     before: dict[str, RunRecord] = {}
     shared: dict[str, set[str]] = {}
-    for mark, other in [(mark, other) for mark in marks for other in _runs.get(mark, ())]:
+    for mark, other in [(known, other) for known in marks for other in _runs.get(known, ())]:
         paid = run.budget is not None and other.budget == run.budget
         if other.key != run.key and not paid and (other.ledger.steps or other.ledger.one_off):
             shared.setdefault(other.key, set()).add(mark)
@@ -212,9 +212,9 @@ def _warn(before: list[RunRecord], run: RunRecord) -> None:
     alone = f"epsilon {ledger.planned_epsilon:.4g} alone"
     unpaid = "no budget adds them up" if run.budget is None else f"the budget {run.budget} was not charged for all of them"
     warnings.warn(
-        f"this is run {len(before) + 1} over the same data (or some of them) in this process, and {unpaid}: together they spend epsilon "
-        f"{together:.4g} at delta {ledger.delta:g} ({alone}). Charge them all to one account, budget=lipdp.privacy.Budget(…), "
-        "which refuses what is too much; or report the composed epsilon.",
+        f"this is run {len(before) + 1} over the same data (or some of them) in this process, and {unpaid}: together they spend "
+        f"epsilon {together:.4g} at delta {ledger.delta:g} ({alone}). Charge them all to one account, "
+        "budget=lipdp.privacy.Budget(…), which refuses what is too much; or report the composed epsilon.",
         RepeatedRunWarning,
         stacklevel=5,
     )
