@@ -1,9 +1,9 @@
-"""What the checks of a step cost (the watch over model and loss, on the host and on the device). For its noise: benchmarks/noise.py.
+"""What the checks of a step cost (the watch over model and loss, on host and device). For its noise: benchmarks/noise.py.
 
 python benchmarks/checks.py --device cpu|cuda     # small and large CNN, clipless and clipped: a step with them ÷ one without
 
 Two engines take steps in turns, one of them without any check; what is compared are medians, so that neither a slow machine nor a
-recording that is made once decides.
+recording that is made once decides. On a processor it is process time, with the time of all threads.
 """
 
 import argparse
@@ -55,18 +55,18 @@ def in_turns(engines: list[lipdp.PrivacyEngine], batch: int, rounds: int, second
     device = engines[0].device
     x, y = torch.randn(batch, 3, 32, 32, device=device), torch.arange(batch, device=device) % 10
     times: list[list[float]] = [[] for _ in engines]
-    begun = time.perf_counter()
+    begun, now = time.perf_counter(), time.perf_counter if device.type == "cuda" else time.process_time
     for number in range(rounds):
         for own, engine in zip(times, engines, strict=True):
             given = x.clone(), y.clone()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = now()
             engine.step(*given)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if number >= min(8, rounds // 3):  # recordings are made, libraries loaded
-                own.append(time.perf_counter() - start)
+                own.append(now() - start)
         if time.perf_counter() - begun > seconds and len(times[0]) >= 5:
             break
     return [statistics.median(own) for own in times]
