@@ -10,33 +10,34 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import types
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import torch
 
 import lipdp
-from lipdp import losses, privacy
-from lipdp.training import step_mechanism
-from lipdp.training.streams import Streams
+from lipdp import privacy
+from lipdp.privacy.mechanism import Draw
+from lipdp.training.streams import Prepared
 
 sys.path.append(str(Path(__file__).parent))
-from pairs import PAIRS
+from checks import engine_of, in_turns
 
 NETWORKS = ("cnn-small", "cnn-large")
 
 
 def once(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds; on CUDA with all that was started."""
+    """Seconds; on CUDA with all that was started, on a processor of process time."""
+    now = time.perf_counter if device.type == "cuda" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = now()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def seconds(work: Callable[[], object], device: torch.device, least: float) -> float:
@@ -73,51 +74,43 @@ def release(size: int, device: torch.device, least: float) -> dict[str, object]:
     }
 
 
-@contextmanager
-def by_torch() -> Iterator[None]:
-    """Steps as they would be with torch's generator: noise by randn, group by group, and no digests."""
+def by_torch(engine: lipdp.PrivacyEngine) -> None:
+    """Steps as they would be with torch's generator: noise by randn, group by group, no keys and no digests for them."""
 
-    def noised(sums: Mapping[str, torch.Tensor], stds: Mapping[str, float], draw: object) -> dict[str, torch.Tensor]:
+    def draw(answer: Any, settings: Any, stream: object) -> dict[str, torch.Tensor]:
+        sums, stds = answer.sums, settings.stds
         return {n: total.float() + stds[n] * torch.randn(total.shape, device=total.device) for n, total in sums.items()}
 
-    with (
-        mock.patch.object(step_mechanism, "add_noise", noised),
-        mock.patch.object(Streams, "step_noise", return_value=None),
-        mock.patch.object(Streams, "step_done", return_value=None),
-    ):
-        yield
+    def draw_on_device(answer: Any, settings: Any, stream: object) -> Draw:
+        names = sorted(answer.sums)
+
+        def function(*sums: torch.Tensor) -> dict[str, torch.Tensor]:
+            return draw(types.SimpleNamespace(sums=dict(zip(names, sums, strict=True))), settings, None)
+
+        return Draw(function, tuple(answer.sums[name] for name in names), tuple(settings.stds.items()))
+
+    def prepare(number: int, *_: object) -> Prepared:
+        return Prepared(number, bytes(32), torch.zeros(0, 2, dtype=torch.int64))
+
+    streams = engine._streams
+    engine._mechanism.draw = draw  # type: ignore[method-assign]
+    engine._mechanism.draw_on_device = draw_on_device  # type: ignore[method-assign]
+    streams.prepare = prepare  # type: ignore[method-assign]
+    streams.noise = streams.take = streams.step_done = lambda *_: None  # type: ignore[assignment,method-assign,return-value]
 
 
-def step(name: str, method: str, batch: int, device: torch.device, rounds: int) -> dict[str, object]:
+def step(name: str, method: str, batch: int, device: torch.device, rounds: int, least: float) -> dict[str, object]:
     """A whole step, with our noise and with torch's in turns: medians."""
-    torch.manual_seed(0)
-    clipless = method == "clipless"
-    model = (PAIRS[name].lipschitz() if clipless else PAIRS[name].ordinary()).to(device)
-    loss = losses.CrossEntropy(tau=10.0) if clipless else torch.nn.CrossEntropyLoss(reduction="none")
-    settings = {} if clipless else {"max_grad_norm": 1.0}
-    plan = lipdp.plan(
-        model, loss, dataset_size=100 * batch, batch_size=batch, delta=1e-6, noise_multiplier=1.0, steps=100_000,
-        accountant="rdp", method=method, **settings,
-    )  # fmt: skip
-    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan, microbatch_size=batch)
-    x, y = torch.randn(batch, 3, 32, 32, device=device), torch.arange(batch, device=device) % 10
-    ours, theirs = [], []
-    for number in range(rounds):
-        batches = [(x.clone(), y.clone()) for _ in range(2)]
-        mine = once(lambda: engine.step(*batches[0]), device)  # noqa: B023
-        with by_torch():
-            other = once(lambda: engine.step(*batches[1]), device)  # noqa: B023
-        if number >= rounds // 5:  # recordings are made, libraries loaded
-            ours.append(mine)
-            theirs.append(other)
-    found = statistics.median(ours), statistics.median(theirs)
+    engines = [engine_of(name, method, batch, device) for _ in range(2)]
+    by_torch(engines[1])
+    ours, theirs = in_turns(engines, batch, rounds, least)
     return {
         "device": named(device),
         "step": f"{name} {method}, B = {batch}",
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "step_ms": 1e3 * found[0],
-        "step_with_randn_ms": 1e3 * found[1],
-        "slower_by": found[0] / found[1] - 1,
+        "parameters": sum(p.numel() for p in engines[0].model.parameters()),
+        "step_ms": 1e3 * ours,
+        "step_with_randn_ms": 1e3 * theirs,
+        "slower_by": ours / theirs - 1,
     }
 
 
@@ -127,8 +120,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=float, default=[1e5, 1e7])
     parser.add_argument("--batch", type=int, default=None, help="time whole steps too")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each size, ten times for each network and method")
     parser.add_argument("--output", default=None, help="JSON file that gets the rows added")
     options = parser.parse_args()
     device, rows = torch.device(options.device), []
@@ -141,7 +134,7 @@ def main() -> None:
         add(release(int(size), device, options.seconds))
     for name in options.networks if options.batch else ():
         for method in ("clipless", "bookkeeping"):
-            add(step(name, method, options.batch, device, options.rounds))
+            add(step(name, method, options.batch, device, options.rounds, 10 * options.seconds))
     if options.output:
         path = Path(options.output)
         before = json.loads(path.read_text()) if path.exists() else []

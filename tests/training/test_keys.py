@@ -410,7 +410,7 @@ def test_the_same_inputs_with_other_sums_are_another_release(again):
 
 
 def test_rows_written_to_behind_torch_are_other_sums():
-    """Rows of a dataset that the run is bound to are told by their numbers alone: a write by numpy is seen in what they add up to."""
+    """Rows of a dataset that the run is bound to are told by their numbers alone; a write by numpy is seen in their sum."""
     x, y = toy().tensors
     stored = x.numpy().copy()
     data = TensorDataset(torch.from_numpy(stored), y)

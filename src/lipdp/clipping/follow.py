@@ -281,7 +281,6 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         finally:
             _current = before
 
-
     def untouched(self) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
         return _Untouched(self)

@@ -412,9 +412,7 @@ def _frozen_norm(training: int) -> Results:
 def _attention(mask: int | None) -> Results:
     def results(records: int, args: Any, states: list[Any], output: Any) -> Any:
         at = _aligned(args, states[:3])
-        if any(state is None for state in states[:3]) and any(
-            part.shape[at.dim] != args[0].shape[at.dim] for part in args[:3]
-        ):
+        if any(state is None for state in states[:3]) and any(part.shape[at.dim] != args[0].shape[at.dim] for part in args[:3]):
             raise Mixed("records meet others in another dimension")
         if at.dim > 1 or any(arg.ndim != 4 for arg in args[:3]):
             raise Mixed("attention over the records")

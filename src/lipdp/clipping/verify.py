@@ -45,7 +45,17 @@ from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["check_alone", "forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
+__all__ = [
+    "check_alone",
+    "forget",
+    "kind_of",
+    "seeing_all",
+    "state_of",
+    "telling_rows",
+    "untrained_tensors",
+    "verify",
+    "verify_once",
+]
 
 T = TypeVar("T")
 _EXAMPLES = 3

@@ -277,7 +277,8 @@ def _settled_at(
     """N + ½ where a first word did not decide, and whether the point is under the curve."""
     more = chacha_words(key, places, (1, segment, attempt))
     chosen, fine = _settled(bins, words, more, lambda row: _rest(key, int(places[row]), segment, attempt))
-    return ((chosen << PLACE) | (words.view(np.int64) & _IN_BIN)) + 0.5, fine
+    drawn: Floats = ((chosen << PLACE) | (words.view(np.int64) & _IN_BIN)).astype(np.float64)
+    return drawn + 0.5, fine
 
 
 def _look_up(bins: Table, words: Wide, drawn: Floats, scratch: _Scratch) -> Ints:

@@ -72,14 +72,14 @@ class Repetitions:
 
     @cached_property
     def gamma(self) -> float:
-        """γ, rounded down by less than 1e-12 of itself (a smaller γ costs more); not for Poisson."""
+        """γ, rounded up by less than 1e-12 of itself (a larger one makes fewer runs, and costs less); not for Poisson."""
         if math.isinf(self.shape):
             raise ConfigurationError("the Poisson distribution has no gamma")
         low, high = 0.0, 1.0
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._mean_at(middle) < self.mean else (middle, high)
-        return low
+            low, high = (low, middle) if self._mean_at(middle) <= self.mean else (middle, high)
+        return high
 
     def _mean_at(self, gamma: float) -> float:
         if self.shape == 0:

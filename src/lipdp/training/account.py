@@ -15,18 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from lipdp.errors import CheckpointError, LipdpError, RepeatedRunWarning
-from lipdp.inputs import leaves
+from lipdp.inputs import leaves, rows_of
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
 from lipdp.privacy.ledger import Ledger
-from lipdp.training.batches import gather
+from lipdp.training.batches import gather, slices
+from lipdp.training.positions import stored_tensors
 
 __all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
 
@@ -105,6 +106,9 @@ class RunAccount:
 
 
 _LOOKED_AT = 16  # records of a dataset
+_SKETCH, _SHARED = 64, 4  # hashes of records that are remembered, and how many in common are no accident
+_NUMBERS, _READ = 2**26, 4096  # entries of stored inputs that are hashed; other records that are read for it
+_RECORD = "record "
 _FEW = 4  # kinds of events up to which they are composed tightly
 
 
@@ -124,7 +128,7 @@ _expected = 0
 
 
 def data_marks(dataset: Any) -> tuple[str, ...]:
-    """What a dataset is known by: the object, and a digest of some of its records."""
+    """What a dataset is known by: the object, a digest of some of its records, and the smallest hashes of all inputs."""
     marks = []
     try:
         _objects[id(dataset)] = weakref.ref(dataset, partial(_forget_object, id(dataset)))
@@ -142,9 +146,41 @@ def data_marks(dataset: Any) -> tuple[str, ...]:
             digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
             digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
         marks.append(f"content {digest.hexdigest()}")
+        marks.extend(f"{_RECORD}{number}" for number in _sketch(dataset, looked_at[0]))
     except (LipdpError, RuntimeError, TypeError, ValueError):  # what can't be read now is refused where it is used
         pass
     return tuple(marks)
+
+
+def _sketch(dataset: Any, some: Any) -> list[int]:
+    """The smallest hashes of the records' inputs: two datasets that share a part of their records share about that part of these.
+
+    So records in another order, with other targets, or some of them, are recognised. None of large datasets, and of inputs that
+    are mostly alike: those are in other people's data too.
+    """
+    entries = sum(part[0].numel() for part in leaves(some))
+    if len(dataset) * entries > _NUMBERS or not (stored_tensors(dataset) or len(dataset) <= _READ):
+        return []
+    with torch.random.fork_rng(devices=[]):
+        hashes = [_hashes(inputs) for inputs, _ in slices(dataset, max(1, 2**22 // max(1, entries)))]
+    different = torch.unique(torch.cat(hashes))
+    return different[:_SKETCH].tolist() if 2 * len(different) >= len(dataset) else []
+
+
+def _hashes(inputs: Any) -> torch.Tensor:
+    """One number for each record: the words of its inputs times odd numbers that this process drew."""
+    total = torch.zeros(rows_of(inputs), dtype=torch.int64)
+    for place, part in enumerate(leaves(inputs)):
+        flat = part.detach().cpu().reshape(len(part), -1)
+        words = flat.float().view(torch.int32).long() if flat.is_floating_point() else flat.long()
+        total += (words * _factors(place, words.shape[1])).sum(1)
+    mixed = (total ^ (total >> 29)) * -7046029254386353131
+    return mixed ^ (mixed >> 32)
+
+
+@lru_cache(maxsize=16)
+def _factors(place: int, width: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(secrets.token_bytes(8 * width)), dtype=torch.int64) | 1
 
 
 def _forget_object(number: int, gone: object) -> None:
@@ -156,10 +192,13 @@ def _forget_object(number: int, gone: object) -> None:
 def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
     """Before a run's first release about some data: warn if others have released something about them, and remember this one."""
     before: dict[str, RunRecord] = {}
-    for other in [other for mark in marks for other in _runs.get(mark, ())]:
+    shared: dict[str, set[str]] = {}
+    for mark, other in [(known, other) for known in marks for other in _runs.get(known, ())]:
         paid = run.budget is not None and other.budget == run.budget
         if other.key != run.key and not paid and (other.ledger.steps or other.ledger.one_off):
-            before[other.key] = other
+            shared.setdefault(other.key, set()).add(mark)
+            if not mark.startswith(_RECORD) or len(shared[other.key]) >= _SHARED:
+                before[other.key] = other
     if before and not _expected and run.key not in _told:
         _warn(list(before.values()), run)
         _told.add(run.key)
@@ -173,9 +212,9 @@ def _warn(before: list[RunRecord], run: RunRecord) -> None:
     alone = f"epsilon {ledger.planned_epsilon:.4g} alone"
     unpaid = "no budget adds them up" if run.budget is None else f"the budget {run.budget} was not charged for all of them"
     warnings.warn(
-        f"this is run {len(before) + 1} over the same data in this process, and {unpaid}: together they spend epsilon "
-        f"{together:.4g} at delta {ledger.delta:g} ({alone}). Charge them all to one account, budget=lipdp.privacy.Budget(…), "
-        "which refuses what is too much; or report the composed epsilon.",
+        f"this is run {len(before) + 1} over the same data (or some of them) in this process, and {unpaid}: together they spend "
+        f"epsilon {together:.4g} at delta {ledger.delta:g} ({alone}). Charge them all to one account, "
+        "budget=lipdp.privacy.Budget(…), which refuses what is too much; or report the composed epsilon.",
         RepeatedRunWarning,
         stacklevel=5,
     )
