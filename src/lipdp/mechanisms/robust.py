@@ -304,6 +304,7 @@ def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMec
         for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
         for ends in ([part * end for end in own], *itertools.product(*(_ENDS if far else (0.0,) for far in _far_ends(fit.problem))))
     ]  # the last ones are even, and the first of these is the plain one
+    tried += [IntervalMechanism.tilted(fit.problem, (part * logs).exp(), 0 * fit.shift) for part in (1.0, 0.6, 0.3)]
     return next(one for one in sorted(tried, key=pool.score) if pool.worst(one)[0] <= 1 + _MARGIN * robustness)
 
 
@@ -376,8 +377,39 @@ def _joined(profiles: list[Profile]) -> Profile:
     return made
 
 
+_Corner = tuple[str, int, float, float]
+
+
+def _corners(problem: Problem) -> list[_Corner]:
+    """Datasets of one value or two on which a choice by ranks hardly errs, as (words, records at the first, the two values).
+
+    A column of one value, in every part of the range: any shift errs there. And an end of the range that holds some records fewer
+    than it would need to be the quantile, all others close beside it: there, answers that are drawn to the end err.
+    """
+    n, rank = problem.n, problem.rank()
+    places = ((torch.arange(2 * PARTS) + 0.5) / (2 * PARTS)).mul(1e4).round().div(1e4).tolist()
+    made = [(f"all records at {problem.low + problem.width * place:.4g}", n, place, place) for place in places]
+    for short in sorted({1, 2, 5, *(math.ceil(part / problem.epsilon) for part in (4, 12, 30))}):
+        for beside in (1e-5, 1e-4, 1e-3, 0.01, 0.1):
+            for end, held in ((0.0, math.floor(rank)), (1.0, n - math.ceil(rank))):
+                if held > short:
+                    other, value = abs(end - beside), problem.low + problem.width * end
+                    words = f"{held - short} of {n} records at {value:.4g}, the others {problem.width * beside:.2g} beside it"
+                    made.append((words, held - short if end == 0 else n - held + short, min(end, other), max(end, other)))
+    return made
+
+
+def _in_two(corners: list[_Corner], n: int) -> Iterator[Tensor]:
+    """The sorted datasets, a few at a time."""
+    rows = max(_NUMBERS // n, 1)
+    for start in range(0, len(corners), rows):
+        own = corners[start : start + rows]
+        first, low, high = (torch.tensor([one[place] for one in own], dtype=torch.float64)[:, None] for place in (1, 2, 3))
+        yield torch.where(torch.arange(n) < first, low, high)
+
+
 class _Pool:
-    """Datasets of the belief, and hostile ones: a world of columns, and a search for the worst.
+    """Datasets of the belief, and hostile ones: a world of columns, corner cases, and a search for the worst.
 
     The search is over two lumps (places, widths, a share, a grid), varied round by round from the worst ones so far.
     """
@@ -386,7 +418,10 @@ class _Pool:
         self.plain, self.generator = plain, torch.Generator().manual_seed(seed)
         problem = plain.problem
         self.believed = _Seen(plain, draws(belief, problem, count, seed))
-        self.hostile = _Seen(plain, draws(World(problem.low, problem.high), problem, count, seed + 1))
+        world = draws(World(problem.low, problem.high), problem, count, seed + 1)
+        corners = _corners(problem)
+        self.corners = [words for words, _, _, _ in corners]
+        self.hostile = _Seen(plain, itertools.chain(world, _in_two(corners, problem.n)))
         self.edges = _Seen(plain, [torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, problem.n).contiguous()])
         self.drawn = self.hostile.plain.shape[0]  # the others have parameters
         self.parameters = torch.zeros(0, 6, dtype=torch.float64)
@@ -439,9 +474,11 @@ class _Pool:
         return float(losses.max()), self._words(int(losses.argmax()))
 
     def _words(self, at: int) -> str:
-        if at < self.drawn:
-            return f"dataset {at} of the hostile columns"
         problem = self.plain.problem
+        if at < self.drawn - len(self.corners):
+            return f"dataset {at} of the hostile columns"
+        if at < self.drawn:
+            return self.corners[at - self.drawn]
         a, b, width, other, share, _ = self.parameters[at - self.drawn].tolist()
         low, high = (problem.low + problem.width * place for place in (a, b))
         wide = [problem.width * 10**value for value in (width, other)]
