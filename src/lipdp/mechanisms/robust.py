@@ -47,6 +47,7 @@ _KINDS: tuple[NoiseKind, ...] = ("laplace", "staircase")
 _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
 _START = 0.02  # of the measure lie on each end of the range, to begin with
 _ENDS = (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.035, 0.05, 0.07, 0.1)  # … and what else is tried
+_CLEAR = 400.0  # ε times the records beyond a quantile above which only the noise on its rank counts, and nothing is fitted
 _FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
 
 
@@ -112,6 +113,9 @@ def plain_mechanisms(problem: Problem) -> list[Mechanism]:
 def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
     """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
     if problem.query.kind == "quantile":
+        beyond = problem.epsilon * min(problem.rank(), problem.n - problem.rank())
+        if beyond >= _CLEAR:
+            return _plain_quantile(problem)
         return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = _plain(problem, "laplace")
@@ -278,6 +282,17 @@ def _by_intervals(problem: Problem, belief: Distribution, robustness: float, cou
     (loss, loss_at), (ratio, ratio_at) = pool.largest(best), pool.worst(best)
     robust = Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=_is_even(best, robustness))
     return robust.of_plain() if best is plain else robust
+
+
+def _plain_quantile(problem: Problem) -> Robust:
+    """The mechanism that assumes nothing, with its largest loss on columns of zeros and ones around the quantile's rank."""
+    plain, rank = IntervalMechanism.plain(problem), math.floor(problem.rank())
+    first = [rank + k for k in range(-3, 4) if 0 < rank + k < problem.n]
+    corners = [(f"{k} of {problem.n} records at {problem.low:.4g}, the others at {problem.high:.4g}", k, 0.0, 1.0) for k in first]
+    losses = torch.cat([plain.losses(part) for part in _in_two(corners, problem.n)])
+    high = int(losses.argmax())
+    everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(losses[high])
+    return Robust(plain, plain, 1.0, most, most, everywhere, corners[high][0], proved=True)
 
 
 def _is_even(mechanism: IntervalMechanism, robustness: float) -> bool:
