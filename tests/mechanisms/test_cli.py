@@ -69,7 +69,13 @@ def test_release_refuses_what_it_should(files: Path) -> None:
     assert "outside of the bounds" in text
     assert not (files / "l").exists()
     assert invoke(*begin, outside, "--column", "age", *ledger, "--clamp")[0] == 0
-    for content, words in (("age\n1\n\n,\nx\n", "no number"), ("age\n1\n", "shape"), ("years\n1\n", "no column 'age'")):
+    mistakes = (
+        ("age\n1\n\n,\nx\n", "no number"),
+        ("age;pay\n1,5;2\n", "1.5 for 1,5"),
+        ("age\n1\n", "shape"),
+        ("years\n1\n", "no column 'age'"),
+    )
+    for content, words in mistakes:
         (files / "bad.csv").write_text(content)
         code, text = invoke(*begin, files / "bad.csv", "--column", "age", "--no-ledger")
         assert code == 2

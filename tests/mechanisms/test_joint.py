@@ -201,10 +201,15 @@ def test_a_public_step_leaves_no_place_between(tmp_path: Path) -> None:
         assert float(median.value).is_integer()
         answers = mechanisms.answer(ages, ["p10", "median", "p90"], (0, 120), 6.0, step=1, adjacency=adjacency)  # type: ignore[arg-type]
         assert all(float(one.value).is_integer() for one in answers)
-    released = [mechanisms.plan("median", 3.0, 80, (0, 120), step=1).release(ages)[0].value for _ in range(40)]
+    planned = mechanisms.plan("median", 3.0, 80, (0, 120), step=1)
+    released = [planned.release(ages)[0].value for _ in range(40)]
     assert released.count(33.0) > 30
     tenths = mechanisms.answer(ages / 100, "median", (0, 1.2), 30.0, step=0.01)[0].value
     assert tenths == 0.33
+    many = mechanisms.plan("median", 8.0, 800, (0, 120), step=1).release(ages.repeat(10))[0]
+    assert many.value == 33.0
+    assert many.interval is not None
+    assert many.interval[1] - many.interval[0] <= 4  # what is believed in has steps, too
     planned = mechanisms.plan("median", 1.0, 80, (0, 120), step=1)
     assert planned.describe()["questions"][0]["mechanism"]["mechanism"] == "permute-and-flip by rank among the 121 multiples of 1"
     for bad in (0, -1.0, 121, 1e-9, math.nan, "1"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.centred import CentredMechanism
-from lipdp.mechanisms.distributions import Belief, Everyday, as_distribution, draw
+from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
 from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Settings, learn
@@ -119,9 +119,10 @@ def plan(
     share = share_of(epsilon, len(asked))
     belief = as_distribution(distribution, problem.low, problem.high) if distribution is not None else None
     work = settings if settings is not None else Settings(robust=800)
-    everyday = belief or Everyday(problem.low, problem.high)
-
+    everyday: Distribution = belief or Everyday(problem.low, problem.high)
     check_step(step, problem.low, problem.high)
+    if step is not None:
+        everyday = _in_steps(everyday, Lattice.of_steps(problem.low, problem.high, step))
 
     def find(query: str | Query) -> Mechanism:
         if step is not None and isinstance(query, Query):
@@ -225,6 +226,11 @@ def _part(
     certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
     error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
     return Single(question, mechanism, combine, error, "noise" if certain else "belief")
+
+
+def _in_steps(belief: Distribution, lattice: Lattice) -> Distribution:
+    """A belief whose records are all on a lattice."""
+    return lambda count, n, generator: lattice.values(lattice.places(belief(count, n, generator)))
 
 
 def _among_steps(problem: Problem, step: float) -> Mechanism:

@@ -2,8 +2,8 @@
 
 A wrong belief costs accuracy, never privacy: the guarantee holds for every dataset inside the bounds.
 
-A :class:`World` draws columns as they are: discrete, full of zeros, at the edges, narrow, heavy-tailed, in lumps; for beliefs, and to
-attack mechanisms with. Every dataset has a kind and parameters of its own; all kinds are in unit form, [0, 1].
+A :class:`World` draws columns as they are: discrete, full of zeros, at the edges, narrow, heavy-tailed, in lumps; for beliefs, and
+to attack mechanisms with. Every dataset has a kind and parameters of its own; all kinds are in unit form, [0, 1].
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ _KINDS: tuple[NoiseKind, ...] = ("laplace", "staircase")
 _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
 _START = 0.02  # of the measure lie on each end of the range, to begin with
 _ENDS = (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.035, 0.05, 0.07, 0.1)  # … and what else is tried
+_CLEAR = 400.0  # ε times the records beyond a quantile above which only the noise on its rank counts, and nothing is fitted
 _FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
 
 
@@ -112,6 +113,9 @@ def plain_mechanisms(problem: Problem) -> list[Mechanism]:
 def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
     """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
     if problem.query.kind == "quantile":
+        beyond = problem.epsilon * min(problem.rank(), problem.n - problem.rank())
+        if beyond >= _CLEAR:
+            return _plain_quantile(problem)
         return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = _plain(problem, "laplace")
@@ -280,6 +284,17 @@ def _by_intervals(problem: Problem, belief: Distribution, robustness: float, cou
     return robust.of_plain() if best is plain else robust
 
 
+def _plain_quantile(problem: Problem) -> Robust:
+    """The mechanism that assumes nothing, with its largest loss on columns of zeros and ones around the quantile's rank."""
+    plain, rank = IntervalMechanism.plain(problem), math.floor(problem.rank())
+    first = [rank + k for k in range(-3, 4) if 0 < rank + k < problem.n]
+    corners = [(f"{k} of {problem.n} records at {problem.low:.4g}, the others at {problem.high:.4g}", k, 0.0, 1.0) for k in first]
+    losses = torch.cat([plain.losses(part) for part in _in_two(corners, problem.n)])
+    high = int(losses.argmax())
+    everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(losses[high])
+    return Robust(plain, plain, 1.0, most, most, everywhere, corners[high][0], proved=True)
+
+
 def _is_even(mechanism: IntervalMechanism, robustness: float) -> bool:
     """Whether each probability is at most 1 + τ times the plain one's: no shift, no ends, and tilts within 1 + τ."""
     spread = int(mechanism.tilt.max()) <= (1 + robustness) * int(mechanism.tilt.min())
@@ -304,6 +319,7 @@ def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMec
         for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
         for ends in ([part * end for end in own], *itertools.product(*(_ENDS if far else (0.0,) for far in _far_ends(fit.problem))))
     ]  # the last ones are even, and the first of these is the plain one
+    tried += [IntervalMechanism.tilted(fit.problem, (part * logs).exp(), 0 * fit.shift) for part in (1.0, 0.6, 0.3)]
     return next(one for one in sorted(tried, key=pool.score) if pool.worst(one)[0] <= 1 + _MARGIN * robustness)
 
 
@@ -376,8 +392,39 @@ def _joined(profiles: list[Profile]) -> Profile:
     return made
 
 
+_Corner = tuple[str, int, float, float]
+
+
+def _corners(problem: Problem) -> list[_Corner]:
+    """Datasets of one value or two on which a choice by ranks hardly errs, as (words, records at the first, the two values).
+
+    A column of one value, in every part of the range: any shift errs there. And an end of the range that holds some records fewer
+    than it would need to be the quantile, all others close beside it: there, answers that are drawn to the end err.
+    """
+    n, rank = problem.n, problem.rank()
+    places = ((torch.arange(2 * PARTS) + 0.5) / (2 * PARTS)).mul(1e4).round().div(1e4).tolist()
+    made = [(f"all records at {problem.low + problem.width * place:.4g}", n, place, place) for place in places]
+    for short in sorted({1, 2, 5, *(math.ceil(part / problem.epsilon) for part in (4, 12, 30))}):
+        for beside in (1e-5, 1e-4, 1e-3, 0.01, 0.1):
+            for end, held in ((0.0, math.floor(rank)), (1.0, n - math.ceil(rank))):
+                if held > short:
+                    other, value = abs(end - beside), problem.low + problem.width * end
+                    words = f"{held - short} of {n} records at {value:.4g}, the others {problem.width * beside:.2g} beside it"
+                    made.append((words, held - short if end == 0 else n - held + short, min(end, other), max(end, other)))
+    return made
+
+
+def _in_two(corners: list[_Corner], n: int) -> Iterator[Tensor]:
+    """The sorted datasets, a few at a time."""
+    rows = max(_NUMBERS // n, 1)
+    for start in range(0, len(corners), rows):
+        own = corners[start : start + rows]
+        first, low, high = (torch.tensor([one[place] for one in own], dtype=torch.float64)[:, None] for place in (1, 2, 3))
+        yield torch.where(torch.arange(n) < first, low, high)
+
+
 class _Pool:
-    """Datasets of the belief, and hostile ones: a world of columns, and a search for the worst.
+    """Datasets of the belief, and hostile ones: a world of columns, corner cases, and a search for the worst.
 
     The search is over two lumps (places, widths, a share, a grid), varied round by round from the worst ones so far.
     """
@@ -386,7 +433,10 @@ class _Pool:
         self.plain, self.generator = plain, torch.Generator().manual_seed(seed)
         problem = plain.problem
         self.believed = _Seen(plain, draws(belief, problem, count, seed))
-        self.hostile = _Seen(plain, draws(World(problem.low, problem.high), problem, count, seed + 1))
+        world = draws(World(problem.low, problem.high), problem, count, seed + 1)
+        corners = _corners(problem)
+        self.corners = [words for words, _, _, _ in corners]
+        self.hostile = _Seen(plain, itertools.chain(world, _in_two(corners, problem.n)))
         self.edges = _Seen(plain, [torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, problem.n).contiguous()])
         self.drawn = self.hostile.plain.shape[0]  # the others have parameters
         self.parameters = torch.zeros(0, 6, dtype=torch.float64)
@@ -439,9 +489,11 @@ class _Pool:
         return float(losses.max()), self._words(int(losses.argmax()))
 
     def _words(self, at: int) -> str:
-        if at < self.drawn:
-            return f"dataset {at} of the hostile columns"
         problem = self.plain.problem
+        if at < self.drawn - len(self.corners):
+            return f"dataset {at} of the hostile columns"
+        if at < self.drawn:
+            return self.corners[at - self.drawn]
         a, b, width, other, share, _ = self.parameters[at - self.drawn].tolist()
         low, high = (problem.low + problem.width * place for place in (a, b))
         wide = [problem.width * 10**value for value in (width, other)]
