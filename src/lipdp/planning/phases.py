@@ -102,6 +102,8 @@ def make_phases(
     and the noise of a plan's groups is its noise. Of changes that fall on one step the last holds; what falls behind the last step
     is left out.
     """
+    if clip is None and noise is None and freeze is None:
+        return (Phase(0),)
     trained = list(names)
     clips, noises = (_factors(read_factors(n, s), steps) for n, s in (("the clip schedule", clip), ("the noise schedule", noise)))
     if not isinstance(freeze, Mapping | None):
