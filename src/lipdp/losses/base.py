@@ -80,12 +80,9 @@ class Loss(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the hyper-parameters that are not the defaults."""
-        known, shown = inspect.signature(type(self).__init__).parameters, []
-        for name in self.hyperparameters:
-            value = getattr(self, name)
-            if name not in known or known[name].default != value:
-                shown.append(f"{name}={value!r}")
-        return ", ".join(shown)
+        defaults = {name: p.default for name, p in inspect.signature(type(self).__init__).parameters.items()}
+        shown = ((name, getattr(self, name)) for name in self.hyperparameters)
+        return ", ".join(f"{name}={value!r}" for name, value in shown if defaults.get(name, inspect.Parameter.empty) != value)
 
 
 # ---------------------------------------------------------------------------------------------- hyper-parameters
