@@ -1,6 +1,6 @@
 """What a computation depends on besides its inputs, as one hashable value: storages, modes, settings, hooks, closures.
 
-Whoever keeps something that was made for a model (a captured CUDA graph, a verdict) compares fingerprints to learn whether it
+Whoever keeps something that was made for a model (a recorded CUDA graph, a verdict) compares fingerprints to learn whether it
 still is that model. Values of tensors are no part of it; where they are stored is. :func:`reachable_tensors` lists them.
 """
 

@@ -1,7 +1,7 @@
 """theory.md's "known traps": each measured in published code, each reproduced here, and each avoided by lipdp.
 
-Traps 1 to 8. Trap 9 (the cost of adaptive clipping) waits for adaptive clipping; trap 10 (the budget search) is tested with
-the accountants in tests/privacy.
+Traps 1 to 8. Trap 9 (the cost of adaptive clipping) is tested in tests/privacy/test_privacy_adaptive.py and
+tests/training/test_adaptive_clipping.py; trap 10 (the budget search) with the accountants in tests/privacy.
 """
 
 from __future__ import annotations

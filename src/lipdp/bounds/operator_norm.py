@@ -275,10 +275,10 @@ def tighter_norm(
 ) -> tuple[float, str]:
     """The smallest of a counted bound, the Fourier bound and the Gram bound, with a note that says which."""
     grid = grid_for(kernel, groups)
-    near, found = conv_norm_gram(kernel, groups, stride), conv_norm_fft(kernel, grid, groups, stride)
-    if near < min(found, counted):
+    near, fourier = conv_norm_gram(kernel, groups, stride), conv_norm_fft(kernel, grid, groups, stride)
+    if near < min(fourier, counted):
         return near, f"norm by the Gram bound of the convolution, sharp where it is orthogonal; counting: {counted:.4g}"
-    if found >= counted:
-        return counted, f"{note} (the Fourier bound is {found / counted if counted else 1:.2f} times it)"
+    if fourier >= counted:
+        return counted, f"{note} (the Fourier bound is {fourier / counted if counted else 1:.2f} times it)"
     slack = grid_factor(tuple(kernel.shape[2:]), (grid,) * (kernel.ndim - 2))
-    return found, f"Fourier norm on {grid} frequencies an axis, within {slack:.3f} of the supremum; counting: {counted:.4g}"
+    return fourier, f"Fourier norm on {grid} frequencies an axis, within {slack:.3f} of the supremum; counting: {counted:.4g}"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def forward_pass(program: Program, input_norm: float) -> Forward:
             _take_item(node, state)
             continue
         sources: list[fx.Node] = []
-        resolve = _resolver(program, state, names, derived, sources, node)
+        resolve = partial(_resolve, program, state, names, derived, sources, node)
         args = tuple(fx.map_arg(argument, resolve) for argument in node.args)
         kwargs = {key: fx.map_arg(argument, resolve) for key, argument in node.kwargs.items()}
         inputs = tuple(as_bound(state.bounds[source]) for source in sources)
@@ -98,35 +99,34 @@ def _is_trainable(program: Program, node: fx.Node, names: Mapping[int, str], der
     return node in derived or (node.op == "get_attr" and id(program.constants.get(node)) in names)
 
 
-def _resolver(
+def _resolve(
     program: Program,
     state: Forward,
     names: Mapping[int, str],
     derived: set[fx.Node],
     sources: list[fx.Node],
     user: fx.Node,
-) -> Callable[[fx.Node], Any]:
-    def resolve(node: fx.Node) -> Any:
-        if node in state.bounds:
-            sources.append(node)
-            return state.bounds[node]
-        if node in derived:
-            raise UnsupportedError(
-                f"{describe(user, program.modules)} uses something computed from a trainable parameter "
-                f"({describe(node, program.modules)}); how steep that computation is, nothing says. Use the parameter as it "
-                "is, or put the computation into a module with a rule."
-            )
-        value = program.constants[node]
-        if node in program.varying and user.target not in _TAKES_SIZES:
-            raise UnsupportedError(
-                f"{describe(user, program.modules)} uses a number that depends on how many examples the batch has "
-                f"({describe(node, program.modules)}): one example's influence would depend on the others. Use fixed numbers."
-            )
-        if isinstance(value, torch.Tensor) and id(value) in names:
-            return ParameterRef(names[id(value)], value)
-        return value
-
-    return resolve
+    node: fx.Node,
+) -> Any:
+    """What an argument of ``user`` is for its rule: a bound (and then it is one of its sources), a parameter, or a constant."""
+    if node in state.bounds:
+        sources.append(node)
+        return state.bounds[node]
+    if node in derived:
+        raise UnsupportedError(
+            f"{describe(user, program.modules)} uses something computed from a trainable parameter "
+            f"({describe(node, program.modules)}); how steep that computation is, nothing says. Use the parameter as it "
+            "is, or put the computation into a module with a rule."
+        )
+    value = program.constants[node]
+    if node in program.varying and user.target not in _TAKES_SIZES:
+        raise UnsupportedError(
+            f"{describe(user, program.modules)} uses a number that depends on how many examples the batch has "
+            f"({describe(node, program.modules)}): one example's influence would depend on the others. Use fixed numbers."
+        )
+    if isinstance(value, torch.Tensor) and id(value) in names:
+        return ParameterRef(names[id(value)], value)
+    return value
 
 
 def as_bound(value: Bound | tuple[Bound, ...]) -> Bound:

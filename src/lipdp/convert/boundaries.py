@@ -75,13 +75,13 @@ class _Bounds:
 
     def __init__(self, clip: float, conv_clip: float, floor: float) -> None:
         self.clip, self.conv_clip, self.floor = clip, conv_clip, floor
-        self.made: dict[torch.nn.Module, torch.nn.Module] = {}  # a layer that is used in two places stays one layer
+        self.replaced: dict[torch.nn.Module, torch.nn.Module] = {}  # a layer that is used in two places stays one layer
 
     def around(self, module: torch.nn.Module) -> torch.nn.Module:
         """What takes the module's place."""
-        if module not in self.made:
-            self.made[module] = self._replaced(module)
-        return self.made[module]
+        if module not in self.replaced:
+            self.replaced[module] = self._replaced(module)
+        return self.replaced[module]
 
     def _replaced(self, module: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, Weighted):

@@ -230,7 +230,7 @@ class _Conversion:
         self.modules = dict(model.named_modules())
         self.builder = Builder(self.modules)
         self.rows: list[Row] = []
-        self.made: dict[str, Decision] = {}  # layers with weights keep one twin, however often they are used
+        self.decided: dict[str, Decision] = {}  # layers with weights keep one twin, however often they are used
         self.source, self.active = source, {source}  # nodes that depend on the input
         self.single: set[fx.Node] = set()  # layers that gave a tuple, whose twins give its first item
         for node in graph.nodes:
@@ -251,15 +251,15 @@ class _Conversion:
     def _module(self, node: fx.Node) -> None:
         target = str(node.target)
         module = self.modules[target]
-        if target in self.made:
-            self._apply(node, module, target, self.made[target])
+        if target in self.decided:
+            self._apply(node, module, target, self.decided[target])
             return
         decision = decide(module, self._where(node)) if node in self.active else _constant(module)
         if decision is None:
             self.builder.copy(node, self.model)
             return
         if any(True for _ in module.parameters()):
-            self.made[target] = decision
+            self.decided[target] = decision
         self._report(target, module, decision)
         self._apply(node, module, target, decision)
 

@@ -165,7 +165,7 @@ def plan(
 
     sigma, length, spent = _solve(epsilon, noise_multiplier, length, delta, accountant, adjacency, run)
     clips = clips_of(model, groups, method, clipping, scheduled=schedule.clip is not None)
-    if analysis is not None:  # refuses a layer whose norm could change without its bounds
+    if analysis is not None and clips:  # refuses a layer whose norm could change without its bounds
         analysis.at_limits({name: value for name, value in clips if name in clip_layers(model)})
     followed = () if adaptive is None else adaptive_names(model, groups, clips)
     if adaptive is not None:
@@ -243,13 +243,17 @@ def _sampler(scheme: Scheme, dataset_size: int, batch_size: int, largest: int | 
 def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analysis | None, dtype: torch.dtype) -> None:
     """Refuse now what the run would stumble on when it gets there: a phase whose noise no floating-point number can hold."""
     limits = torch.finfo(torch.promote_types(dtype, torch.float32))
-    enforced = {group.name: group.sensitivity for group in decided.groups if group.source == "clipped"}
+    enforced = {group.name for group in decided.groups if group.source == "clipped"}
     for phase in decided.phases:
         clips = {name: value * phase.clip for name, value in decided.clips}
-        proved = {} if analysis is None else analysis.at_limits({n: c for n, c in clips.items() if n not in enforced})
-        bounds = {**proved, **{name: clips.get(name, bound) for name, bound in enforced.items()}}
-        live = {group.name: group.size for group in decided.groups if not set(group.parameters) <= set(phase.frozen)}
-        present = {name: bounds[name] for name in live}
+        inner = {name: norm for name, norm in clips.items() if name not in enforced}
+        proved = analysis.at_limits(inner) if analysis is not None and inner else {}
+        live, present = {}, {}
+        for group in decided.groups:
+            if not set(group.parameters) <= set(phase.frozen):
+                live[group.name] = group.size
+                bound = proved if group.source == "proved" else clips
+                present[group.name] = bound.get(group.name, group.sensitivity)
         factors = f"the schedules' factors in the phase from step {phase.start} on (clip {phase.clip:g}, noise {phase.noise:g})"
         try:
             stds = settings.stds(present, live, phase.noise)
@@ -265,7 +269,7 @@ def _check_phases(decided: PrivacyPlan, settings: NoiseSettings, analysis: Analy
 
 
 def _notes(model: torch.nn.Module, analysis: Analysis, paid: Sequence[Release], dataset_size: int) -> tuple[tuple[str, str], ...]:
-    """What the program is and captured, how tight bounds are where there is a choice, and how much noise statistics will have."""
+    """What the program is and holds, how tight bounds are where there is a choice, and how much noise statistics will have."""
     tightness = [(note.layer, str(note)) for note in analysis.convolution_notes()]
     amounts = [release.amount for release in paid if release.name == STATISTICS]
     program = [("program", text) for text in analysis.program.summary()]

@@ -102,6 +102,8 @@ def make_phases(
     and the noise of a plan's groups is its noise. Of changes that fall on one step the last holds; what falls behind the last step
     is left out.
     """
+    if clip is None and noise is None and freeze is None:
+        return (Phase(0),)
     trained = list(names)
     clips, noises = (_factors(read_factors(n, s), steps) for n, s in (("the clip schedule", clip), ("the noise schedule", noise)))
     if not isinstance(freeze, Mapping | None):
@@ -314,13 +316,18 @@ def with_earlier_names(
         if given is not None and not isinstance(given, kind):
             name = kind.__name__
             raise ConfigurationError(f"{name.lower()}={given!r} is no lipdp.{name}: write {name.lower()}=lipdp.{name}(…)")
-    if earlier:
-        said = ", ".join(
-            f"{name}= is {'clipping=lipdp.Clipping' if name in _OF_CLIPPING else 'schedule=lipdp.Schedule'}"
-            f"({(_OF_CLIPPING | _OF_SCHEDULE)[name]}=…)"
-            for name in earlier
-        )
-        warnings.warn(f"arguments of plan() are in groups now: {said}", DeprecationWarning, stacklevel=3)
-    ours = {_OF_CLIPPING[name]: value for name, value in earlier.items() if name in _OF_CLIPPING}
-    theirs = {_OF_SCHEDULE[name]: value for name, value in earlier.items() if name in _OF_SCHEDULE}
-    return replace(clipping or Clipping(), **ours), replace(schedule or Schedule(), **theirs)
+    ours, theirs = clipping or Clipping(), schedule or Schedule()
+    if not earlier:
+        return ours, theirs
+    said = ", ".join(
+        f"{name}= is {'clipping=lipdp.Clipping' if name in _OF_CLIPPING else 'schedule=lipdp.Schedule'}"
+        f"({(_OF_CLIPPING | _OF_SCHEDULE)[name]}=…)"
+        for name in earlier
+    )
+    warnings.warn(f"arguments of plan() are in groups now: {said}", DeprecationWarning, stacklevel=3)
+    for name, value in earlier.items():
+        if name in _OF_CLIPPING:
+            ours = replace(ours, **{_OF_CLIPPING[name]: value})
+        else:
+            theirs = replace(theirs, **{_OF_SCHEDULE[name]: value})
+    return ours, theirs
