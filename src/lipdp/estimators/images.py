@@ -29,8 +29,7 @@ from lipdp import losses, models
 from lipdp._checks import choose
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, plan_head
-from lipdp.estimators.classifier import Classifier, is_place, softmax
+from lipdp.estimators.base import Choice, Classifier, is_place, plan_head, softmax
 from lipdp.estimators.repeats import note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file

@@ -16,8 +16,7 @@ from torch.utils.data import TensorDataset
 from lipdp import losses
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, PrivateEstimator, plan_head
-from lipdp.estimators.classifier import Classifier, check_lengths, softmax
+from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, check_lengths, plan_head, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
