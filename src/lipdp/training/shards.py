@@ -123,7 +123,8 @@ class Shards:
         """Hand the optimiser its gradients: of its own shard, in the parameter's type."""
         for name, gradient in gradients.items():
             parameter = self.parameters[name]
-            parameter.grad = shard_like(gradient.to(parameter.dtype), parameter)
+            own = gradient.to(parameter.dtype)
+            parameter.grad = shard_like(own, parameter) if self.divided else own
 
     def _reshard(self) -> None:
         """A forward pass of the user's leaves the outermost unit gathered; its parameters are others then."""
