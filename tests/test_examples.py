@@ -26,7 +26,8 @@ def _example(name: str) -> ModuleType:
 
 
 def test_all_of_them_are_tested() -> None:
-    assert {file.stem for file in FOLDER.glob("*.py")} == {"batchnorm_resnet", "lightning_module", "opacus_mnist"}
+    known = {"batchnorm_resnet", "imdb_lora", "lightning_module", "opacus_mnist", "shakespeare"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == known
 
 
 def test_the_example_of_opacus(monkeypatch, capsys) -> None:
@@ -53,3 +54,37 @@ def test_lightning(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert _example("lightning_module").main(epochs=20, epsilon=8.0) > 0.5
     assert list(tmp_path.glob("lightning_logs/**/metrics.csv"))
+
+
+def _reviews(part: str) -> tuple[list[str], torch.Tensor]:
+    return [f"a {'great' if n % 2 else 'dull'} film" for n in range(48)], torch.arange(48) % 2
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["random weights", "weights in a folder"])
+def test_lora_on_reviews(local, tmp_path, monkeypatch, capsys) -> None:
+    """The loader of pretrained weights is the real one, with a model that was saved here: nothing is downloaded."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    example = _example("imdb_lora")
+    monkeypatch.setattr(lipdp.data, "reviews", _reviews)
+    monkeypatch.setattr(example, "LENGTH", 12)
+    weights = None
+    if local:
+        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "great", "dull", "film"]
+        (tmp_path / "vocab.txt").write_text("\n".join(names) + "\n")
+        transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        transformers.BertModel(transformers.BertConfig(vocab_size=len(names), **size)).save_pretrained(tmp_path)
+        weights = str(tmp_path)
+        base, tokenizer = example.pretrained(weights)
+        stored = transformers.BertModel.from_pretrained(tmp_path)
+        assert torch.equal(base.bert.embeddings.word_embeddings.weight, stored.embeddings.word_embeddings.weight)
+        assert tokenizer(["a great film"])["input_ids"] == [[2, 5, 6, 8, 3]]
+    assert 0 <= example.main(weights, epsilon=8.0, steps=2, batch_size=16) <= 1
+    assert "at ε = 8" in capsys.readouterr().out
+
+
+def test_letters(capsys) -> None:
+    perplexity = _example("shakespeare").main("Shall I compare thee to a summer's day? " * 150, 8.0, steps=2, batch_size=20)
+    assert 1 < perplexity < 400
+    assert "at ε = 8" in capsys.readouterr().out

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp import data
 from lipdp.data.files import data_root
-from lipdp.data.imdb import BUCKETS, hashed_words
+from lipdp.data.text import BUCKETS, hashed_words
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "text"
 HELD_OUT, DELTA = 0.1, 1e-5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.many import examples
 
 from lipdp import data
-from lipdp.data.imdb import BUCKETS, IMDB, LENGTH, hashed_words
+from lipdp.data.text import BUCKETS, IMDB, LENGTH, hashed_words
 from lipdp.errors import ConfigurationError, DataError
 
 REAL = os.environ.get("LIPDP_DATA")

@@ -9,7 +9,7 @@ import torch
 
 import lipdp
 from lipdp import data, models, recipes
-from lipdp.data.imdb import BUCKETS
+from lipdp.data.text import BUCKETS
 from lipdp.errors import ConfigurationError
 from lipdp.recipes import Recipe
 

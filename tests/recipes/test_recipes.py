@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lipdp import data, recipes
-from lipdp.data.digits import DIGITS
-from lipdp.data.mnist import MNIST
+from lipdp.data.mnist import DIGITS, MNIST
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.training import Callback
 

@@ -46,7 +46,7 @@ CASES = {
 def divide(model):
     """Every layer, and the rest of the model: what is left to each rank is a part of the rows of each weight."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
+    for layer in dict.fromkeys(model):
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -332,3 +332,43 @@ def under_an_accelerator():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     history = lipdp.fit(model, LOSS, optimizer, plan, toy(), seed=3, reproducible=True, microbatch_size=8)
     return accelerator.num_processes, accelerator.is_main_process, wrapped, weights(model), history.epsilon
+
+
+def _tied():
+    torch.manual_seed(0)
+    twice = torch.nn.Linear(6, 6)
+    return torch.nn.Sequential(twice, torch.nn.Tanh(), twice, torch.nn.Linear(6, 3))
+
+
+def _settling():
+    model = small()
+    model[1].requires_grad_(False)
+    return model
+
+
+def _standardised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BoundedInput((6,)), nn.Standardize(6, 1.0), nn.Boundary(norm=1.0), nn.SpectralLinear(6, 3))
+
+
+def odd_kinds():
+    """Shared, frozen and applied-once layers, released statistics: how far a divided model ends from a whole one."""
+    kinds = {
+        "tied": (_tied, {"method": "bookkeeping", "max_grad_norm": 0.5}, {}),
+        "settled": (_settling, {}, {"settle": True}),
+        "statistics": (_standardised, {"epsilon": 8.0, "statistics_budget": 0.1}, {}),
+    }
+    found = {}
+    for name, (build, settings, options) in kinds.items():
+        ends = []
+        for divided in (False, True):
+            model = build()
+            plan = planned(model, LOSS, steps=3, **settings)
+            if divided:
+                divide(model)
+            optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
+            lipdp.fit(model, LOSS, optimizer, plan, toy(), seed=3, reproducible=True, microbatch_size=8, **options)
+            values = (*model.named_parameters(), *model.named_buffers())
+            ends.append({of: whole_tensor(value).double().clone() for of, value in values})
+        found[name] = _apart(*ends)
+    return found

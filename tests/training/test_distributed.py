@@ -28,6 +28,7 @@ from tests.training.rank_tasks import (
     divided_cases,
     fitted_in,
     noise_of_empty_batches,
+    odd_kinds,
     paid,
     some_cases,
     some_cases_and_crops,
@@ -82,6 +83,11 @@ def test_a_divided_private_run_is_the_whole_one_to_the_bit():
     one, divided = results(1, some_cases, cases, 8, True), results(3, divided_cases, cases, 8, True)
     for case in cases:
         assert all(_difference(found[case], one[0][case]) == 0 for found in divided)
+
+
+def test_divided_models_with_shared_frozen_and_standardised_layers():
+    for found in results(2, odd_kinds):
+        assert found == {"tied": 0.0, "settled": 0.0, "statistics": 0.0}
 
 
 def test_a_divided_model_is_watched():

@@ -8,11 +8,10 @@ from types import MappingProxyType
 from lipdp._checks import choose
 from lipdp.data.adbench import ADBENCH
 from lipdp.data.cifar10 import CIFAR10
-from lipdp.data.digits import DIGITS
 from lipdp.data.files import data_root
-from lipdp.data.imdb import IMDB
 from lipdp.data.info import Availability, DatasetInfo, Loaded, Source
-from lipdp.data.mnist import FASHION_MNIST, MNIST
+from lipdp.data.mnist import DIGITS, FASHION_MNIST, MNIST
+from lipdp.data.text import IMDB
 
 __all__ = ["SOURCES", "available", "info", "load", "names"]
 
@@ -61,7 +60,7 @@ def load(name: str, *, root: str | os.PathLike[str] | None = None, download: boo
     `train` and `test` are `TensorDataset`s of float32 images in [0, 1], shape (N, C, H, W), and int64 labels;
     `metadata` is a `DatasetInfo`. The pixels are as published, only divided by the largest grey level: no
     normalisation by statistics of the data, which would have to be paid for in privacy. Tables are float32 rows in
-    their own units; reviews ("imdb") are int64 numbers of hashed words (`lipdp.data.imdb.hashed_words`).
+    their own units; reviews ("imdb") are int64 numbers of hashed words (`lipdp.data.text.hashed_words`).
 
     Files are looked for under `root`, else under $LIPDP_DATA, else in the user's cache folder, in a folder of the
     dataset's name. Missing ones are downloaded there, unless `download` is False. All are checked when read.

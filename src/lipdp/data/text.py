@@ -1,17 +1,44 @@
-"""Texts as numbers by public rules: nothing is learned from them, so nothing is released. Words in a bag, letters in windows."""
+"""Texts as numbers by public rules: nothing is learned from them, so nothing is released. Words in a bag, letters in windows.
+
+And IMDB's reviews (two classes), as sequences of hashed words. A vocabulary that is built from the training text is a release:
+whether a rare word has a number tells that somebody wrote it. So no vocabulary is built. A word's number is a public hash of it,
+the same on every machine and for every dataset; words that share a bucket share an embedding.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import tarfile
+import zlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
-from lipdp.errors import ConfigurationError
+from lipdp.data.files import RemoteFile, data_root, ensure
+from lipdp.data.info import Availability, DatasetInfo, Loaded
+from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["COMMON_WORDS", "hashed_bag", "hashed_word", "windows", "words"]
+__all__ = [
+    "BUCKETS",
+    "COMMON_WORDS",
+    "IMDB",
+    "LENGTH",
+    "Reviews",
+    "hashed_bag",
+    "hashed_word",
+    "hashed_words",
+    "reviews",
+    "windows",
+    "words",
+]
 
 _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 _TAG = re.compile(r"<[^>]*>")
@@ -86,3 +113,159 @@ def windows(text: str | bytes, length: int) -> torch.Tensor:
     if count == 0:
         raise ConfigurationError(f"the text has {len(numbers)} bytes, fewer than one record of {length} + 1")
     return numbers[: count * (length + 1)].reshape(count, length + 1)
+
+
+BUCKETS = 16_384  # numbers that a word can have, the padding's 0 included
+LENGTH = 256  # words of a review that are kept, from its beginning
+_FIRST_POSITIVE = 7  # of ten stars; reviews with 5 and 6 are not in the dataset
+_PARTS = ("train", "test")
+
+
+class _Buckets(dict[str, int]):
+    """Word → bucket, computed once for each word that is met."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def __missing__(self, word: str) -> int:
+        self[word] = 1 + hashed_word(word) % (self.count - 1)
+        return self[word]
+
+
+def hashed_words(texts: list[str], length: int = LENGTH, buckets: int = BUCKETS) -> torch.Tensor:
+    """Texts as (len(texts), length) numbers: the first ``length`` words of each, hashed; 0 where a text has ended.
+
+    Words are runs of letters and digits, lower case, inner apostrophes kept; mark-up in angle brackets is left out. The number
+    of a word is 1 + blake2b(word) mod (buckets − 1): it depends on the word alone, so nothing is learned from the texts.
+
+    Example:
+        >>> hashed_words(["Great, GREAT film!", "Don't<br />miss it"], length=4)[0, :2].unique().numel()
+        1
+    """
+    if length < 1 or buckets < 2:
+        raise ConfigurationError(f"length must be at least 1 and buckets at least 2, not {length} and {buckets}")
+    known = _Buckets(buckets)
+    numbers = np.zeros((len(texts), length), dtype=np.int64)
+    for row, text in zip(numbers, texts, strict=True):
+        numbers_of = [known[word] for word in islice(words(text), length)]
+        row[: len(numbers_of)] = numbers_of
+    return torch.from_numpy(numbers)
+
+
+@dataclass(frozen=True)
+class Reviews:
+    """`train.tsv` and `test.tsv` (stars, a tab, the text; one review a line), or the publisher's archive to make them from."""
+
+    info: DatasetInfo
+    archive: RemoteFile
+
+    def availability(self, root: Path) -> Availability:
+        """On disk when both tables are, or the archive is."""
+        folder = root / self.info.name
+        on_disk = not self._absent(folder) or (folder / self.archive.name).is_file()
+        return Availability(self.info.name, on_disk, folder)
+
+    def load(self, root: Path, *, download: bool) -> Loaded:
+        """As hashed words."""
+        train, test = (TensorDataset(hashed_words(part, *self.info.shape), y) for part, y in self.texts(root, download=download))
+        return train, test, self.info
+
+    def texts(self, root: Path, *, download: bool) -> tuple[tuple[list[str], torch.Tensor], tuple[list[str], torch.Tensor]]:
+        """Train and test, texts and labels. Fetched and unpacked if need be; of the tables no checksum is published: their content
+        is checked.
+        """
+        folder = root / self.info.name
+        if absent := self._absent(folder):
+            archive = folder / self.archive.name
+            note = f"(unpacked, it would be {', '.join(absent)} in {folder})"
+            ensure(self.info.name, self.archive, archive, download=download, note=note)
+            _unpack(archive, folder, absent)
+        train, test = (self._read(folder / f"{part}.tsv", size) for part, size in zip(_PARTS, self._sizes, strict=True))
+        return train, test
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.info.train_size, self.info.test_size
+
+    @staticmethod
+    def _absent(folder: Path) -> list[str]:
+        return [f"{part}.tsv" for part in _PARTS if not (folder / f"{part}.tsv").is_file()]
+
+    def _read(self, path: Path, size: int) -> tuple[list[str], torch.Tensor]:
+        try:
+            lines = path.read_bytes().decode("utf8").removesuffix("\n").split("\n")
+            reviews = [(int(stars), text) for stars, text in (line.split("\t", 1) for line in lines)]
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise DataError(f"{self.info.name}: {path} can't be read ({error}). Delete it and load again.") from error
+        stars = torch.tensor([review[0] for review in reviews])
+        labels = (stars >= _FIRST_POSITIVE).long()
+        if len(reviews) != size or 2 * int(labels.sum()) != size or not bool(((stars >= 1) & (stars <= 10)).all()):
+            raise DataError(
+                f"{self.info.name}: {path} holds {len(reviews)} reviews, {int(labels.sum())} of them with {_FIRST_POSITIVE} stars "
+                f"or more, but {size} of 1 to 10 stars, half of each kind, should be there. Delete it and load again."
+            )
+        return [text for _, text in reviews], labels
+
+
+def reviews(part: str, *, root: str | os.PathLike[str] | None = None, download: bool = True) -> tuple[list[str], torch.Tensor]:
+    """The texts of IMDB's reviews as they were written, and their labels (1: positive).
+
+    Args:
+        part: "train" or "test", 25,000 each.
+        root: as for :func:`lipdp.data.load`.
+        download: fetch what is not there.
+    """
+    if part not in _PARTS:
+        raise ConfigurationError(f"part must be 'train' or 'test', not {part!r}")
+    return IMDB.texts(data_root(root), download=download)[_PARTS.index(part)]
+
+
+def _unpack(archive: Path, folder: Path, names: list[str]) -> None:
+    """The tables from the archive's files, one per review; each appears under its name only once complete."""
+    try:
+        tables: dict[str, list[tuple[str, int, str]]] = {name: [] for name in names}
+        with tarfile.open(archive, "r:gz") as tar:
+            for part, kind, number, review in _members(tar):
+                if f"{part}.tsv" in tables:
+                    tables[f"{part}.tsv"].append((kind, number, review))
+        for name, reviews in tables.items():
+            reviews.sort(key=lambda review: (review[0] != "pos", review[1]))
+            temporary = folder / f".unpacking-{name}"
+            temporary.write_text("".join(f"{review}\n" for _, _, review in reviews), encoding="utf8", newline="\n")
+            temporary.replace(folder / name)
+    except (tarfile.TarError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{archive} is corrupt ({error}). Delete it and load again.") from error
+    except OSError as error:
+        raise DataError(f"{archive} cannot be unpacked in {folder} ({error}). Make that folder writable.") from error
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, int, str]]:
+    """(train or test, pos or neg, number, "stars<TAB>text") of the labelled reviews: aclImdb/train/pos/127_10.txt."""
+    for member in tar:
+        name = re.fullmatch(r"aclImdb/(train|test)/(pos|neg)/(\d+)_(\d+)\.txt", member.name)
+        file = tar.extractfile(member) if name is not None else None
+        if name is not None and file is not None:
+            text = " ".join(file.read().decode("utf8").split("\n"))
+            yield name[1], name[2], int(name[3]), f"{int(name[4])}\t{text}"
+
+
+IMDB = Reviews(
+    DatasetInfo(
+        name="imdb",
+        classes=2,
+        shape=(LENGTH,),
+        train_size=25_000,
+        test_size=25_000,
+        class_names=("negative", "positive"),
+        licence="none stated by the authors, who ask to be cited",
+        citation="A. L. Maas, R. E. Daly, P. T. Pham, D. Huang, A. Y. Ng and C. Potts. Learning Word Vectors for Sentiment "
+        "Analysis. ACL 2011.",
+        source="https://ai.stanford.edu/~amaas/data/sentiment/",
+    ),
+    RemoteFile(
+        "aclImdb_v1.tar.gz",
+        "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
+        ("https://ai.stanford.edu/~amaas/data/sentiment/",),
+    ),
+)

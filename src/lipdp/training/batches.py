@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lipdp._sums import MOST_ROWS
-from lipdp.data.stored import Stored
+from lipdp.data.records import Stored
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.graphs import is_large, is_recording
 from lipdp.inputs import Inputs, leaves, mapped, per_row, plain, rows_of

@@ -80,7 +80,7 @@ class Ranks:
             return
         waiting: list[torch.Tensor] = []
         for tensor in tensors:
-            for piece in tensor.view(-1).split(_SENT):
+            for piece in torch.split(tensor.view(-1), _SENT):
                 if waiting and sum(part.numel() for part in waiting) + piece.numel() > _SENT:
                     self._add_joined(waiting)
                     waiting = []

@@ -400,8 +400,8 @@ class ClippedQuery:
             for x, y, mask in own:
                 with arithmetic(plan.precision, batch.device):
                     found = clipping(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
-                for name, gradient in batch.turn.summand(found.sums).items():
-                    total[name] += gradient
+                for name, gradient in found.sums.items():  # one after another: whole numbers take twice the memory
+                    total[name] += batch.turn.summand({name: gradient})[name]
                 clipped += ((found.factors < 1).any(1) & mask).sum()
                 for number, group in enumerate(active):
                     if group.name in counts:

@@ -123,7 +123,8 @@ class Shards:
         """Hand the optimiser its gradients: of its own shard, in the parameter's type."""
         for name, gradient in gradients.items():
             parameter = self.parameters[name]
-            parameter.grad = shard_like(gradient.to(parameter.dtype), parameter)
+            own = gradient.to(parameter.dtype)
+            parameter.grad = shard_like(own, parameter) if self.divided else own
 
     def _reshard(self) -> None:
         """A forward pass of the user's leaves the outermost unit gathered; its parameters are others then."""
@@ -255,9 +256,10 @@ def put_aside(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Te
 
 def save_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Every rank writes its parts, by torch.distributed.checkpoint; all have to call it."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True))
+    save(dict(tensors), storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True))
 
 
 def take_back(state: dict[str, Any], folder: Path, places: Places | None, *, together: bool) -> dict[str, Any]:
@@ -265,8 +267,8 @@ def take_back(state: dict[str, Any], folder: Path, places: Places | None, *, tog
 
     ``together``: all ranks of the group read.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     tensors: dict[str, torch.Tensor] = {}
 
@@ -282,7 +284,7 @@ def take_back(state: dict[str, Any], folder: Path, places: Places | None, *, tog
 
     whole_state: dict[str, Any] = _mapped(back, state)
     try:
-        dcp.load(dict(tensors), storage_reader=_plain_reader(folder), no_dist=not together)
+        load(dict(tensors), storage_reader=_plain_reader(folder), no_dist=not together)
     except (Exception, CheckpointException) as error:  # of a damaged or foreign folder nearly anything
         raise CheckpointError(f"the folder '{folder.name}' beside the checkpoint can't be read: {error!r}") from error
     return whole_state
@@ -330,7 +332,7 @@ class _Plain(pickle.Unpickler):
 
 def _plain_reader(folder: Path) -> Any:
     """Reads tensors of torch.distributed.checkpoint, and nothing that could run."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
     class Reader(FileSystemReader):
