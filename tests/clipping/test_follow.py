@@ -65,6 +65,8 @@ PYTHON_GATES = {
     "equal": lambda x: not torch.equal(x.clamp(max=50), x),
     "range": lambda x: any(True for _ in range((x > 50).sum())),
     "memory": lambda x: max(memoryview(x.detach().contiguous().numpy()).cast("B").cast("f")) > 50,
+    "split": lambda x: len(x.tensor_split((x > 50).any(1).long().cumsum(0)[-1:] * 3)[0]) == 3,
+    "selected": lambda x: float(torch.arange(2.0)[(x > 50).any().long()]) > 0,
     "format": lambda x: float(f"{x.max():.1f}") > 50,
     "dlpack": lambda x: torch.from_dlpack(x.detach()).max().item() > 50,
 }

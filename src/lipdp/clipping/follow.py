@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lipdp.clipping.follow_rules import At, Mixed, Rule, State, rule_of
+from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, leaves, rows_of
 
@@ -96,7 +96,8 @@ _HOOKS = {
     torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
     torch.Tensor.register_post_accumulate_grad_hook,
 }
-_NOTED = _READERS | _HOOKS
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
+_NOTED = _READERS | _HOOKS | _SPLITS
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -200,24 +201,26 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
             return states[0].answer
         output = func(*args, **kwargs)
         if depends:
-            self._follow(func, rule, args_in_order, states, output)
+            self._follow(rule, args_in_order, states, output)
         return output
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled: there is nothing to keep it from
 
-    def _follow(self, func: Any, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
-        if rule.reads and not (rule.reads == "size" and not rule.chooses(args)):
-            self.reads.append(Reason(f"Python sees what {_name(func)} makes of the batch", _line()))
+    def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
+        if rule.shows(args):
+            self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", _line()))
         if rule.view:
             return
+        call = Call(rule, self.records, args, states, output)
         try:
-            results = rule.results(self.records, args, states, output)
-        except Mixed as mixed:
-            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{_name(func)}: {mixed.what}", _line())
-            results.answer = rule.answer(args, states)
-            if rule.name == "sum" and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor) and not output.ndim:
+            results = rule.results(call)
+        except Exception as error:  # whatever is not understood is not claimed
+            mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
+            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{rule.name}: {mixed.what}", _line())
+            results.answer = rule.answer(call)
+            if rule.name == "sum" and isinstance(output, torch.Tensor) and not output.ndim:
                 results.counted = args[0].numel()
         outputs = output if isinstance(output, list | tuple) else [output]
         if not isinstance(results, list):
@@ -229,8 +232,8 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
                 elif state is not None:
                     self._set(part, state)
         for number in rule.written:  # in place, and not given back
-            if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel():
-                self._write(args[number], results[0] if isinstance(results, list) else results)
+            if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel() and not rule.keeps:
+                self._write(args[number], Mixed(f"{rule.name} writes into it", _line()))
 
     # What follows ---------------------------------------------------------------------------------------------------------
 
@@ -314,7 +317,11 @@ class _Readings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in _NOTED and not _is_ours():
-            if func in _HOOKS:
+            if func in _SPLITS:
+                parts = [part for part in (*args[1:], *(kwargs or {}).values()) if isinstance(part, torch.Tensor)]
+                if any(self._of.state(part) is not None for part in parts):
+                    self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", _line()))
+            elif func in _HOOKS:
                 self._of.reads.append(Reason("a function of its own in the backward pass", _line()))
             elif args and isinstance(args[0], torch.Tensor) and self._of.state(args[0]) is not None:
                 self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", _line()))
@@ -362,10 +369,6 @@ def _foreign(start: Any) -> type | None:
 def _key(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _name(func: Any) -> str:
-    return str(func.__name__).split(".")[0]
 
 
 def _is_ours() -> bool:
