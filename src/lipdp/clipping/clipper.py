@@ -56,7 +56,7 @@ from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
-from lipdp.errors import LipdpNotice
+from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
 from lipdp.inputs import Inputs, device_of, flattened, plain, rebuilt, rows_of
@@ -347,8 +347,8 @@ class Clipper:
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone = reason
         warnings.warn(
-            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by itself, "
-            "as method='naive' does: the same gradients, more slowly.",
+            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by "
+            "itself, as method='naive' does: the same gradients, more slowly.",
             LipdpNotice,
             stacklevel=5,
         )
@@ -387,7 +387,13 @@ class Clipper:
                 self._verify(batch)
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
+            before = self._watched(), state_of(self._untrained)
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
+            if method == "naive" and before != (self._watched(), state_of(self._untrained)):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, something that it keeps). "
+                    "What one record has left there may reach the next. Make it a function of its inputs."
+                )
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:

@@ -119,6 +119,12 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         self.records, self.answering, self.answered = records, answering, False
         self.reads: list[Reason] = []
         self._memories: dict[int, _Entry] = {}
+        self._given: set[int] = set()  # the batch itself, which is the caller's to keep
+        for key, alive in list(_earlier.items()):
+            if alive.expired():
+                del _earlier[key]
+            else:
+                self._memories[key] = _Entry(alive, Mixed("numbers of an earlier batch, which the model has kept"))
 
     # What is known of a tensor -------------------------------------------------------------------------------------------
 
@@ -283,7 +289,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
                 yield
         finally:
             _current = before
-
+            _earlier.update({key: entry.alive for key, entry in self._memories.items() if key not in self._given})
 
     def untouched(self) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
@@ -329,6 +335,7 @@ class _Readings(TorchFunctionMode):
 
 
 _current: Following | None = None
+_earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
 
 
 def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following | None:
@@ -338,6 +345,7 @@ def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following |
     following = Following(rows_of(x), answering=answering)
     for part in (*leaves(x), y):
         following.declare(part, At(0, 1))
+        following._given.add(_key(part))
     return following
 
 

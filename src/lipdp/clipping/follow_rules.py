@@ -250,7 +250,9 @@ def _matrix_product(call: Call) -> Any:
     product = of_a if of_a is not None else of_b
     if of_a is not None and of_b is not None and (of_a != of_b or of_a.dim >= a.ndim - 2):
         raise Mixed("a product of records with records")
-    if (of_b is None and of_a is not None and of_a.dim == a.ndim - 1) or (of_a is None and of_b is not None and of_b.dim == b.ndim - 2):
+    if (of_b is None and of_a is not None and of_a.dim == a.ndim - 1) or (
+        of_a is None and of_b is not None and of_b.dim == b.ndim - 2
+    ):
         raise Mixed("a sum over the records")
     if not added or call.states[0] is None:
         return product
@@ -504,8 +506,8 @@ _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked
      "_conj_physical rrelu_with_noise normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
 _say(_constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
-_say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin prod median nanmedian max min aminmax var",
-     "std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
+_say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin prod median nanmedian max min aminmax",
+     "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
 _say(_along, "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort topk glu flip roll")
 _say(_along, "_fft_r2c _fft_c2r _fft_c2c")
 _say(_matrix_product, "mm bmm addmm baddbmm")
