@@ -391,7 +391,7 @@ class Clipper:
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
             if method == "naive" and before != (self._watched(), state_of(self._untrained)):
                 raise UnsupportedError(
-                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, something that it keeps). "
+                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps). "
                     "What one record has left there may reach the next. Make it a function of its inputs."
                 )
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,7 @@ _READERS = {
 }
 _HOOKS = {
     torch.Tensor.register_hook,
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     torch.Tensor.register_post_accumulate_grad_hook,
 }
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
@@ -103,7 +104,7 @@ _HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 
-class Following(TorchDispatchMode):  # type: ignore[misc]
+class Following(TorchDispatchMode):
     """Within the block, operations on what was declared are followed.
 
     Attributes:
@@ -121,7 +122,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         self._memories: dict[int, _Entry] = {}
         self._given: set[int] = set()  # the batch itself, which is the caller's to keep
         for key, alive in list(_earlier.items()):
-            if alive.expired():
+            if alive.expired():  # type: ignore[no-untyped-call]
                 del _earlier[key]
             else:
                 self._memories[key] = _Entry(alive, Mixed("numbers of an earlier batch, which the model has kept"))
@@ -145,7 +146,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
     def _read_map(self, tensor: torch.Tensor, whose: _Memory) -> At | Mixed:
         start, unit = whose
         width = tensor.element_size()
-        turn, (above, within) = self.records * unit, divmod(tensor.storage_offset() * width - start, unit)
+        turn, (above, within) = self.records * unit, divmod(int(tensor.storage_offset()) * width - start, unit)
         found = None
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             step = stride * width
@@ -164,11 +165,11 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
     def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
         storage = tensor.untyped_storage()
         whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
-        self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)
+        self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
 
     def _map(self, tensor: torch.Tensor, at: At, exact: bool) -> _Memory | Mixed:
         width = tensor.element_size()
-        unit, offset = at.runs * tensor.stride(at.dim) * width, tensor.storage_offset() * width
+        unit, offset = at.runs * tensor.stride(at.dim) * width, int(tensor.storage_offset()) * width
         if unit == 0:
             return Mixed("one memory for all records", _line())
         whose = _Memory(offset if exact else offset - offset % unit, unit)
@@ -296,7 +297,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         return _Untouched(self)
 
 
-class _Untouched(TorchDispatchMode):  # type: ignore[misc]
+class _Untouched(TorchDispatchMode):
     """Within the block, nothing that depends on the batch is touched."""
 
     def __init__(self, of: Following) -> None:
@@ -381,18 +382,18 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _is_ours() -> bool:
     """Whether it is this library that asks torch, not the model."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_HERE)
 
 
 def _line() -> str:
     """Where in the user's code this happens: the innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_HERE, _TORCH, "<")):
             return f"{Path(file).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -82,8 +82,7 @@ class Call:
         others = [k for k, state in enumerate(self.states) if _depends(state) and k not in {self.rule.places.get(n) for n in names}]
         if others or len(found) != 1 or apart != found:
             raise Mixed("arguments depend on the batch that should not, or not in the same dimension")
-        at: At = found.pop()
-        return at
+        return _same(list(found))
 
     def dims(self, *names: str) -> set[int] | None:
         """Dimensions that an argument names; ``None``: all of them."""
@@ -335,7 +334,7 @@ def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: 
         raise Mixed("as many of them as their contents say")
     of_indices = of_indices if isinstance(of_indices, list) else [None] * len(indices)
     places = [k for k, part in enumerate(indices) if part is not None]
-    shape = torch.broadcast_shapes(*(indices[k].shape for k in places))
+    shape = torch.broadcast_shapes(*(indices[k].shape for k in places))  # type: ignore[no-untyped-call]
     together = places == list(range(places[0], places[-1] + 1))
     begin = places[0] if together else 0  # where the dimensions of the indices are in the result
     chosen = None
