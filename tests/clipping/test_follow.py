@@ -388,6 +388,17 @@ def test_ordinary_operations_are_proved(name):
     assert clipping.support(model, x, y, LOSS).apart == "proved"
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_inputs_and_targets_of_one_table(turned):
+    """Columns of one memory, in either order, of a part of a larger one."""
+    torch.manual_seed(0)
+    table = torch.randn(20, 5)[4:10]
+    x, y = (table[:, 1:], table[:, 0]) if turned else (table[:, :4], table[:, 4])
+    clip = clipping.Clipper(nn.Linear(4, 1), lambda out, y: (out[:, 0] - y).square())
+    clip(x, y, C)
+    assert clip.alone is None
+
+
 def test_support_says_what_was_seen_and_where():
     x, _, y = batches()
     seen = clipping.support(Hostile("product", "max", "sum", False), x, y, LOSS)

@@ -131,7 +131,7 @@ class Following(TorchDispatchMode):
 
     def declare(self, tensor: torch.Tensor, at: At) -> None:
         """From here on, these are the records' numbers."""
-        if tensor.numel():
+        if tensor.numel() and self.state(tensor) != at:
             self._set(tensor, at, exact=True)
 
     def state(self, tensor: torch.Tensor) -> State:
@@ -344,7 +344,7 @@ def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following |
     if rows_of(x) < 2:
         return None
     following = Following(rows_of(x), answering=answering)
-    for part in (*leaves(x), y):
+    for part in sorted((*leaves(x), y), key=lambda part: int(part.storage_offset())):  # columns of one table have one map
         following.declare(part, At(0, 1))
         following._given.add(_key(part))
     return following
