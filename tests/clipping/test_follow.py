@@ -404,7 +404,7 @@ def test_support_says_what_was_seen_and_where():
     seen = clipping.support(Hostile("product", "max", "sum", False), x, y, LOSS)
     assert seen.apart == "alone"
     assert seen.works
-    assert "max: over all of the batch" in seen.meeting
+    assert "max: over the records" in seen.meeting
     assert "test_follow.py, line" in seen.meeting
     assert "one by one" in str(seen)
 
