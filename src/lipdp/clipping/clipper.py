@@ -276,6 +276,7 @@ class Clipper:
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self.alone: Reason | None = None  # why records are taken one by one, where they are
+        self._alone_with: Hashable = None  # the state that was so with
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
     @property
@@ -345,7 +346,7 @@ class Clipper:
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         with eager(self.model):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
-        self.alone = reason
+        self.alone, self._alone_with = reason, state_of(self._untrained)
         warnings.warn(
             f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by "
             "itself, as method='naive' does: the same gradients, more slowly.",
@@ -366,6 +367,8 @@ class Clipper:
             self._checked.clear()
             self.alone = None
             self._number = number
+        if self.alone is not None and self._alone_with != state_of(self._untrained):
+            self.alone = None
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
