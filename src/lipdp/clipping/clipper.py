@@ -56,7 +56,7 @@ from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
-from lipdp.errors import LipdpNotice
+from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
 from lipdp.inputs import Inputs, device_of, flattened, plain, rebuilt, rows_of
@@ -276,6 +276,7 @@ class Clipper:
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self.alone: Reason | None = None  # why records are taken one by one, where they are
+        self._alone_with: Hashable = None  # the state that was so with
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
     @property
@@ -345,10 +346,10 @@ class Clipper:
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         with eager(self.model):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
-        self.alone = reason
+        self.alone, self._alone_with = reason, state_of(self._untrained)
         warnings.warn(
-            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by itself, "
-            "as method='naive' does: the same gradients, more slowly.",
+            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by "
+            "itself, as method='naive' does: the same gradients, more slowly.",
             LipdpNotice,
             stacklevel=5,
         )
@@ -366,6 +367,8 @@ class Clipper:
             self._checked.clear()
             self.alone = None
             self._number = number
+        if self.alone is not None and self._alone_with != state_of(self._untrained):
+            self.alone = None
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
@@ -387,7 +390,13 @@ class Clipper:
                 self._verify(batch)
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
+            before = self._watched(), state_of(self._untrained)
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
+            if method == "naive" and before != (self._watched(), state_of(self._untrained)):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps). "
+                    "What one record has left there may reach the next. Make it a function of its inputs."
+                )
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
