@@ -90,6 +90,9 @@ _READERS = {
     torch.Tensor.__reduce_ex__,
     torch.Tensor.__repr__,
     torch.Tensor.__format__,
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
 }
 _HOOKS = {
     torch.Tensor.register_hook,
@@ -128,6 +131,8 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
 
     def state(self, tensor: torch.Tensor) -> State:
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
+        if tensor.layout != torch.strided:
+            return Mixed("a tensor without a memory of its own (sparse)", _line())
         entry = self._memories.get(_key(tensor)) if self._memories else None
         if entry is None:
             return None
@@ -155,6 +160,8 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         return found
 
     def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
+        if tensor.layout != torch.strided:
+            return  # see state
         storage = tensor.untyped_storage()
         whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
         self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)
@@ -174,7 +181,9 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         """
         if state is None:
             return
-        entry = self._memories.get(_key(tensor))
+        entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
+        if entry is None and tensor.layout == torch.strided and not tensor.untyped_storage().resizable():
+            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", _line()))
         if isinstance(state, Mixed) or entry is None:
             self._set(tensor, state)
         elif self.state(tensor) != state:
@@ -198,8 +207,15 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         if depends and self.answering and func is _SCALAR and isinstance(states[0], Mixed) and states[0].answer is not None:
             self.answered = True
             return states[0].answer
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            if depends:  # the model may catch it, and so see something of the batch
+                self.reads.append(Reason(f"{_name(func)} raises for what is in the batch", _line()))
+            raise
         if depends:
+            if _saves_otherwise():
+                self.reads.append(Reason("what the backward pass is kept for passes a function of its own", _line()))
             self._follow(func, rule, args_in_order, states, output)
         return output
 
@@ -346,17 +362,22 @@ def _foreign(start: Any) -> type | None:
     """A function with a backward pass of its own, if there is one in this graph: what it does is not to be seen. Not ours."""
     seen, waiting = {start}, [start]
     while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting.append(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                made: type = node._forward_cls  # type: ignore[attr-defined]
-                home = sys.modules.get(made.__module__)
-                if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
-                    return made
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            made: type = node._forward_cls  # type: ignore[attr-defined]
+            home = sys.modules.get(made.__module__)
+            if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
+                return made
+        following = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
+        seen.update(following)
+        waiting += following
     return None
+
+
+def _saves_otherwise() -> bool:
+    """Whether tensors that the backward pass needs go through functions that are not torch's (saved_tensors_hooks)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and not all(getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
 
 
 def _key(tensor: torch.Tensor) -> int:

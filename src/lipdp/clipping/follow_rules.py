@@ -90,7 +90,9 @@ class Rule:
         return [*args, *(kwargs.get(name, default) for name, default in self.names[len(args) :])] if kwargs else args
 
 
-def _dim(dim: int, ndim: int) -> int:
+def _dim(dim: Any, ndim: int) -> int:
+    if type(dim) is not int:  # another form of the operation, whose arguments have another order
+        raise Mixed("along dimensions that nobody has looked for there")
     return dim + ndim if dim < 0 else dim
 
 
@@ -399,9 +401,31 @@ def _first(*allowed: int) -> Results:
     return results
 
 
+def _group_norm(records: int, args: Any, states: list[Any], output: Any) -> Any:
+    """N, C and the places of each may be said by hand: N has to be the rows."""
+    if args[3] != args[0].shape[0]:
+        raise Mixed("rows that are not the records'")
+    return _first(0)(records, args, states, output)
+
+
+def _batched(records: int, args: Any, states: list[Any], output: Any) -> Any:
+    """Records first, and channels behind them, in a dimension that is kept apart."""
+    at = _one(states, 0)
+    if at.dim != 0 or args[0].ndim < 4:
+        raise Mixed("records are not in the first of four dimensions")
+    return at
+
+
+def _values(records: int, args: Any, states: list[Any], output: Any) -> Any:
+    """Each number by itself, against others that are nobody's."""
+    return _one(states, 0)
+
+
 def _frozen_norm(training: int) -> Results:
     def results(records: int, args: Any, states: list[Any], output: Any) -> Any:
         at = _one(states, 0)
+        if training >= 0 and type(args[training]) is not bool:  # without statistics that are given
+            raise Mixed("statistics of the batch")
         if (training >= 0 and args[training]) or at.dim == 1:
             raise Mixed("statistics of the batch")
         return [at, None, None, *[None] * (len(output) - 3)] if isinstance(output, tuple | list) else at
@@ -473,9 +497,9 @@ _say("clone _to_copy alias_copy contiguous native_dropout bernoulli multinomial_
      "isnan isinf isfinite clamp clamp_min clamp_max elu gelu silu mish hardswish hardsigmoid leaky_relu celu selu prelu "
      "_prelu_kernel softplus log_sigmoid_forward threshold glu_ hardtanh relu6 logit polar complex _conj_physical real imag "
      "dropout _fused_dropout round floor_divide rsub bitwise_and bitwise_or bitwise_not logical_and logical_or "
-     "logical_not logical_xor isclose bucketize frac trunc copysign addcmul addcdiv lerp heaviside rrelu_with_noise "
+     "logical_not logical_xor isclose frac trunc copysign addcmul addcdiv lerp heaviside rrelu_with_noise "
      "_resize_output_ searchsorted_ special_entr ldexp float_power logaddexp logaddexp2 xlogy copy_ relu mul add sub div "
-     "angle sgn view_as_real_copy view_as_complex_copy to normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ "
+     "angle sgn to normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ "
      "log_normal_ rand_like_", _pointwise)  # fmt: skip
 _say("zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_ scalar_tensor", _constant)  # fmt: skip
@@ -512,7 +536,7 @@ _say("stack", _stack)
 _say("repeat", _repeat)
 _say("constant_pad_nd", _pad)
 _say("native_layer_norm _fused_rms_norm rms_norm", _layer_norm)
-_say("native_group_norm", _first(0))
+_say("native_group_norm", _group_norm)
 _say("native_batch_norm cudnn_batch_norm", _frozen_norm(5))
 _say("_native_batch_norm_legit", _frozen_norm(5))
 _say("_native_batch_norm_legit_no_training", _frozen_norm(-1))
@@ -527,13 +551,15 @@ _say("binary_cross_entropy", _elementwise_loss(3))
 _say("triu tril", _leading(2))
 _say("max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d "
      "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_nearest_exact2d "
-     "_upsample_nearest_exact2d reflection_pad2d replication_pad2d im2col fractional_max_pool2d", _leading(2))  # fmt: skip
+     "_upsample_nearest_exact2d reflection_pad2d replication_pad2d fractional_max_pool2d", _leading(2))  # fmt: skip
 _say("col2im grid_sampler_2d", _leading(2))
 _say("adaptive_avg_pool1d avg_pool1d max_pool1d upsample_linear1d upsample_nearest1d reflection_pad1d replication_pad1d "
      "adaptive_max_pool1d", _leading(1))  # fmt: skip
 _say("avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d upsample_nearest3d "
      "reflection_pad3d replication_pad3d", _leading(3))  # fmt: skip
-_say("pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle", _leading(3))
+_say("pixel_shuffle pixel_unshuffle", _leading(3))
+_say("im2col channel_shuffle native_channel_shuffle", _batched)
+_say("bucketize", _values)
 _say("multinomial", _leading(1))
 _say("linalg_inv_ex linalg_cholesky_ex inverse cholesky _linalg_det", _leading(2))
 _say("_fft_r2c _fft_c2r _fft_c2c", _fft(1))
@@ -561,6 +587,8 @@ def rule_of(func: Any) -> Rule:
     results = _TABLE.get(name) or (_TABLE.get(plain) if written else None)
     if results is None and torch.Tag.pointwise in func.tags:
         results = _pointwise
+    if name in ("sort", "argsort") and "stable" in func._overloadname:
+        results = _along(2)  # stable, dim
     if not ours or results is None:
         results = _mixing
     dynamic = torch.Tag.dynamic_output_shape in func.tags
