@@ -277,6 +277,8 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
 
     def conclude(self, losses: torch.Tensor) -> None:
         """Raise :class:`NotApartError` unless each record's loss is known to depend on it alone, going back too."""
+        if self.records == 1:
+            return
         state = self.state(losses)
         if state != At(0, 1):
             raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
@@ -296,7 +298,6 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
                 yield
         finally:
             _current = before
-
 
     def untouched(self) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
@@ -340,10 +341,11 @@ class _Readings(TorchFunctionMode):
 _current: Following | None = None
 
 
-def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following | None:
-    """What follows a pass over these inputs and targets; a record by itself meets no other."""
-    if rows_of(x) < 2:
-        return None
+def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following:
+    """What follows a pass over these inputs and targets.
+
+    A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
+    """
     following = Following(rows_of(x), answering=answering)
     for part in (*leaves(x), y):
         following.declare(part, At(0, 1))

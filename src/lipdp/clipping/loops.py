@@ -26,11 +26,9 @@ def zeros(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def followed_losses(
-    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, copies: int, following: Following | None
+    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, copies: int, following: Following
 ) -> torch.Tensor:
     """One value per example, of a pass in which each row was kept apart from all others; else :class:`NotApartError`."""
-    if following is None:
-        return loss_values(loss, call(model, x), y, copies)
     with following.following():
         values = loss_values(loss, call(model, x), y)
     following.conclude(values)

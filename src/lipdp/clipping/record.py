@@ -279,6 +279,7 @@ def recording(
     they were in the forward pass.
     """
     trained = trained_layers(model) if trained is None else trained
+    following = None if following is not None and following.records == 1 else following
     replayed = replayed_modules(model, trained, layouts)
     owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
     recorded = Recording(batch, trained.names, copies, owners, following=following)

@@ -19,7 +19,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +45,17 @@ from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
 
-__all__ = ["check_alone", "forget", "kind_of", "seeing_all", "state_of", "telling_rows", "untrained_tensors", "verify", "verify_once"]
+__all__ = [
+    "check_alone",
+    "forget",
+    "kind_of",
+    "seeing_all",
+    "state_of",
+    "telling_rows",
+    "untrained_tensors",
+    "verify",
+    "verify_once",
+]
 
 T = TypeVar("T")
 _EXAMPLES = 3
@@ -295,10 +305,10 @@ class _Check:
         following = follow(x, self.y, answering=layouts is None or layouts.answering)
         with recording(self.model, rows_of(x), layouts=layouts) as recorded:
             try:
-                with nullcontext() if following is None else following.following():
+                with following.following():
                     losses = loss_values(self.loss, call(self.model, x), self.y)
             finally:
-                if layouts is not None and following is not None:
+                if layouts is not None:
                     layouts.answered |= following.answered
             yield recorded, losses
 
