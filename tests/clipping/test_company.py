@@ -1,4 +1,4 @@
-"""Examples that influence each other: somewhere in the batch, at some sizes, in some mode, forward or back: refused, or taken alone."""
+"""Examples that influence each other: somewhere in the batch, at some sizes, in some mode, forward or back: refused, or alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def refused_or_alone(model, loss, x, y, method="bookkeeping"):
     """A model that may mix is refused, or each of its records is taken by itself: the clipped sum is that of the loop."""
     try:
         found = clipping.clipped_gradients(model, loss, x, y, 1.0, method)
-    except UnsupportedError as error:
-        assert "mixes the examples" in str(error) or "mixing" in str(error)
+    except UnsupportedError:
         return
     expected = clipping.clipped_gradients(model, loss, x, y, 1.0, "naive")
     for name, total in expected.items():

@@ -65,8 +65,15 @@ PYTHON_GATES = {
     "equal": lambda x: not torch.equal(x.clamp(max=50), x),
     "range": lambda x: any(True for _ in range((x > 50).sum())),
     "memory": lambda x: max(memoryview(x.detach().contiguous().numpy()).cast("B").cast("f")) > 50,
+    "split": lambda x: len(x.tensor_split((x > 50).any(1).long().cumsum(0)[-1:] * 3)[0]) == 3,
+    "selected": lambda x: float(torch.arange(2.0)[(x > 50).any().long()]) > 0,
     "format": lambda x: float(f"{x.max():.1f}") > 50,
     "dlpack": lambda x: torch.from_dlpack(x.detach()).max().item() > 50,
+    "apply": lambda x: applied(x) > 50,
+    "map": lambda x: applied(x, mapped=True) > 50,
+    "raised": lambda x: raises(lambda: torch.bernoulli(x.abs() / 50)),
+    "out of range": lambda x: raises(lambda: nn.functional.embedding((x.clamp(min=0) / 10).long(), torch.zeros(6, 1))),
+    "not definite": lambda x: raises(lambda: torch.linalg.cholesky(torch.eye(2) * (50 - x[:, :1, None]))),
 }
 MIXERS = {
     "sum": lambda h: h + h.sum(0),
@@ -90,6 +97,25 @@ MIXERS = {
     "viewed": lambda h: h.as_strided(h.shape, (1, h.shape[0])) if h.is_contiguous() else h,
     "convolved": lambda h: nn.functional.conv1d(h.T.unsqueeze(1), torch.ones(1, 1, 3), padding=1).squeeze(1).T,
 }
+
+
+def applied(x, mapped=False):
+    """The largest pixel, as a Python function sees them one by one."""
+    seen, own = [], x.detach().clone()
+    if mapped:
+        own.map_(x.detach().clone(), lambda a, b: seen.append(a) or a)
+    else:
+        own.apply_(lambda a: seen.append(a) or a)
+    return max(seen)
+
+
+def raises(compute):
+    """What a model learns of the batch from an error that it catches."""
+    try:
+        compute()
+    except (RuntimeError, IndexError):
+        return True
+    return False
 
 
 def written(h):
@@ -230,6 +256,82 @@ def test_losses_that_mix(name, method):
     check_neighbours(nn.Linear(4, 3), method, LOSSES[name])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_whose_last_operation_goes_back_by_itself(method):
+    torch.manual_seed(0)
+    check_neighbours(nn.Linear(4, 3), method, lambda out, y: Gathers.apply(LOSS(out, y), (out.abs().max() > 5).to(out.dtype)))
+
+
+class Kept(nn.Module):
+    """What is kept for the backward pass comes back with everybody's sum, where a pixel is above 50."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h, gate = torch.tanh(self.first(x)), TENSOR_GATES["max"](x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * (1 - 2 * gate) if t.shape == h.shape else t):
+            return self.last(h * torch.tanh(h))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_kept_for_the_backward_pass_is_changed(method):
+    torch.manual_seed(0)
+    check_neighbours(Kept(), method)
+
+
+class SaidByHand(nn.Module):
+    """A group norm that is told of one row where there are six."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        high = (x > 50).to(x.dtype)
+        normed = torch.native_group_norm(high, None, None, 1, high.numel(), 1, 1, 1e-5)[0]
+        return self.layer(x) * (1 - 2 * (normed != 0).to(x.dtype)[:, :1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_that_are_said_by_hand(method):
+    torch.manual_seed(0)
+    check_neighbours(SaidByHand(), method)
+
+
+class Asking(nn.Module):
+    """A question about all of the batch, whose answer is the same for ordinary records."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h if (x > -50).any() else -h
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_by_itself_is_answered_as_in_company(method):
+    torch.manual_seed(0)
+    x, _, y = batches()
+    clip = clipping.Clipper(Asking(), LOSS, method)
+    clip(x, y, C)
+    low = torch.full((1, 4), -60.0)
+    both, one = clip(torch.cat([low, x[:1]]), y[:2], C), clip(low, y[:1], C)
+    assert moved(both.sums, one.sums) <= C * (1 + 1e-5)
+
+
+def test_operations_on_sparse_tensors_are_taken_one_by_one():
+    torch.manual_seed(0)
+    x, _, y = batches()
+    model = Ordinary("sparse")
+    with pytest.warns(LipdpNotice, match="sparse"):
+        found = clipping.clip_batch(model, LOSS, x, y, C).sums
+    assert moved(found, clipping.clip_batch(model, LOSS, x, y, C, "naive").sums) <= 1e-6
+
+
 class Counting(nn.Module):
     """It mixes from its fifth call on, whatever it sees."""
 
@@ -252,7 +354,7 @@ def test_what_python_decides_by_itself_is_followed_in_every_pass(kind):
     random.seed(1)
     torch.manual_seed(0)
     model = Counting(kind)
-    x, opened, y = batches()
+    _, opened, y = batches()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LipdpNotice)
         clip = clipping.Clipper(model, LOSS)
@@ -264,29 +366,44 @@ def test_what_python_decides_by_itself_is_followed_in_every_pass(kind):
             assert moved(here.sums, gone.sums) <= C * (1 + 1e-5)
 
 
-class Remembers(nn.Module):
-    """What one batch was is added to the next."""
+KEPT = []  # a global, which no fingerprint knows
 
-    def __init__(self):
+
+class Remembers(nn.Module):
+    """What one batch was decides about the next: by a tensor, or by what Python has read of it."""
+
+    def __init__(self, how):
         super().__init__()
-        self.layer, self.kept = nn.Linear(4, 3), []
+        self.layer, self.how = nn.Linear(4, 3), how
 
     def forward(self, x):
-        h = self.layer(x)
-        out = h if not self.kept else h + 0.1 * self.kept[-1].detach().mean(0)
-        self.kept[:] = [h]
-        return out
+        h, kept = self.layer(x), torch.zeros(())
+        for before in KEPT:
+            kept = kept + before
+        KEPT[:] = [(x.detach().max() > 50).float() if self.how == "tensor" else float(x.max() > 50)]
+        return h * (1 + 5 * kept)
 
 
-def test_a_batch_that_is_kept_for_the_next():
+@pytest.mark.parametrize("how", ["tensor", "read"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_that_is_kept_for_the_next(how, method):
+    """A record of one batch would change the sum of the next one: nothing is given of a model that keeps it."""
     torch.manual_seed(0)
     x, opened, y = batches()
-    model = Remembers()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LipdpNotice)
-        with pytest.raises(UnsupportedError):
-            for _ in range(3):
-                clipping.Clipper(model, LOSS)(x, y, C)
+    sums = []
+    for first in (x, opened):
+        KEPT.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LipdpNotice)
+            clip = clipping.Clipper(Remembers(how), LOSS, method)
+            clip.model.load_state_dict({"layer.weight": torch.ones(3, 4), "layer.bias": torch.arange(3.0)})
+            try:
+                clip(x, y, C)
+                clip(first, y, C)
+                sums.append(clip(x, y, C).sums)
+            except UnsupportedError:
+                return
+    assert moved(*sums) <= 1e-9
 
 
 class ByHand(nn.Module):
@@ -356,7 +473,10 @@ class Ordinary(nn.Module):
         self.first, self.last, self.name = nn.Linear(4, 6), nn.Linear(6, 3), name
 
     def forward(self, x):
-        return self.last(ORDINARY[self.name](torch.tanh(self.first(x))))
+        h = torch.tanh(self.first(x))
+        if self.name == "sparse":
+            return self.last(torch.sparse.mm(torch.eye(6).to_sparse(), h.T).T)
+        return self.last(ORDINARY[self.name](h))
 
 
 @pytest.mark.parametrize("name", list(ORDINARY))
@@ -371,12 +491,23 @@ def test_ordinary_operations_are_proved(name):
     assert clipping.support(model, x, y, LOSS).apart == "proved"
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_inputs_and_targets_of_one_table(turned):
+    """Columns of one memory, in either order, of a part of a larger one."""
+    torch.manual_seed(0)
+    table = torch.randn(20, 5)[4:10]
+    x, y = (table[:, 1:], table[:, 0]) if turned else (table[:, :4], table[:, 4])
+    clip = clipping.Clipper(nn.Linear(4, 1), lambda out, y: (out[:, 0] - y).square())
+    clip(x, y, C)
+    assert clip.alone is None
+
+
 def test_support_says_what_was_seen_and_where():
     x, _, y = batches()
     seen = clipping.support(Hostile("product", "max", "sum", False), x, y, LOSS)
     assert seen.apart == "alone"
     assert seen.works
-    assert "max: over all of the batch" in seen.meeting
+    assert "max: over the records" in seen.meeting
     assert "test_follow.py, line" in seen.meeting
     assert "one by one" in str(seen)
 
@@ -436,9 +567,11 @@ def test_a_record_moves_what_the_engine_releases_by_its_norm(method, how):
     x, opened, y = batches()
     model = Hostile(how, "max" if how == "product" else "item", "sum", False)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    settings_ = dict(dataset_size=6, batch_size=6, delta=1e-3, noise_multiplier=1e-6, steps=3, accountant="rdp", input_shape=(4,))
     try:
-        plan = lipdp.plan(model, LOSS, method=method, max_grad_norm=C, **settings_)
+        plan = lipdp.plan(
+            model, LOSS, dataset_size=6, batch_size=6, delta=1e-3, noise_multiplier=1e-6, steps=3, accountant="rdp",
+            input_shape=(4,), method=method, max_grad_norm=C,
+        )  # fmt: skip
     except UnsupportedError:
         assert method == "mixed"  # its proof has to trace the model
         return

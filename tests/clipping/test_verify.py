@@ -14,7 +14,7 @@ import lipdp.clipping as clipping
 import lipdp.nn
 from lipdp.clipping import verify as module_under_test
 from lipdp.clipping.verify import verify
-from lipdp.errors import UnsupportedError
+from lipdp.errors import LipdpNotice, UnsupportedError
 from tests.clipping.helpers import METHODS, check_all, quadratic
 
 CHECKED = tuple(method for method in METHODS if method != "naive")
@@ -378,11 +378,16 @@ def test_layers_dropped_by_pythons_random_numbers_are_accepted():
 
 def test_backward_hooks_of_the_users():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    seen = []
-    model[0].register_full_backward_hook(lambda module, gi, go: seen.append(go[0].shape))
-    check_all(model, torch.randn(3, 5, 4).double())
-    assert seen
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double(), torch.randn(3, 5, 4).double()
+    handle = model[2].register_full_backward_hook(lambda module, gi, go: (2 * gi[0],))
+    check_all(model, x)
+    with pytest.warns(LipdpNotice, match="BackwardHookFunction"):
+        clipping.clipped_gradients(model, quadratic, x, torch.zeros(3), 1.0)
+    handle.remove()
+    seen = []  # what one record leaves there could reach the next
+    model[2].register_full_backward_hook(lambda module, gi, go: seen.append(go[0].shape))
+    with pytest.raises(UnsupportedError, match="changes while it runs"):
+        clipping.clipped_gradients(model, quadratic, x, torch.zeros(3), 1.0)
 
 
 def _deep():

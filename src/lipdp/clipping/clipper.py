@@ -26,7 +26,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
 
@@ -50,18 +49,17 @@ from lipdp.clipping.batch import (
     trainable,
     uncompiled,
 )
-from lipdp.clipping.company import checking
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.follow import NotApartError, Reason, follow
 from lipdp.clipping.layouts import generation, layouts_of
-from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, loss_values, zeros
+from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
-from lipdp.inputs import Inputs, call, device_of, flattened, mapped, plain, rebuilt, rows_of
+from lipdp.inputs import Inputs, device_of, flattened, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
 __all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
@@ -278,7 +276,7 @@ class Clipper:
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self.alone: Reason | None = None  # why records are taken one by one, where they are
-        self._warmed = False
+        self._alone_with: Hashable = None  # the state that was so with
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
     @property
@@ -322,20 +320,18 @@ class Clipper:
         device = device_of(x)
         bounds = group_bounds(groups, wide(next(iter(self._parameters.values()))), device)
         flag = Flag()
-        if rows_of(x):
-            self._warm_up(batch)
         if rows_of(x) == 0:
             nothing = bounds.new_zeros(0, len(groups))
             sums = {name: zeros(p) for name, p in self._parameters.items()}
             computed = _Computed(sums, nothing, nothing, nothing.any())
         elif self.method == "naive" or self.alone is not None:
-            computed = self._alone(batch, groups, bounds)
+            computed = self._looped("naive", batch, groups, bounds)
         else:
             try:
                 computed = self._together(batch, groups, bounds, flag)
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
-                computed, flag = self._alone(batch, groups, bounds), Flag()
+                computed, flag = self._looped("naive", batch, groups, bounds), Flag()
         return Pending(self, groups, batch, bounds, computed, flag)
 
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
@@ -347,37 +343,13 @@ class Clipper:
         computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
         return computed.copied() if device_of(batch.x).type == "cuda" else computed
 
-    def _alone(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
-        """The records one by one. What a model keeps of one, the next would see: it has to be the same afterwards.
-
-        Since the batch came in, that is: passes of all of it may have gone before (:meth:`_look`).
-        """
-        before = state_of(self._untrained)
-        computed = self._looped("naive", batch, groups, bounds)
-        if self._watched() != self._number or before != state_of(self._untrained):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} or its loss keeps something of its inputs (an attribute, a buffer, a list) that is "
-                "there when the next record is seen: gradients would depend on other records. Keep nothing in forward."
-            )
-        return computed
-
-    def _warm_up(self, batch: Batch) -> None:
-        """What a model keeps of any input (caches) is there from here on, made of zeros."""
-        if self._warmed:
-            return
-        self._warmed = True
-        with eager(self.model), torch.no_grad(), checking(self.model, device_of(batch.x)), suppress(Exception):
-            x, y = mapped(lambda part: torch.zeros_like(part[: self.copies]), (batch.x, batch.y))
-            loss_values(self.loss, call(self.model, x), y)
-        self._look()
-
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         with eager(self.model):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
-        self.alone = reason
+        self.alone, self._alone_with = reason, state_of(self._untrained)
         warnings.warn(
-            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by itself, "
-            "as method='naive' does: the same gradients, more slowly.",
+            f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by "
+            "itself, as method='naive' does: the same gradients, more slowly.",
             LipdpNotice,
             stacklevel=5,
         )
@@ -395,6 +367,8 @@ class Clipper:
             self._checked.clear()
             self.alone = None
             self._number = number
+        if self.alone is not None and self._alone_with != state_of(self._untrained):
+            self.alone = None
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
@@ -416,7 +390,13 @@ class Clipper:
                 self._verify(batch)
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
+            before = self._watched(), state_of(self._untrained)
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
+            if method == "naive" and before != (self._watched(), state_of(self._untrained)):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps). "
+                    "What one record has left there may reach the next. Make it a function of its inputs."
+                )
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lipdp.clipping.follow_rules import At, Mixed, Rule, State, rule_of
+from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, leaves, rows_of
 
@@ -96,16 +97,17 @@ _READERS = {
 }
 _HOOKS = {
     torch.Tensor.register_hook,
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     torch.Tensor.register_post_accumulate_grad_hook,
 }
-_NOTED = _READERS | _HOOKS
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
+_NOTED = _READERS | _HOOKS | _SPLITS
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 
-class Following(TorchDispatchMode):  # type: ignore[misc]
+class Following(TorchDispatchMode):
     """Within the block, operations on what was declared are followed.
 
     Attributes:
@@ -121,12 +123,18 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
         self.records, self.answering, self.answered = records, answering, False
         self.reads: list[Reason] = []
         self._memories: dict[int, _Entry] = {}
+        self._given: set[int] = set()  # the batch itself, which is the caller's to keep
+        for key, alive in list(_earlier.items()):
+            if alive.expired():  # type: ignore[no-untyped-call]
+                del _earlier[key]
+            else:
+                self._memories[key] = _Entry(alive, Mixed("numbers of an earlier batch, which the model has kept"))
 
     # What is known of a tensor -------------------------------------------------------------------------------------------
 
     def declare(self, tensor: torch.Tensor, at: At) -> None:
         """From here on, these are the records' numbers."""
-        if tensor.numel():
+        if tensor.numel() and self.state(tensor) != at:
             self._set(tensor, at, exact=True)
 
     def state(self, tensor: torch.Tensor) -> State:
@@ -143,7 +151,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
     def _read_map(self, tensor: torch.Tensor, whose: _Memory) -> At | Mixed:
         start, unit = whose
         width = tensor.element_size()
-        turn, (above, within) = self.records * unit, divmod(tensor.storage_offset() * width - start, unit)
+        turn, (above, within) = self.records * unit, divmod(int(tensor.storage_offset()) * width - start, unit)
         found = None
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             step = stride * width
@@ -164,11 +172,11 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
             return  # see state
         storage = tensor.untyped_storage()
         whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
-        self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)
+        self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
 
     def _map(self, tensor: torch.Tensor, at: At, exact: bool) -> _Memory | Mixed:
         width = tensor.element_size()
-        unit, offset = at.runs * tensor.stride(at.dim) * width, tensor.storage_offset() * width
+        unit, offset = at.runs * tensor.stride(at.dim) * width, int(tensor.storage_offset()) * width
         if unit == 0:
             return Mixed("one memory for all records", _line())
         whose = _Memory(offset if exact else offset - offset % unit, unit)
@@ -211,29 +219,31 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
             output = func(*args, **kwargs)
         except Exception:
             if depends:  # the model may catch it, and so see something of the batch
-                self.reads.append(Reason(f"{_name(func)} raises for what is in the batch", _line()))
+                self.reads.append(Reason(f"{rule.name} raises for what is in the batch", _line()))
             raise
         if depends:
             if _saves_otherwise():
                 self.reads.append(Reason("what the backward pass is kept for passes a function of its own", _line()))
-            self._follow(func, rule, args_in_order, states, output)
+            self._follow(rule, args_in_order, states, output)
         return output
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled: there is nothing to keep it from
 
-    def _follow(self, func: Any, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
-        if rule.reads and not (rule.reads == "size" and not rule.chooses(args)):
-            self.reads.append(Reason(f"Python sees what {_name(func)} makes of the batch", _line()))
+    def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
+        if rule.shows(args):
+            self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", _line()))
         if rule.view:
             return
+        call = Call(rule, self.records, args, states, output)
         try:
-            results = rule.results(self.records, args, states, output)
-        except Mixed as mixed:
-            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{_name(func)}: {mixed.what}", _line())
-            results.answer = rule.answer(args, states)
-            if rule.name == "sum" and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor) and not output.ndim:
+            results = rule.results(call)
+        except Exception as error:  # whatever is not understood is not claimed
+            mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
+            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{rule.name}: {mixed.what}", _line())
+            results.answer = rule.answer(call)
+            if rule.name == "sum" and isinstance(output, torch.Tensor) and not output.ndim:
                 results.counted = args[0].numel()
         outputs = output if isinstance(output, list | tuple) else [output]
         if not isinstance(results, list):
@@ -245,8 +255,8 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
                 elif state is not None:
                     self._set(part, state)
         for number in rule.written:  # in place, and not given back
-            if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel():
-                self._write(args[number], results[0] if isinstance(results, list) else results)
+            if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel() and not rule.keeps:
+                self._write(args[number], Mixed(f"{rule.name} writes into it", _line()))
 
     # What follows ---------------------------------------------------------------------------------------------------------
 
@@ -298,13 +308,14 @@ class Following(TorchDispatchMode):  # type: ignore[misc]
                 yield
         finally:
             _current = before
+            _earlier.update({key: entry.alive for key, entry in self._memories.items() if key not in self._given})
 
     def untouched(self) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
         return _Untouched(self)
 
 
-class _Untouched(TorchDispatchMode):  # type: ignore[misc]
+class _Untouched(TorchDispatchMode):
     """Within the block, nothing that depends on the batch is touched."""
 
     def __init__(self, of: Following) -> None:
@@ -331,7 +342,11 @@ class _Readings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in _NOTED and not _is_ours():
-            if func in _HOOKS:
+            if func in _SPLITS:
+                parts = [part for part in (*args[1:], *(kwargs or {}).values()) if isinstance(part, torch.Tensor)]
+                if any(self._of.state(part) is not None for part in parts):
+                    self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", _line()))
+            elif func in _HOOKS:
                 self._of.reads.append(Reason("a function of its own in the backward pass", _line()))
             elif args and isinstance(args[0], torch.Tensor) and self._of.state(args[0]) is not None:
                 self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", _line()))
@@ -339,6 +354,7 @@ class _Readings(TorchFunctionMode):
 
 
 _current: Following | None = None
+_earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
 
 
 def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following:
@@ -347,8 +363,9 @@ def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following:
     A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
     """
     following = Following(rows_of(x), answering=answering)
-    for part in (*leaves(x), y):
+    for part in sorted((*leaves(x), y), key=lambda part: int(part.storage_offset())):  # columns of one table have one map
         following.declare(part, At(0, 1))
+        following._given.add(_key(part))
     return following
 
 
@@ -387,24 +404,20 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
-def _name(func: Any) -> str:
-    return str(func.__name__).split(".")[0]
-
-
 def _is_ours() -> bool:
     """Whether it is this library that asks torch, not the model."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_HERE)
 
 
 def _line() -> str:
     """Where in the user's code this happens: the innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_HERE, _TORCH, "<")):
             return f"{Path(file).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -353,6 +353,10 @@ def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
             return None
+        with torch._C.DisableTorchFunction():  # what is done here is ours
+            return noted(module, args, kwargs, output)
+
+    def noted(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         rule = find_norm_rule(module)
         if rule is None or not isinstance(output, torch.Tensor):
             raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")

@@ -10,7 +10,7 @@ import torch
 
 from lipdp.clipping.adoption import place_of_gradients, trained_layers
 from lipdp.clipping.batch import eager, trainable
-from lipdp.clipping.company import checking
+from lipdp.clipping.checking import checking
 from lipdp.clipping.clipper import shown_gradients
 from lipdp.clipping.fallback import own_parameters
 from lipdp.clipping.follow import NotApartError
@@ -93,8 +93,8 @@ def support(
     """What clipping methods can do with a model, layer by layer.
 
     By the model alone it says which layers have a rule. With a few examples ``x`` the model is run, and it is seen where the
-    examples are in what every layer gets; with targets ``y`` and a ``loss`` too, all self-checks of the first step are made, and every operation is followed. No
-    input is made up for the model: one that it can't take would say nothing of it.
+    examples are in what every layer gets; with targets ``y`` and a ``loss`` too, all self-checks of the first step are made, and a
+    pass is followed, operation by operation. No input is made up for the model: one that it can't take would say nothing of it.
 
     Args:
         model: the model, in the mode it will be trained in.

@@ -9,8 +9,8 @@ the guarantee with them. All of them show up here, at the cost of a few passes, 
   stays the same when the *other* examples are replaced, and no buffer keeps something of the data;
 * both again with perturbed parameters: a product with a matrix of zeros (an adapter at its start) would hide what it multiplies.
 
-And on the batch as it is, of its size, in its mode, once for each size: does an example depend on its company
-(:mod:`lipdp.clipping.company`)?
+This shows that gradients are the right ones, on these examples. That no record depends on another is not left to examples: every
+pass is followed, operation by operation (:mod:`lipdp.clipping.follow`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from torch.nn import Parameter
 
 from lipdp._numerics import HALF
 from lipdp.clipping.adoption import take_larger
-from lipdp.clipping.company import (
+from lipdp.clipping.checking import (
     checking,
     fitting,
     in_double_if_refused,
+    made_up,
+    others_like,
     put_back,
     same_randomness,
 )
@@ -38,7 +40,6 @@ from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.follow import Reason, follow
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
-from lipdp.clipping.others import made_up, others_like
 from lipdp.clipping.record import Recording, recording
 from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError

@@ -1,0 +1,135 @@
+"""What a rule says of an operation is what the operation does: one record's numbers are changed, and those of the others stay.
+
+The operations are torch's own list for testing (``op_db``), in many shapes. Records are declared to be in each dimension of each
+argument by itself, and of all arguments of one shape together, in runs of one and of several.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+import unittest
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lipdp.clipping.follow import At, Following
+
+if importlib.util.find_spec("expecttest") is None:  # torch's list wants a class of it, and makes no use of it here
+    sys.modules["expecttest"] = types.ModuleType("expecttest")
+    sys.modules["expecttest"].TestCase = unittest.TestCase
+
+from torch.testing._internal.common_methods_invocations import op_db
+
+# What is random by itself, or leaves memory as it was, can't be evaluated twice.
+_NOT_TWICE = ("empty", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal", "multinomial",
+              "dropout", "resize", "new_empty", "rrelu", "fractional", "svd", "pca", "eig", "qr", "jiterator", "sparse",
+              "cudnn", "lobpcg", "lstsq", "geqrf", "ormqr", "householder", "nested", "masked.", "kernel", "ldl")  # fmt: skip
+_OPS = [op for op in op_db if not any(part in op.name for part in _NOT_TWICE) and torch.float32 in op.supported_dtypes("cpu")]
+_SAMPLES = 2
+
+
+def placements(tensors):
+    """Which tensors depend on the batch, and where: (records, {number: At})."""
+    for number, tensor in enumerate(tensors):
+        for dim, size in enumerate(tensor.shape):
+            for records in (size, size // 2):
+                if records < 2 or size % records:
+                    continue
+                at = At(dim, size // records)
+                yield records, {number: at}
+                alike = {k: at for k, other in enumerate(tensors) if other.shape == tensor.shape}
+                if len(alike) > 1 and number == min(alike):
+                    yield records, alike
+                from_last = {
+                    k: At(dim + other.ndim - tensor.ndim, at.runs)
+                    for k, other in enumerate(tensors)
+                    if 0 <= dim + other.ndim - tensor.ndim < other.ndim and other.shape[dim + other.ndim - tensor.ndim] == size
+                }
+                if number == 0 and len(from_last) > len(alike):
+                    yield records, from_last
+
+
+def owners(shape, at, records):
+    """Whose each number of a tensor is."""
+    along = torch.arange(shape[at.dim]) // at.runs % records
+    return along.reshape(-1, *[1] * (len(shape) - at.dim - 1)).expand(shape)
+
+
+def changed(tensor, at, records):
+    """Other numbers for record 0, in the range of those that are there; whole numbers and truth values in another order."""
+    mine = owners(tensor.shape, at, records) == 0
+    others = (
+        tensor.flip(at.dim)
+        if tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex())
+        else tensor * 0.5
+    )
+    return torch.where(mine, others, tensor)
+
+
+def run(op, args, kwargs):
+    with torch.no_grad():
+        return [leaf for leaf in tree_leaves(op(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def check(name, op, sample):
+    """How many claims were made, of which all hold."""
+    leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    numbers = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    tensors = [leaves[k].detach().clone() for k in numbers]
+    claims = 0
+    for records, where in placements(tensors):
+        copies = [tensor.clone() for tensor in tensors]
+        following = Following(records, answering=False)
+        for number, at in where.items():
+            following.declare(copies[number], at)
+        filled = list(leaves)
+        for k, copy in zip(numbers, copies, strict=True):
+            filled[k] = copy
+        args, kwargs = tree_unflatten(filled, structure)
+        try:
+            with following.following():
+                outputs = run(op, args, kwargs)
+        except RuntimeError:
+            continue  # a sample that is a part of a larger memory
+        states = [following.state(output) for output in outputs]
+        if following.reads or not any(isinstance(state, At) or state is None for state in states):
+            continue
+        before = [output.clone() for output in outputs]
+        for k, number in zip(numbers, range(len(tensors)), strict=True):
+            filled[k] = tensors[number].clone()
+            if number in where:
+                filled[k] = changed(tensors[number], where[number], records)
+        args, kwargs = tree_unflatten(filled, structure)
+        try:
+            again = run(op, args, kwargs)
+        except (RuntimeError, IndexError, ValueError):
+            continue  # such numbers it does not take
+        for state, one, other in zip(states, before, again, strict=True):
+            if state is None or isinstance(state, At):
+                assert one.shape == other.shape, (name, where, records)
+                theirs = torch.ones(one.shape, dtype=torch.bool) if state is None else owners(one.shape, state, records) != 0
+                torch.testing.assert_close(
+                    one[theirs], other[theirs], rtol=1e-5, atol=1e-6, equal_nan=True, msg=f"{name} {where} {records}: {state}"
+                )
+                claims += 1
+    return claims
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_rules_hold(part):
+    torch.manual_seed(0)
+    claims = 0
+    for op in _OPS[part::8]:
+        samples = []
+        for sample in op.sample_inputs("cpu", torch.float32):
+            first = sample.input if isinstance(sample.input, torch.Tensor) else None
+            if first is None or first.numel() <= 4000:
+                samples.append(sample)
+            if len(samples) >= _SAMPLES:
+                break
+        for sample in samples:
+            claims += check(op.name, op.op, sample)
+    assert claims > 100
