@@ -116,12 +116,14 @@ class Following(TorchDispatchMode):
             does for any of it, by yes: shortcuts (for masks that are full) are not taken, and no answer depends on a record.
         answered: whether that was done.
         reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
+        recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
     """
 
     def __init__(self, records: int, *, answering: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records, self.answering, self.answered = records, answering, False
         self.reads: list[Reason] = []
+        self.recomputed = False
         self._memories: dict[int, _Entry] = {}
         self._given: set[int] = set()  # the batch itself, which is the caller's to keep
         for key, alive in list(_earlier.items()):
@@ -222,7 +224,9 @@ class Following(TorchDispatchMode):
                 self.reads.append(Reason(f"{rule.name} raises for what is in the batch", _line()))
             raise
         if depends:
-            if _saves_otherwise():
+            keeper = _keeper()
+            self.recomputed |= keeper == "torch.utils.checkpoint"
+            if not keeper.startswith("torch."):
                 self.reads.append(Reason("what the backward pass is kept for passes a function of its own", _line()))
             self._follow(rule, args_in_order, states, output)
         return output
@@ -310,9 +314,42 @@ class Following(TorchDispatchMode):
             _current = before
             _earlier.update({key: entry.alive for key, entry in self._memories.items() if key not in self._given})
 
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Within the block is the backward pass: what is computed anew there (checkpointing) may have become something else."""
+        if not self.recomputed:
+            yield
+            return
+        with _Again(self), _Readings(self):
+            yield
+
     def untouched(self) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
         return _Untouched(self)
+
+
+class _Again(TorchDispatchMode):
+    """Within the block, operations that are to be differentiated keep records apart."""
+
+    def __init__(self, of: Following) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        output = self._of.__torch_dispatch__(func, types, args, kwargs)
+        for part in tree_leaves(output):
+            state = self._of.state(part) if isinstance(part, torch.Tensor) else None
+            if isinstance(state, Mixed) and state.answer is None:
+                raise NotApartError(Reason(state.what, state.where))
+        if self._of.reads:
+            raise NotApartError(self._of.reads[0])
+        return output
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Untouched(TorchDispatchMode):
@@ -393,10 +430,10 @@ def _foreign(start: Any) -> type | None:
     return None
 
 
-def _saves_otherwise() -> bool:
-    """Whether tensors that the backward pass needs go through functions that are not torch's (saved_tensors_hooks)."""
+def _keeper() -> str:
+    """Whose functions keep what the backward pass needs (saved_tensors_hooks): a module's name."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and not all(getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
+    return "torch.autograd" if hooks is None else str(getattr(hooks[1], "__module__", None) or "")
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -94,10 +94,13 @@ class Loops:
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            values = followed_losses(self.model, self.loss, x, y, self.copies, follow(x, y, answering=self.answering))
+            following = follow(x, y, answering=self.answering)
+            values = followed_losses(self.model, self.loss, x, y, self.copies, following)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
-            return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)
+            value = values[i]
+            with following.going_back():
+                return torch.autograd.grad(value, list(self.parameters.values()), retain_graph=True, allow_unused=True)
 
         return self._over(gradients, keep)
 

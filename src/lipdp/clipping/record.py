@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import wraps
@@ -177,9 +177,10 @@ class Recording:
             return {}
         late, hooks = self._divided()
         try:
-            cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-                total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
-            )
+            with nullcontext() if self.following is None else self.following.going_back():
+                cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+                    total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
+                )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise UnsupportedError(
