@@ -79,7 +79,7 @@ class ClassBodies:
         self._said = _said
         self._orders = [(cls, cls.__mro__) for cls in classes]
         self._bodies = [vars(base) for base in {base: None for cls in classes for base in _bases_of(cls)}]
-        self._held = [list(body.values()) for body in self._bodies]
+        self._held = [[*body, *body.values()] for body in self._bodies]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClassBodies:
         return self  # classes are not copied either
@@ -90,7 +90,7 @@ class ClassBodies:
         return (
             self._said == _said
             and all(cls.__mro__ is order for cls, order in self._orders)
-            and all(_same(list(body.values()), held) for body, held in zip(self._bodies, self._held, strict=True))
+            and all(_same([*body, *body.values()], held) for body, held in zip(self._bodies, self._held, strict=True))
         )
 
 

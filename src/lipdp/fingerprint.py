@@ -75,7 +75,7 @@ class Watched:
     def _look(self) -> None:
         self.looks += 1
         self._modules = [module for value in self.objects if isinstance(value, torch.nn.Module) for module in value.modules()]
-        attributes = [tuple(vars(module).values()) for module in self._modules]
+        attributes = [_named(module) for module in self._modules]
         values = [value for found in attributes for value in found]
         self._containers = [value for value in values if isinstance(value, dict | list | set)]
         self._filled = [value for value in self._containers if value]  # most are empty: no hooks
@@ -98,7 +98,7 @@ class Watched:
         classes, attributes, sizes, contents, places, bodies, inside = self._seen
         return (
             _same(classes, self._classes())
-            and all(_same(old, tuple(vars(module).values())) for module, old in zip(self._modules, attributes, strict=True))
+            and all(_same(old, _named(module)) for module, old in zip(self._modules, attributes, strict=True))
             and sizes == list(map(len, self._containers))
             and all(_same(old, _items(value)) for value, old in zip(self._filled, contents, strict=True))
             and places == self._places()
@@ -142,8 +142,13 @@ def _simple_objects(value: Any, depth: int) -> list[Any] | None:
 
 def _body(value: Any) -> tuple[Any, ...]:
     """The class of a simple object, and its attributes with their names."""
+    return type(value), *_named(value)
+
+
+def _named(value: Any) -> tuple[Any, ...]:
+    """The names of its attributes, and what they are: two may have changed places."""
     own = vars(value)
-    return type(value), *own, *own.values()
+    return *own, *own.values()
 
 
 def _forward(module: torch.nn.Module) -> Any:

@@ -69,6 +69,11 @@ PYTHON_GATES = {
     "selected": lambda x: float(torch.arange(2.0)[(x > 50).any().long()]) > 0,
     "format": lambda x: float(f"{x.max():.1f}") > 50,
     "dlpack": lambda x: torch.from_dlpack(x.detach()).max().item() > 50,
+    "apply": lambda x: applied(x) > 50,
+    "map": lambda x: applied(x, mapped=True) > 50,
+    "raised": lambda x: raises(lambda: torch.bernoulli(x.abs() / 50)),
+    "out of range": lambda x: raises(lambda: nn.functional.embedding((x.clamp(min=0) / 10).long(), torch.zeros(6, 1))),
+    "not definite": lambda x: raises(lambda: torch.linalg.cholesky(torch.eye(2) * (50 - x[:, :1, None]))),
 }
 MIXERS = {
     "sum": lambda h: h + h.sum(0),
@@ -92,6 +97,25 @@ MIXERS = {
     "viewed": lambda h: h.as_strided(h.shape, (1, h.shape[0])) if h.is_contiguous() else h,
     "convolved": lambda h: nn.functional.conv1d(h.T.unsqueeze(1), torch.ones(1, 1, 3), padding=1).squeeze(1).T,
 }
+
+
+def applied(x, mapped=False):
+    """The largest pixel, as a Python function sees them one by one."""
+    seen, own = [], x.detach().clone()
+    if mapped:
+        own.map_(x.detach().clone(), lambda a, b: seen.append(a) or a)
+    else:
+        own.apply_(lambda a: seen.append(a) or a)
+    return max(seen)
+
+
+def raises(compute):
+    """What a model learns of the batch from an error that it catches."""
+    try:
+        compute()
+    except (RuntimeError, IndexError):
+        return True
+    return False
 
 
 def written(h):
@@ -230,6 +254,106 @@ LOSSES = {
 def test_losses_that_mix(name, method):
     torch.manual_seed(0)
     check_neighbours(nn.Linear(4, 3), method, LOSSES[name])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_whose_last_operation_goes_back_by_itself(method):
+    torch.manual_seed(0)
+    check_neighbours(nn.Linear(4, 3), method, lambda out, y: Gathers.apply(LOSS(out, y), (out.abs().max() > 5).to(out.dtype)))
+
+
+class Kept(nn.Module):
+    """What is kept for the backward pass comes back with everybody's sum, where a pixel is above 50."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h, gate = torch.tanh(self.first(x)), TENSOR_GATES["max"](x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * (1 - 2 * gate) if t.shape == h.shape else t):
+            return self.last(h * torch.tanh(h))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_kept_for_the_backward_pass_is_changed(method):
+    torch.manual_seed(0)
+    check_neighbours(Kept(), method)
+
+
+class Recomputed(nn.Module):
+    """A checkpoint that computes something else going back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        calls = []
+
+        def inner(h):
+            calls.append(1)
+            scale = x[:, :1] * 0 + 1 if len(calls) == 1 else (1 - 2 * TENSOR_GATES["max"](x)).expand(len(x), 1).clone()
+            return h * torch.tanh(h) * scale
+
+        return self.last(torch.utils.checkpoint.checkpoint(inner, torch.tanh(self.first(x)), use_reentrant=False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_computed_anew_going_back_is_followed(method):
+    torch.manual_seed(0)
+    check_neighbours(Recomputed(), method)
+
+
+class SaidByHand(nn.Module):
+    """A group norm that is told of one row where there are six."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        high = (x > 50).to(x.dtype)
+        normed = torch.native_group_norm(high, None, None, 1, high.numel(), 1, 1, 1e-5)[0]
+        return self.layer(x) * (1 - 2 * (normed != 0).to(x.dtype)[:, :1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_that_are_said_by_hand(method):
+    torch.manual_seed(0)
+    check_neighbours(SaidByHand(), method)
+
+
+class Asking(nn.Module):
+    """A question about all of the batch, whose answer is the same for ordinary records."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h if (x > -50).any() else -h
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_by_itself_is_answered_as_in_company(method):
+    torch.manual_seed(0)
+    x, _, y = batches()
+    clip = clipping.Clipper(Asking(), LOSS, method)
+    clip(x, y, C)
+    low = torch.full((1, 4), -60.0)
+    both, one = clip(torch.cat([low, x[:1]]), y[:2], C), clip(low, y[:1], C)
+    assert moved(both.sums, one.sums) <= C * (1 + 1e-5)
+
+
+def test_operations_on_sparse_tensors_are_taken_one_by_one():
+    torch.manual_seed(0)
+    x, _, y = batches()
+    model = Ordinary("sparse")
+    with pytest.warns(LipdpNotice, match="sparse"):
+        found = clipping.clip_batch(model, LOSS, x, y, C).sums
+    assert moved(found, clipping.clip_batch(model, LOSS, x, y, C, "naive").sums) <= 1e-6
 
 
 class Counting(nn.Module):
@@ -373,7 +497,10 @@ class Ordinary(nn.Module):
         self.first, self.last, self.name = nn.Linear(4, 6), nn.Linear(6, 3), name
 
     def forward(self, x):
-        return self.last(ORDINARY[self.name](torch.tanh(self.first(x))))
+        h = torch.tanh(self.first(x))
+        if self.name == "sparse":
+            return self.last(torch.sparse.mm(torch.eye(6).to_sparse(), h.T).T)
+        return self.last(ORDINARY[self.name](h))
 
 
 @pytest.mark.parametrize("name", list(ORDINARY))

@@ -67,7 +67,16 @@ def negate_pair(p):
         p.view(-1)[:2] *= -1
 
 
+def exchange_names(module, one, other):
+    """Each has the other's value; all values are the same objects in the same order."""
+    own, names = vars(module), {one: other, other: one}
+    items = [(names.get(name, name), value) for name, value in own.items()]
+    own.clear()
+    own.update(items)
+
+
 CHANGES = {
+    "two settings' names": lambda m: exchange_names(m[7], "negative_slope", "inplace"),
     "a setting": lambda m: setattr(m[0], "norm", 0.5),
     "a plain number": lambda m: setattr(m[2], "factor", 0.4),
     "a plain tensor's values": lambda m: m[2].plain.mul_(0.9),

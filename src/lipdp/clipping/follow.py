@@ -91,6 +91,9 @@ _READERS = {
     torch.Tensor.__reduce_ex__,
     torch.Tensor.__repr__,
     torch.Tensor.__format__,
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
 }
 _HOOKS = {
     torch.Tensor.register_hook,
@@ -113,12 +116,14 @@ class Following(TorchDispatchMode):
             does for any of it, by yes: shortcuts (for masks that are full) are not taken, and no answer depends on a record.
         answered: whether that was done.
         reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
+        recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
     """
 
     def __init__(self, records: int, *, answering: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records, self.answering, self.answered = records, answering, False
         self.reads: list[Reason] = []
+        self.recomputed = False
         self._memories: dict[int, _Entry] = {}
         self._given: set[int] = set()  # the batch itself, which is the caller's to keep
         for key, alive in list(_earlier.items()):
@@ -136,6 +141,8 @@ class Following(TorchDispatchMode):
 
     def state(self, tensor: torch.Tensor) -> State:
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
+        if tensor.layout != torch.strided:
+            return Mixed("a tensor without a memory of its own (sparse)", _line())
         entry = self._memories.get(_key(tensor)) if self._memories else None
         if entry is None:
             return None
@@ -163,6 +170,8 @@ class Following(TorchDispatchMode):
         return found
 
     def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
+        if tensor.layout != torch.strided:
+            return  # see state
         storage = tensor.untyped_storage()
         whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
         self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
@@ -182,7 +191,9 @@ class Following(TorchDispatchMode):
         """
         if state is None:
             return
-        entry = self._memories.get(_key(tensor))
+        entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
+        if entry is None and tensor.layout == torch.strided and not tensor.untyped_storage().resizable():
+            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", _line()))
         if isinstance(state, Mixed) or entry is None:
             self._set(tensor, state)
         elif self.state(tensor) != state:
@@ -206,8 +217,17 @@ class Following(TorchDispatchMode):
         if depends and self.answering and func is _SCALAR and isinstance(states[0], Mixed) and states[0].answer is not None:
             self.answered = True
             return states[0].answer
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            if depends:  # the model may catch it, and so see something of the batch
+                self.reads.append(Reason(f"{rule.name} raises for what is in the batch", _line()))
+            raise
         if depends:
+            keeper = _keeper()
+            self.recomputed |= keeper == "torch.utils.checkpoint"
+            if not keeper.startswith("torch."):
+                self.reads.append(Reason("what the backward pass is kept for passes a function of its own", _line()))
             self._follow(rule, args_in_order, states, output)
         return output
 
@@ -271,6 +291,8 @@ class Following(TorchDispatchMode):
 
     def conclude(self, losses: torch.Tensor) -> None:
         """Raise :class:`NotApartError` unless each record's loss is known to depend on it alone, going back too."""
+        if self.records == 1:
+            return
         state = self.state(losses)
         if state != At(0, 1):
             raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
@@ -292,9 +314,42 @@ class Following(TorchDispatchMode):
             _current = before
             _earlier.update({key: entry.alive for key, entry in self._memories.items() if key not in self._given})
 
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Within the block is the backward pass: what is computed anew there (checkpointing) may have become something else."""
+        if not self.recomputed:
+            yield
+            return
+        with _Again(self), _Readings(self):
+            yield
+
     def untouched(self) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
         return _Untouched(self)
+
+
+class _Again(TorchDispatchMode):
+    """Within the block, operations that are to be differentiated keep records apart."""
+
+    def __init__(self, of: Following) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        output = self._of.__torch_dispatch__(func, types, args, kwargs)
+        for part in tree_leaves(output):
+            state = self._of.state(part) if isinstance(part, torch.Tensor) else None
+            if isinstance(state, Mixed) and state.answer is None:
+                raise NotApartError(Reason(state.what, state.where))
+        if self._of.reads:
+            raise NotApartError(self._of.reads[0])
+        return output
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Untouched(TorchDispatchMode):
@@ -339,10 +394,11 @@ _current: Following | None = None
 _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
 
 
-def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following | None:
-    """What follows a pass over these inputs and targets; a record by itself meets no other."""
-    if rows_of(x) < 2:
-        return None
+def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following:
+    """What follows a pass over these inputs and targets.
+
+    A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
+    """
     following = Following(rows_of(x), answering=answering)
     for part in sorted((*leaves(x), y), key=lambda part: int(part.storage_offset())):  # columns of one table have one map
         following.declare(part, At(0, 1))
@@ -362,17 +418,22 @@ def _foreign(start: Any) -> type | None:
     """A function with a backward pass of its own, if there is one in this graph: what it does is not to be seen. Not ours."""
     seen, waiting = {start}, [start]
     while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting.append(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                made: type = node._forward_cls  # type: ignore[attr-defined]
-                home = sys.modules.get(made.__module__)
-                if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
-                    return made
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            made: type = node._forward_cls  # type: ignore[attr-defined]
+            home = sys.modules.get(made.__module__)
+            if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
+                return made
+        following = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
+        seen.update(following)
+        waiting += following
     return None
+
+
+def _keeper() -> str:
+    """Whose functions keep what the backward pass needs (saved_tensors_hooks): a module's name."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "torch.autograd" if hooks is None else str(getattr(hooks[1], "__module__", None) or "")
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -275,6 +275,13 @@ def _first(*names: str) -> Results:
     return results
 
 
+def _group_norm(call: Call) -> Any:
+    """N is said by the caller: it has to be the rows."""
+    if call.get("N") != len(call.get("input")):
+        raise Mixed("rows that are not the records'")
+    return _first("input")(call)
+
+
 def _matrix_vector(call: Call) -> Any:
     at = call.only("self")
     if at.dim != 0:
@@ -523,7 +530,7 @@ _say(_stack, "stack")
 _say(_repeat, "repeat")
 _say(_pad, "constant_pad_nd")
 _say(_layer_norm, "native_layer_norm _fused_rms_norm rms_norm")
-_say(_first("input"), "native_group_norm")
+_say(_group_norm, "native_group_norm")
 _say(_first("input_gates", "hidden_gates", "cx", "hx"), "_thnn_fused_lstm_cell _thnn_fused_gru_cell")
 _say(_frozen_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
 _say(_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention",

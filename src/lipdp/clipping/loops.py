@@ -26,11 +26,9 @@ def zeros(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def followed_losses(
-    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, copies: int, following: Following | None
+    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, copies: int, following: Following
 ) -> torch.Tensor:
     """One value per example, of a pass in which each row was kept apart from all others; else :class:`NotApartError`."""
-    if following is None:
-        return loss_values(loss, call(model, x), y, copies)
     with following.following():
         values = loss_values(loss, call(model, x), y)
     following.conclude(values)
@@ -96,10 +94,13 @@ class Loops:
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            values = followed_losses(self.model, self.loss, x, y, self.copies, follow(x, y, answering=self.answering))
+            following = follow(x, y, answering=self.answering)
+            values = followed_losses(self.model, self.loss, x, y, self.copies, following)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
-            return torch.autograd.grad(values[i], list(self.parameters.values()), retain_graph=True, allow_unused=True)
+            value = values[i]
+            with following.going_back():
+                return torch.autograd.grad(value, list(self.parameters.values()), retain_graph=True, allow_unused=True)
 
         return self._over(gradients, keep)
 

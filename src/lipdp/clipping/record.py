@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import wraps
@@ -177,9 +177,10 @@ class Recording:
             return {}
         late, hooks = self._divided()
         try:
-            cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-                total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
-            )
+            with nullcontext() if self.following is None else self.following.going_back():
+                cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+                    total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
+                )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise UnsupportedError(
@@ -279,6 +280,7 @@ def recording(
     they were in the forward pass.
     """
     trained = trained_layers(model) if trained is None else trained
+    following = None if following is not None and following.records == 1 else following
     replayed = replayed_modules(model, trained, layouts)
     owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
     recorded = Recording(batch, trained.names, copies, owners, following=following)

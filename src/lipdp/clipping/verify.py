@@ -19,7 +19,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -306,10 +306,10 @@ class _Check:
         following = follow(x, self.y, answering=layouts is None or layouts.answering)
         with recording(self.model, rows_of(x), layouts=layouts) as recorded:
             try:
-                with nullcontext() if following is None else following.following():
+                with following.following():
                     losses = loss_values(self.loss, call(self.model, x), self.y)
             finally:
-                if layouts is not None and following is not None:
+                if layouts is not None:
                     layouts.answered |= following.answered
             yield recorded, losses
 
