@@ -119,7 +119,7 @@ def ordinary(made: Made, rows: int) -> Step:
 def bookkeeping(made: Made, rows: int, precision: str | None) -> Step:
     model, x, y, loss = made
     sizes = {"dataset_size": 100 * len(y), "batch_size": len(y), "steps": 100_000, "delta": 1e-6, "max_grad_norm": 1.0}
-    plan = lipdp.plan(model, loss, noise_multiplier=1.0, accountant="rdp", method="bookkeeping", precision=precision, **sizes)
+    plan = lipdp.plan(model, loss, noise_multiplier=4.0, accountant="rdp", method="bookkeeping", precision=precision, **sizes)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-4), plan, microbatch_size=rows)
     return lambda: engine.step(x, y)
 

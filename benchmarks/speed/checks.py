@@ -29,7 +29,7 @@ def engine_of(name: str, method: str, batch: int, device: torch.device) -> lipdp
     loss = losses.CrossEntropy(tau=10.0) if clipless else torch.nn.CrossEntropyLoss(reduction="none")
     settings = {} if clipless else {"max_grad_norm": 1.0, "input_shape": PAIRS[name].shape}
     plan = lipdp.plan(
-        model, loss, dataset_size=100 * batch, batch_size=batch, delta=1e-6, noise_multiplier=1.0, steps=100_000,
+        model, loss, dataset_size=100 * batch, batch_size=batch, delta=1e-6, noise_multiplier=4.0, steps=100_000,
         accountant="rdp", method=method, precision="tf32" if device.type == "cuda" else None, **settings,
     )  # fmt: skip
     shape = {} if clipless else {"input_shape": PAIRS[name].shape}

@@ -65,7 +65,7 @@ def clipless(pair: Pair, x: Tensor, y: Tensor) -> Step:
     precision = "tf32" if x.device.type == "cuda" else None  # what torch uses in convolutions unless told otherwise
     sizes = {"dataset_size": 100 * len(x), "batch_size": len(x), "steps": 100_000}
     # The accounting is not part of a step; any long plan will do.
-    plan = lipdp.plan(model, loss, delta=1e-6, noise_multiplier=1.0, accountant="rdp", precision=precision, **sizes)
+    plan = lipdp.plan(model, loss, delta=1e-6, noise_multiplier=4.0, accountant="rdp", precision=precision, **sizes)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan)
     return lambda: engine.step(x, y)
 

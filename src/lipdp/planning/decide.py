@@ -222,8 +222,9 @@ def plan(
         )
     if spent < _VACUOUS and decided.noise_distance > _NEGLIGIBLE * delta:
         raise ConfigurationError(
-            f"delta={delta:g} is less than what the noise itself may add to it ({decided.noise_distance:.1g}, its distance from "
-            "exact Gaussian noise): nothing would be promised at such a delta. Ask for a larger one; 1e-20 is beyond any purpose."
+            f"at delta={delta:g} and epsilon={spent:.3g}, what the noise itself may add to delta ({decided.noise_distance:.1g}, its "
+            f"distance from exact Gaussian noise, e^epsilon times) is more than {_NEGLIGIBLE:g} of it. Ask for a smaller epsilon (more "
+            "noise, fewer steps) or for a larger delta."
         )
     return decided
 
