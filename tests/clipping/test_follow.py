@@ -6,8 +6,10 @@ whose pixels open the gate. What is accepted is compared on neighbouring batches
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -428,6 +430,166 @@ def test_a_batch_that_is_kept_for_the_next(how, method):
             except UnsupportedError:
                 return
     assert moved(*sums) <= 1e-9
+
+
+# What comes past the operations ------------------------------------------------------------------------------------------
+
+
+POOL = ThreadPoolExecutor(1)  # its thread is there before any pass
+
+
+def in_thread(compute, *args):
+    return POOL.submit(compute, *args).result()
+
+
+def lent(x):
+    """The same numbers by DLPack, as a tensor that has another storage."""
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
+
+
+def lifted(x):
+    return torch.ops.aten.lift_fresh(in_thread(TENSOR_GATES["max"], x.detach()))
+
+
+def into_attribute(model, x):
+    in_thread(lambda: model.note.copy_(TENSOR_GATES["max"](x.detach())))
+    return model.note
+
+
+def into_alias(model, x):
+    model.note.copy_(TENSOR_GATES["max"](x.detach()))
+    return model.alias
+
+
+PAST = {
+    "thread": lambda model, x: in_thread(TENSOR_GATES["max"], x.detach()),
+    "thread, summed": lambda model, x: in_thread(lambda h: (h.detach().sum(0) - h.detach().sum(0).clamp(max=60))[0] / 40, x),
+    "thread, lifted": lambda model, x: lifted(x),
+    "dlpack": lambda model, x: TENSOR_GATES["max"](lent(x)),
+    "dlpack of a view": lambda model, x: TENSOR_GATES["max"](lent(x[:, :2])),
+    "written in a thread": into_attribute,
+    "written to a memory that two have": into_alias,
+}
+
+
+class Past(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
+        self.register_buffer("note", torch.zeros(()))
+        self.alias = lent(self.note)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * (1 - 2 * PAST[self.how](self, x)))
+
+
+@pytest.mark.parametrize("how", list(PAST))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tensor_that_no_operation_has_made(how, method):
+    torch.manual_seed(0)
+    check_neighbours(Past(how), method)
+
+
+def test_what_came_past_the_operations_is_named():
+    x, _, y = batches()
+    for how in ("thread", "dlpack"):
+        seen = clipping.support(Past(how), x, y, LOSS)
+        assert seen.apart == "alone"
+        assert "no operation of this pass has made" in seen.meeting
+        assert "test_follow.py, line" in seen.meeting
+
+
+class KeepsOnce(nn.Module):
+    """What the first batch was is kept for good, by operations that are followed or by a thread's."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how, self.kept = nn.Linear(4, 3), how, None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = in_thread(TENSOR_GATES["max"], x.detach()) if self.how == "thread" else TENSOR_GATES["max"](x.detach())
+        return self.layer(x) * (1 + 5 * self.kept)
+
+
+@pytest.mark.parametrize("how", ["thread", "here"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_batch_is_kept_for_all_others(how, method):
+    x, opened, y = batches()
+    sums = []
+    for first in (x, opened):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LipdpNotice)
+            clip = clipping.Clipper(KeepsOnce(how), LOSS, method)
+            try:
+                clip(first, y, C)
+                sums.append(clip(x, y, C).sums)
+            except UnsupportedError:
+                return
+    assert moved(*sums) <= 1e-9
+
+
+TABLE, TABLES = torch.linspace(0, 1, 6), {"deep": [{"table": torch.linspace(1, 2, 6)}]}
+
+
+@functools.lru_cache(maxsize=4)
+def cached_table(width):
+    return torch.linspace(0, 1, width) + torch.tensor([0.5] * width)
+
+
+def outer(h):
+    return inner(h) + 1
+
+
+def inner(h):
+    return h * TABLE
+
+
+CONSTANTS = {
+    "global": lambda model, h: h * TABLE,
+    "in a container": lambda model, h: h * TABLES["deep"][0]["table"],
+    "of a function that is called": lambda model, h: outer(h),
+    "cached": lambda model, h: h + cached_table(6),
+    "kept when first met": lambda model, h: h * model.table(h.shape[1]),
+    "attribute": lambda model, h: h + model.plain[0],
+    "made here": lambda model, h: h * torch.tensor([1.0, 2, 3, 4, 5, 6]) + h.new_tensor(2.0) + torch.as_tensor([1.0] * 6),
+    "numbers": lambda model, h: torch.where(h > 0, 1.0, h) ** 2 + 3,
+    "drawn": lambda model, h: h + torch.zeros(6).normal_(generator=torch.Generator().manual_seed(0)),
+    "by lists": lambda model, h: h[:, [5, 4, 3, 2, 1, 0]],
+}
+
+
+class WithConstants(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
+        self.plain, self.tables = [torch.ones(6)], {}
+
+    def table(self, width):
+        if width not in self.tables:
+            self.tables[width] = torch.arange(width) / width
+        return self.tables[width]
+
+    def forward(self, x):
+        return self.last(CONSTANTS[self.how](self, torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("how", list(CONSTANTS))
+def test_constants_are_nobodys(how, called):
+    """Also those that were made and kept before, when nothing was followed."""
+    torch.manual_seed(0)
+    x, _, y = batches()
+    model = WithConstants(how)
+    cached_table.cache_clear()
+    if called:
+        model(x)
+    clip = clipping.Clipper(model, LOSS)
+    for _ in range(3):
+        found = clip(x, y, C).sums
+        assert clip.alone is None
+    assert moved(found, clipping.clip_batch(model, LOSS, x, y, C, "naive").sums) <= 1e-5
 
 
 class ByHand(nn.Module):

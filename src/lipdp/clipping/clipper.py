@@ -50,7 +50,7 @@ from lipdp.clipping.batch import (
     uncompiled,
 )
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.follow import NotApartError, Reason, follow
+from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
@@ -201,10 +201,11 @@ def shown_gradients(
     y: torch.Tensor,
     copies: int = 1,
     layers: TrainedLayers | None = None,
+    known: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, Contribution]:
     """Per-example gradients as layers show them, of a pass in which each record was kept apart."""
     layouts = layouts_of(model, x)
-    following = follow(x, y, answering=layouts is None or layouts.answering)
+    following = follow(x, y, known_before(model, loss) if known is None else known, answering=layouts is None or layouts.answering)
     with torch.enable_grad(), recording(model, rows_of(x), copies, layers, layouts, following) as recorded:
         return recorded.contributions(followed_losses(model, loss, x, y, copies, following).sum())
 
@@ -275,6 +276,7 @@ class Clipper:
         self._made_for: tuple[Group, ...] = ()
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
+        self._known: list[torch.Tensor] = []  # before a pass
         self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._alone_with: Hashable = None  # the state that was so with
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
@@ -332,6 +334,8 @@ class Clipper:
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
                 computed, flag = self._looped("naive", batch, groups, bounds), Flag()
+            if self._watched() != self._number:
+                self._know_again()
         return Pending(self, groups, batch, bounds, computed, flag)
 
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
@@ -344,6 +348,8 @@ class Clipper:
         return computed.copied() if device_of(batch.x).type == "cuda" else computed
 
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
+        if EARLIER in reason.what:  # by itself, too, a record would meet them
+            raise UnsupportedError(f"{type(self.model).__name__} or its loss uses {reason}. Make it a function of its inputs.")
         with eager(self.model):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone, self._alone_with = reason, state_of(self._untrained)
@@ -365,6 +371,7 @@ class Clipper:
             self._layers = trained_layers(self.model)
             self._untrained = untrained_tensors(self.model, self.loss)
             self._checked.clear()
+            self._known = known_before(self.model, self.loss)
             self.alone = None
             self._number = number
         if self.alone is not None and self._alone_with != state_of(self._untrained):
@@ -375,8 +382,16 @@ class Clipper:
         kind = kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
         if (*kind, state_of(self._untrained), generation(self.model)) in self._checked:
             return
-        if verify_once(self.model, self.loss, batch.x, batch.y):
-            self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
+        try:
+            if verify_once(self.model, self.loss, batch.x, batch.y):
+                self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
+        finally:
+            self._know_again()
+
+    def _know_again(self) -> None:
+        """What the model has come to hold while it ran: tables of its own, or something of the batch."""
+        before, self._known = self._known, known_before(self.model, self.loss)
+        distrust(before, self._known)
 
     def _state(self) -> Hashable:
         # Groups by their members only: their C_g are an input.
@@ -390,6 +405,7 @@ class Clipper:
                 self._verify(batch)
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
+                loops.known = self._known
             before = self._watched(), state_of(self._untrained)
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
             if method == "naive" and before != (self._watched(), state_of(self._untrained)):
@@ -423,7 +439,7 @@ class Clipper:
 
     def _shown(self, batch: Batch) -> dict[str, Contribution]:
         self._verify(batch)
-        return shown_gradients(self.model, self.loss, batch.x, batch.y, self.copies, self._layers)
+        return shown_gradients(self.model, self.loss, batch.x, batch.y, self.copies, self._layers, self._known)
 
     def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Uses up the contributions: what only one of them holds is free for the next sum."""

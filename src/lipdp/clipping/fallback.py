@@ -188,7 +188,7 @@ class _Replay:
                 raise HiddenGradientError(self._why(None), self.parameters)
             # Attention by matrix products: fused kernels have no derivative in a bias under torch.func.
             attention = sdpa_kernel(SDPBackend.MATH)
-            untouched = nullcontext() if self.following is None else self.following.untouched()
+            untouched = nullcontext() if self.following is None else self.following.untouched(cotangent)
             with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled), attention, untouched:
                 gradients = self._gradients(which, before, place.by_example(cotangent, self.batch))
             return {name: Dense(gradient.detach()) for name, gradient in gradients.items()}

@@ -11,6 +11,10 @@ other operation has a rule (:mod:`lipdp.clipping.follow_rules`) that says where 
 mixed them. Elementwise operations, products with weights, normalisations of a record: kept apart. A sum over the batch, a sort of
 it, a product of records with records: mixed, whatever the numbers are. An operation without a rule is mixing.
 
+A memory that nobody has seen being made is no constant. Known are those that were there before the pass (what the model and the
+loss lead to: :func:`known_before`), and those that operations of this pass, or of an earlier one, have made of nothing or of
+constants. Any other came past the operations (from another thread, by DLPack, from numpy): whose it is can't be told.
+
 What leaves the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) decides what is done with the others:
 that is noted too (:attr:`Following.reads`).
 
@@ -22,8 +26,12 @@ holds in each pass by itself: nothing is concluded from one batch for another.
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+import types as kinds
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +46,10 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
 from lipdp.errors import UnsupportedError
+from lipdp.fingerprint import reachable_tensors
 from lipdp.inputs import Inputs, leaves, rows_of
 
-__all__ = ["At", "Following", "Mixed", "NotApartError", "Reason", "follow", "rows_first"]
+__all__ = ["At", "Following", "Mixed", "NotApartError", "Reason", "distrust", "follow", "known_before", "rows_first"]
 
 
 @dataclass(frozen=True)
@@ -74,10 +83,14 @@ class _Memory(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A memory that depends on the batch; as long as ``alive`` is held, no other memory has its key."""
+    """A memory; as long as ``alive`` is held, no other memory has its key.
 
-    alive: StorageWeakRef
-    whose: _Memory | Mixed
+    ``whose`` is ``None`` for nobody's; then ``made`` is the tensor that it was made as.
+    """
+
+    alive: StorageWeakRef | torch.UntypedStorage
+    whose: _Memory | Mixed | None
+    made: weakref.ref[torch.Tensor] | None = None
 
 
 _READERS = {
@@ -102,9 +115,11 @@ _HOOKS = {
 }
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
 _NOTED = _READERS | _HOOKS | _SPLITS
+_LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+_OPS = str(Path(_TORCH) / "_ops.py")
 
 
 class Following(TorchDispatchMode):
@@ -119,18 +134,30 @@ class Following(TorchDispatchMode):
         recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
     """
 
-    def __init__(self, records: int, *, answering: bool = True) -> None:
+    def __init__(self, records: int, *, answering: bool = True, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records, self.answering, self.answered = records, answering, False
         self.reads: list[Reason] = []
         self.recomputed = False
         self._memories: dict[int, _Entry] = {}
         self._given: set[int] = set()  # the batch itself, which is the caller's to keep
+        self._known = [tensor for tensor in known if tensor.layout == torch.strided]
+        for key, (made, version) in list(_constants.items()):
+            tensor = made()
+            if tensor is None or _version(tensor) != version or _key(tensor) != key:
+                del _constants[key]
+            else:
+                self._known.append(tensor)
+        self._versions = [_version(tensor) for tensor in self._known]
+        self._written: set[int] = set()
+        for tensor in self._known:
+            storage = tensor.untyped_storage()
+            self._memories[storage._cdata] = _Entry(storage, None)
         for key, alive in list(_earlier.items()):
             if alive.expired():  # type: ignore[no-untyped-call]
                 del _earlier[key]
             else:
-                self._memories[key] = _Entry(alive, Mixed("numbers of an earlier batch, which the model has kept"))
+                self._memories[key] = _Entry(alive, Mixed(EARLIER))
 
     # What is known of a tensor -------------------------------------------------------------------------------------------
 
@@ -143,10 +170,10 @@ class Following(TorchDispatchMode):
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
         if tensor.layout != torch.strided:
             return Mixed("a tensor without a memory of its own (sparse)", _line())
-        entry = self._memories.get(_key(tensor)) if self._memories else None
+        entry = self._memories.get(_key(tensor))
         if entry is None:
-            return None
-        if isinstance(entry.whose, Mixed):
+            return Mixed(_UNKNOWN, _line()) if tensor.numel() else None
+        if entry.whose is None or isinstance(entry.whose, Mixed):
             return entry.whose
         return self._read_map(tensor, entry.whose)
 
@@ -176,6 +203,13 @@ class Following(TorchDispatchMode):
         whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
         self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
 
+    def _nobodys(self, tensor: torch.Tensor) -> None:
+        """The tensor was made of nothing that depends on the batch."""
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._memories.setdefault(storage._cdata, _Entry(alive, None, weakref.ref(tensor)))
+
     def _map(self, tensor: torch.Tensor, at: At, exact: bool) -> _Memory | Mixed:
         width = tensor.element_size()
         unit, offset = at.runs * tensor.stride(at.dim) * width, int(tensor.storage_offset()) * width
@@ -192,12 +226,29 @@ class Following(TorchDispatchMode):
         if state is None:
             return
         entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
-        if entry is None and tensor.layout == torch.strided and not tensor.untyped_storage().resizable():
-            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", _line()))
-        if isinstance(state, Mixed) or entry is None:
+        if tensor.layout == torch.strided and (entry is None or entry.whose is None or _key(tensor) in _earlier):
+            self._check_shared(tensor.untyped_storage())
+        if isinstance(state, Mixed) or entry is None or entry.whose is None:
             self._set(tensor, state)
         elif self.state(tensor) != state:
             self._set(tensor, Mixed("records written over others", _line()))
+
+    def _check_shared(self, storage: torch.UntypedStorage) -> None:
+        """Records are written into a memory that was nobody's: is it also that of others?"""
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for tensor in self._known:
+            other = tensor.untyped_storage()
+            apart = other.device != storage.device or other.data_ptr() >= end or begin >= other.data_ptr() + other.nbytes()
+            if other._cdata != storage._cdata and not apart:
+                self._set(tensor, Mixed("records are written into memory that it has too", _line()))
+        if not storage.resizable():
+            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", _line()))
+
+    def _meet(self, tensor: torch.Tensor) -> State:
+        """The state of an argument of :meth:`lift_fresh`: numbers of Python's that torch has just copied are nobody's."""
+        if tensor.layout == torch.strided and _key(tensor) not in self._memories and _is_lifted() and _is_fresh(tensor):
+            self._nobodys(tensor)
+        return self.state(tensor)
 
     # Operations ----------------------------------------------------------------------------------------------------------
 
@@ -208,7 +259,7 @@ class Following(TorchDispatchMode):
         for arg in args_in_order:
             state: Any = None
             if isinstance(arg, torch.Tensor):
-                state = self.state(arg)
+                state = self.state(arg) if func is not _LIFT else self._meet(arg)
                 depends = depends or state is not None
             elif type(arg) in (list, tuple) and arg and any(isinstance(part, torch.Tensor) for part in arg):
                 state = [self.state(part) if isinstance(part, torch.Tensor) else None for part in arg]
@@ -229,7 +280,18 @@ class Following(TorchDispatchMode):
             if not keeper.startswith("torch."):
                 self.reads.append(Reason("what the backward pass is kept for passes a function of its own", _line()))
             self._follow(rule, args_in_order, states, output)
+        elif not rule.view:
+            self._note_made(output)
+        for number in rule.changed:
+            for part in tree_leaves(args_in_order[number]) if number < len(args_in_order) else ():
+                if isinstance(part, torch.Tensor) and part.layout == torch.strided:
+                    self._written.add(_key(part))
         return output
+
+    def _note_made(self, output: Any) -> None:
+        for part in output if isinstance(output, list | tuple) else [output]:
+            if isinstance(part, torch.Tensor):
+                self._nobodys(part)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -258,6 +320,8 @@ class Following(TorchDispatchMode):
                     self._write(part, state)
                 elif state is not None:
                     self._set(part, state)
+                else:
+                    self._nobodys(part)
         for number in rule.written:  # in place, and not given back
             if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel() and not rule.keeps:
                 self._write(args[number], Mixed(f"{rule.name} writes into it", _line()))
@@ -282,6 +346,7 @@ class Following(TorchDispatchMode):
         """A copy that is not followed."""
         copy = tensor.detach().clone()
         self._memories.pop(_key(copy), None)
+        self._nobodys(copy)
         return copy
 
     def _reason(self, state: State, what: str) -> Reason:
@@ -298,6 +363,9 @@ class Following(TorchDispatchMode):
             raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
         if self.reads:
             raise NotApartError(self.reads[0])
+        for tensor, version in zip(self._known, self._versions, strict=True):
+            if _version(tensor) != version and _key(tensor) not in self._written:
+                raise NotApartError(Reason("a tensor that the model reads was written to by something else (a thread?)", ""))
         foreign = _foreign(losses.grad_fn)
         if foreign is not None:
             raise NotApartError(Reason(f"{foreign.__qualname__} has a backward pass of its own", foreign.__module__))
@@ -312,7 +380,12 @@ class Following(TorchDispatchMode):
                 yield
         finally:
             _current = before
-            _earlier.update({key: entry.alive for key, entry in self._memories.items() if key not in self._given})
+            for key, (alive, whose, made) in self._memories.items():
+                if whose is not None:
+                    if key not in self._given and isinstance(alive, StorageWeakRef):
+                        _earlier[key] = alive
+                elif made is not None and (tensor := made()) is not None and _key(tensor) == key:
+                    _constants[key] = made, _version(tensor)
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
@@ -323,9 +396,12 @@ class Following(TorchDispatchMode):
         with _Again(self), _Readings(self):
             yield
 
-    def untouched(self) -> _Untouched:
-        """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used."""
-        return _Untouched(self)
+    def untouched(self, *given: torch.Tensor) -> _Untouched:
+        """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used.
+
+        ``given``: what it is evaluated with besides.
+        """
+        return _Untouched(self, given)
 
 
 class _Again(TorchDispatchMode):
@@ -337,7 +413,11 @@ class _Again(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
+            parts = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
+            output = func(*args, **(kwargs or {}))
+            if all(self._of.state(part) is None for part in parts):
+                self._of._note_made(output)
+            return output
         output = self._of.__torch_dispatch__(func, types, args, kwargs)
         for part in tree_leaves(output):
             state = self._of.state(part) if isinstance(part, torch.Tensor) else None
@@ -355,15 +435,21 @@ class _Again(TorchDispatchMode):
 class _Untouched(TorchDispatchMode):
     """Within the block, nothing that depends on the batch is touched."""
 
-    def __init__(self, of: Following) -> None:
+    def __init__(self, of: Following, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
+        for part in given:
+            of._memories.pop(_key(part), None)
+            of._nobodys(part)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for part in tree_leaves((args, kwargs)):
-            if isinstance(part, torch.Tensor) and self._of.state(part) is not None:
+            if isinstance(part, torch.Tensor) and (self._of._meet(part) if func is _LIFT else self._of.state(part)) is not None:
                 raise NotApartError(Reason("a module uses what it was not given", _line()))
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        if not rule_of(func).view:
+            self._of._note_made(output)
+        return output
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -394,16 +480,86 @@ _current: Following | None = None
 _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
 
 
-def follow(x: Inputs, y: torch.Tensor, *, answering: bool = True) -> Following:
-    """What follows a pass over these inputs and targets.
+_constants: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # made of nothing in passes before, and not written to since
+EARLIER = "numbers of an earlier batch, which the model has kept"
+_UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
+
+
+def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True) -> Following:
+    """What follows a pass over these inputs and targets, with what is :func:`known_before`.
 
     A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
     """
-    following = Following(rows_of(x), answering=answering)
+    following = Following(rows_of(x), answering=answering, known=known)
     for part in sorted((*leaves(x), y), key=lambda part: int(part.storage_offset())):  # columns of one table have one map
         following.declare(part, At(0, 1))
         following._given.add(_key(part))
     return following
+
+
+def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
+    """Tensors that the two may use and that are there before a pass: in attributes, in containers, behind names that their
+    functions read (globals, closures), in caches of functions."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    if not isinstance(loss, kinds.FunctionType):
+        classes.update(type(loss).__mro__)
+    functions = [part for cls in classes if not _is_torchs(cls) for part in vars(cls).values()]
+    functions += [module.__dict__["forward"] for module in model.modules() if "forward" in module.__dict__]
+    tensors, waiting, seen = reachable_tensors(model, loss), [*functions, loss], set()
+    behind: list[Any] = []
+    while waiting:
+        value = waiting.pop()
+        value = getattr(value, "__func__", value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            behind += gc.get_referents(value)
+        value = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", getattr(value, "__wrapped__", value))))
+        if not isinstance(value, kinds.FunctionType) or value in seen or _is_torchs(value):
+            continue
+        seen.add(value)
+        names = _names(value.__code__)
+        found = [value.__globals__[name] for name in names if name in value.__globals__]
+        for part in list(found):
+            if isinstance(part, kinds.ModuleType) and not _is_torchs(part):
+                found += [vars(part)[name] for name in names if name in vars(part)]
+        found += [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        for part in list(found):
+            if isinstance(part, Mapping | list | tuple | set):
+                found += part.values() if isinstance(part, Mapping) else part
+        waiting += [part for part in found if callable(part)]
+        behind += [part for part in found if isinstance(part, torch.Tensor | Mapping | list | tuple | set)]
+        behind += [part for part in found if not callable(part) and not isinstance(part, type | kinds.ModuleType)]
+        behind += [value.__defaults__, value.__kwdefaults__]
+    return list({id(t): t for t in (*tensors, *reachable_tensors(behind))}.values())
+
+
+def distrust(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> None:
+    """What a model has come to hold while it ran, and no operation that was followed has made of nothing, is the batch's."""
+    keys = {_key(tensor) for tensor in before if tensor.layout == torch.strided}
+    for tensor in after:
+        if tensor.layout == torch.strided and _key(tensor) not in keys and _key(tensor) not in _constants:
+            _earlier[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _names(code: kinds.CodeType) -> set[str]:
+    """What it reads by name, functions inside it too."""
+    inside = (part for part in code.co_consts if isinstance(part, kinds.CodeType))
+    return set(code.co_names).union(*(_names(part) for part in inside))
+
+
+def _is_empty(cell: kinds.CellType) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
+
+
+def _is_torchs(value: Any) -> bool:
+    home = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+    return str(home).split(".")[0] in ("torch", "lipdp", "builtins", "typing", "abc")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def rows_first(tensor: torch.Tensor) -> None:
@@ -439,6 +595,26 @@ def _keeper() -> str:
 def _key(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def _is_fresh(tensor: torch.Tensor) -> bool:
+    """Whether its memory is torch's own, not one that it was lent (numpy's)."""
+    return tensor.untyped_storage().resizable()
+
+
+def _is_lifted() -> bool:
+    """Whether it is torch that has just made this tensor of Python's numbers, not a model that calls the operation by its name."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename == _OPS):
+        named, frame = frame.f_code.co_filename == _OPS, frame.f_back
+        ours = frame is not None and frame.f_code.co_filename.startswith(_HERE)
+        if named and not (ours and frame is not None and frame.f_code.co_name == "__torch_dispatch__"):
+            return False
+    if frame is None:
+        return False
+    if frame.f_code is _Readings.__torch_function__.__code__:
+        return "lift" not in str(getattr(frame.f_locals["func"], "__name__", "lift"))
+    return frame.f_code.co_filename.startswith((_HERE, _TORCH))
 
 
 def _is_ours() -> bool:

@@ -114,6 +114,7 @@ class Rule:
         view: whether it gives the memory that it was given.
         writes: whether its outputs are arguments that it has written into.
         written: arguments that it writes into and does not give back.
+        changed: all that it writes into.
         reads: whether it shows something to Python: a value, or a number of values that were chosen.
     """
 
@@ -124,6 +125,7 @@ class Rule:
     view: bool = False
     writes: bool = False
     written: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
     reads: bool = False
 
     @property
@@ -570,5 +572,6 @@ def rule_of(func: Any) -> Rule:
         view=func.namespace == "aten" and (shares or name in _SAME_MEMORY),
         writes=returned,
         written=() if returned else tuple(written),
+        changed=tuple(written),
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class Loops:
     stability: float
     copies: int = 1
     answering: bool = True
+    known: Sequence[torch.Tensor] = ()
 
     def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups)."""
@@ -94,7 +95,7 @@ class Loops:
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
-            following = follow(x, y, answering=self.answering)
+            following = follow(x, y, self.known, answering=self.answering)
             values = followed_losses(self.model, self.loss, x, y, self.copies, following)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:

@@ -37,7 +37,7 @@ from lipdp.clipping.checking import (
     same_randomness,
 )
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.follow import Reason, follow
+from lipdp.clipping.follow import Reason, follow, known_before
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import Recording, recording
@@ -243,7 +243,9 @@ def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
     parameters = [p for p in model.parameters() if p.requires_grad]
     with checking(model, device_of(x)):
         same_randomness()
-        values = loss_values(loss, call(model, fitting(model, x)), y).detach()
+        inputs = fitting(model, x)
+        with follow(inputs, y, known_before(model, loss), answering=False).following():  # for tables that are made once, and kept
+            values = loss_values(loss, call(model, inputs), y).detach()
         finite = torch.nonzero(torch.isfinite(values)).flatten().cpu()
         if not len(finite):
             return []
@@ -303,7 +305,7 @@ class _Check:
     def _recorded(self, x: Inputs) -> Iterator[tuple[Recording, torch.Tensor]]:
         """A pass as it is made in a step, questions answered, and its losses."""
         layouts = layouts_of(self.model, x)
-        following = follow(x, self.y, answering=layouts is None or layouts.answering)
+        following = follow(x, self.y, known_before(self.model, self.loss), answering=layouts is None or layouts.answering)
         with recording(self.model, rows_of(x), layouts=layouts) as recorded:
             try:
                 with following.following():
