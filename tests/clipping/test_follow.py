@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipdp
-from lipdp import clipping
+from lipdp import clipping, losses
 from lipdp.clipping.follow import At, Following, Mixed
-from lipdp.errors import LipdpNotice, UnsupportedError
+from lipdp.errors import DataError, LipdpNotice, UnsupportedError
 
 C = 0.1
 METHODS = ["naive", "multiloss", "reweight", "ghost", "bookkeeping"]
@@ -775,3 +775,14 @@ def test_a_record_moves_what_the_engine_releases_by_its_norm(method, how):
                 return
         released.append({name: 6 * (before[name] - p.detach()) for name, p in model.named_parameters()})
     assert moved(*released) <= C * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("name", ["CrossEntropy", "MulticlassHinge", "MulticlassKR", "Squares"])
+def test_a_loss_that_looks_whether_targets_are_classes_is_proved(name):
+    """It reads nothing of a batch that passes; one that does not is an error, and seen."""
+    loss, model = getattr(losses, name)(), torch.nn.Linear(6, 4)
+    clipper = clipping.Clipper(model, loss)
+    clipper(torch.randn(8, 6), torch.arange(8) % 4, 1.0)
+    assert clipper.alone is None
+    with pytest.raises(DataError, match="not a class"):
+        clipper(torch.randn(8, 6), torch.arange(8), 1.0)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lipdp.behaviour import changed_methods
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
@@ -197,10 +198,12 @@ def classes(loss: Loss, outputs: Tensor, targets: Tensor, ignore_index: int | No
         if ignore_index is not None:
             wrong = wrong & (y != ignore_index)
         try:
-            refused = bool(wrong.any())
+            with _disable_current_modes():  # clipping follows what Python reads of a batch: a check that passes tells nothing
+                refused = bool(wrong.any())
         except RuntimeError:  # under vmap or a fake tensor there is nothing to read; indexing still checks
             refused = False
         if refused:
+            bool(wrong.any())  # that it fails is to be seen: somebody may catch the error, and go on otherwise
             raise DataError(
                 f"Some target is not a class of the network: {type(loss).__name__} got {outputs.shape[1]} outputs, so "
                 f"classes must be 0 to {outputs.shape[1] - 1}. Renumber the labels or add outputs."

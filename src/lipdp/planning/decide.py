@@ -222,9 +222,9 @@ def plan(
         )
     if spent < _VACUOUS and decided.noise_distance > _NEGLIGIBLE * delta:
         raise ConfigurationError(
-            f"at delta={delta:g} and epsilon={spent:.3g}, what the noise itself may add to delta ({decided.noise_distance:.1g}: its "
-            f"distance from exact Gaussian noise, times e^epsilon) is more than {_NEGLIGIBLE:g} of it. Ask for a smaller epsilon "
-            "(more noise, fewer steps) or for a larger delta."
+            f"at delta={delta:g} and epsilon={spent:.3g}, what the noise itself may add to delta ({decided.noise_distance:.1g}: "
+            f"its distance from exact Gaussian noise, times e^epsilon) is more than {_NEGLIGIBLE:g} of it. Ask for a smaller "
+            "epsilon (more noise, fewer steps) or for a larger delta."
         )
     return decided
 
