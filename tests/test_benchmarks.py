@@ -55,7 +55,7 @@ def test_figures_of_mechanisms_are_drawn_from_committed_numbers(monkeypatch: pyt
     results = BENCHMARKS / "results" / "mechanisms"
     figures.plot(results)
     drawn = sorted(tmp_path.iterdir())
-    assert [path.stem for path in drawn] == [path.stem for path in sorted(results.glob("fig*.json"))]
+    assert [path.stem for path in drawn] == [path.stem for path in sorted([*results.glob("fig*.json"), results / "sizes.json"])]
     for path in drawn:
         assert json.loads((results / f"{path.stem}.json").read_text())
         assert path.read_text() == (ROOT / "docs" / "mechanisms" / path.name).read_text(), path.name

@@ -21,7 +21,12 @@ if importlib.util.find_spec("expecttest") is None:  # torch's list wants a class
     sys.modules["expecttest"] = types.ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase
 
-from torch.testing._internal.common_methods_invocations import op_db
+_FLAG = "__allow_nonbracketed_mutation_flag"  # importing torch's list forbids all later tests to set flags of backends
+_flags = torch.backends.disable_global_flags.__globals__
+_allowed = _flags[_FLAG]
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+
+_flags[_FLAG] = _allowed
 
 # What is random by itself, or leaves memory as it was, can't be evaluated twice.
 _NOT_TWICE = ("empty", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal", "multinomial",
