@@ -205,24 +205,85 @@ def test_the_loss_is_watched():
     assert noticed(engine, proofs)
 
 
-def test_a_frozen_parameter_written_in_forward_is_refused_and_put_back():
-    class Leaky(T.Module):
+class Keeping(T.Module):
+    """Writes a record of the batch into its state, from some call on."""
+
+    def __init__(self, where, first):
+        super().__init__()
+        self.lin, self.other = T.Linear(6, 3), T.Linear(6, 3)
+        self.secret = T.Parameter(torch.zeros(6), requires_grad=False)
+        self.register_buffer("buffer", torch.zeros(6))
+        self.where, self.left = where, [first]
+
+    def forward(self, x):
+        self.left[0] -= 1
+        outputs = self.lin(x) + self.other(x)
+        if self.left[0] < 0 and self.training:
+            record = x[0].detach()
+            match self.where:
+                case "frozen":
+                    self.secret.data.copy_(record)
+                case "weight":
+                    self.lin.weight.data[0].copy_(record)
+                case "bias":
+                    self.other.bias.data.copy_(record[:3])
+                case "buffer":
+                    self.buffer.copy_(record)
+                case "another buffer":
+                    self._buffers["buffer"] = record.clone()
+                case "another weight":
+                    self.lin.weight = T.Parameter(record.repeat(3, 1))
+                case "a new buffer":
+                    self.register_buffer("leak", record.clone())
+                case "a new parameter":
+                    self.leak = T.Parameter(record.clone(), requires_grad=False)
+                case "a new module":
+                    self.leak = T.Linear(6, 1)
+                    self.leak.weight.data.copy_(record)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("method", "first"), [("bookkeeping", 0), ("bookkeeping", 60), ("ghost", 60), ("multiloss", 0), ("naive", 60)]
+)
+@pytest.mark.parametrize(
+    "where",
+    ["frozen", "weight", "bias", "buffer", "another buffer", "another weight", "a new buffer", "a new parameter", "a new module"],
+)
+def test_a_record_written_into_the_state_in_forward_is_refused_and_does_not_stay(where, method, first):
+    model, loss = Keeping(where, first), losses.CrossEntropy()
+    plan = planned(model, loss, method=method, max_grad_norm=1.0)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
+    names = set(model.state_dict())
+    inputs, targets = toy(20).tensors
+
+    def steps():
+        for _ in range(30):
+            engine.step(100 * inputs, targets)
+
+    with pytest.raises(LipdpError):
+        steps()
+    assert set(model.state_dict()) == names
+    assert all(value.abs().max() < 2 for value in model.state_dict().values())
+    assert set(model.parameters()) == set(engine.optimizer.param_groups[0]["params"])
+
+
+def test_a_table_that_grows_in_forward_is_not_state():
+    class Positions(T.Module):
         def __init__(self):
             super().__init__()
             self.lin = T.Linear(6, 3)
-            self.secret = T.Parameter(torch.zeros(6), requires_grad=False)
 
         def forward(self, x):
-            if self.training and x.abs().sum() > 0:
-                self.secret.data.copy_(x[0].detach())
-            return self.lin(x)
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.arange(6.0), persistent=False)
+            return self.lin(x + self.table)
 
-    model, loss = Leaky(), losses.CrossEntropy()
+    model, loss = Positions(), losses.CrossEntropy()
     plan = planned(model, loss, method="bookkeeping", max_grad_norm=1.0)
-    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
-    with pytest.raises(LipdpError, match="secret"):
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
+    for _ in range(3):
         engine.step(*toy(20).tensors)
-    assert not model.secret.any()
 
 
 def test_a_parameter_of_sensitivity_0_is_not_even_differentiated():

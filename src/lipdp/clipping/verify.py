@@ -342,7 +342,8 @@ class _Check:
     def in_training(self) -> bool:
         """In training mode, with the same random numbers throughout. Whether anything was compared."""
         compared = False
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        named = list(self.model.named_buffers())
+        buffers = [(buffer, buffer.clone()) for _, buffer in named]
         changed = mapped(lambda own, other: torch.cat([own[:1], other[1:]]), self.x, self.others)
         seen, states = [], []
         for x in (self.x, changed):
@@ -357,7 +358,7 @@ class _Check:
         _, different = _compare(seen[0].of(0), seen[1].of(0))
         if different:
             raise UnsupportedError(_MIXED.format(name=different[0]))
-        for (name, _), one, other in zip(self.model.named_buffers(), *states, strict=True):
+        for (name, _), one, other in zip(named, *states, strict=True):
             if not torch.equal(one, other) and bool(torch.isfinite(one).all()) and bool(torch.isfinite(other).all()):
                 raise UnsupportedError(
                     f"buffer '{name}' is updated from the data in the forward pass, without any privacy. Freeze it, or put its "

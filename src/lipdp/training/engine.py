@@ -39,6 +39,7 @@ from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even
 from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
+from lipdp.training.held import HeldState
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
@@ -49,7 +50,7 @@ from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Prepared, Streams, derive_run_key, parts_of_run, secret_of
 from lipdp.training.totals import Turn
 from lipdp.training.update import Moved, Update
-from lipdp.training.watch import Constants, Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
+from lipdp.training.watch import Flag, ModelWatch, Projection, ask_flags, project_trained, read_flags
 
 __all__ = ["PrivacyEngine"]
 
@@ -189,7 +190,7 @@ class PrivacyEngine:
         self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
         self._project = Projection(model, self._watch)
         self._update = Update(model, optimizer, self._watch, self._parameters, plan.batch_size)
-        self._constants = Constants(model)
+        self._state = HeldState(model, trained=not self._query.recorded)
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
         self._on_one_device = all(t.device == self.device for t in self._values)
@@ -395,7 +396,7 @@ class PrivacyEngine:
         self._shards.scatter()
         self._watch.remember()
         self._values = [*self.model.parameters(), *self.model.buffers()]
-        self._constants = Constants(self.model)
+        self._state = HeldState(self.model, trained=not self._query.recorded)
         self._on_one_device = all(t.device == self.device for t in self._values)
 
     def _look(self) -> Flag:
@@ -438,8 +439,7 @@ class PrivacyEngine:
             unchanged = True
         settings = self._mechanism.at(number)
         trained = self._trained(settings)
-        with self._streams.model(number, on_host=not runs_ahead) as begin:
-            self._constants.keep()
+        with self._streams.model(number, on_host=not runs_ahead) as begin, self._state.held():
             copies = self._copies(number)
             turn = self._turn(settings, number, begin, copies)
             asked = dataclasses.replace(batch, copies=copies, settings=self._watch.settings, turn=turn)
@@ -451,7 +451,7 @@ class PrivacyEngine:
             if runs_ahead:
                 unchanged = self._watch.compare_there(answer.seen[0][:-_MICROBATCH]) if told else self._look()
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
-            read = ask_flags([unchanged, self._project.fine, answer.fine, *self._constants.same()])
+            read = ask_flags([unchanged, self._project.fine, answer.fine, *self._state.same()])
             noised, moved = None, None
             if alone and told:
                 draw = self._mechanism.draw_on_device(answer, settings, self._streams.noise(prepared))
@@ -464,10 +464,10 @@ class PrivacyEngine:
             unchanged = unchanged and here
             if not finite:
                 self._project.check()
-            self._constants.refuse(same)
+            self._state.refuse(same)
             if unchanged and not fine and answer.again is not None:
                 answer, noised, moved = answer.again(), None, None
-                self._constants.refuse(read_flags(self._constants.same()))
+                self._state.refuse(read_flags(self._state.same()))
         if unchanged:
             return _Asked(answer, settings, prepared, noised, moved), turn
         if attempts == 0:

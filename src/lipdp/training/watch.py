@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lipdp._numerics import deferred_checks, is_deferring
 from lipdp.digest import content_digest
-from lipdp.errors import ConfigurationError, UnsupportedError
+from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import reachable_tensors, storages
 from lipdp.graphs import Branches, GraphedFunction, Watched
 from lipdp.parametrize import Constrained
 from lipdp.privacy import noise_cuda
 
-__all__ = ["Constants", "Flag", "ModelWatch", "Projection", "ask_flags", "constant_state", "project_trained", "read_flags"]
+__all__ = ["Flag", "ModelWatch", "Projection", "ask_flags", "project_trained", "read_flags"]
 
 Flag = bool | torch.Tensor
 """Whether something holds: known, or still being computed on a device."""
@@ -285,55 +284,6 @@ def project_trained(model: torch.nn.Module) -> None:
         branches.join()
 
 
-class Constants:
-    """Buffers and frozen parameters, as they were when this was made: a forward pass that updates them would carry data out.
-
-    :meth:`same` says of each whether it still is what it was, :meth:`refuse` puts back those that are not, and raises.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._places: list[tuple[str, dict[str, Any], str]] = []
-        for name, module in model.named_modules():
-            prefix = f"{name}." if name else ""
-            self._places += [(prefix + key, module._buffers, key) for key, t in module._buffers.items() if t is not None]
-            frozen = [key for key, p in module._parameters.items() if p is not None and not p.requires_grad]
-            self._places += [(prefix + key, module._parameters, key) for key in frozen]
-        self._kept: list[torch.Tensor] = []
-
-    def keep(self) -> None:
-        """Remember the present values."""
-        self._kept = [place[key].detach().clone() for _, place, key in self._places]
-
-    def same(self) -> list[Flag]:
-        """Of each, whether it is as it was kept; elsewhere than on a processor still being computed."""
-        return [_is_same(place.get(key), kept) for (_, place, key), kept in zip(self._places, self._kept, strict=True)]
-
-    def refuse(self, same: Sequence[bool]) -> None:
-        """Put back what has changed, and raise."""
-        changed = [number for number, fine in enumerate(same) if not fine]
-        with torch.no_grad():
-            for number in changed:
-                _, place, key = self._places[number]
-                if place.get(key) is not None and place[key].shape == self._kept[number].shape:
-                    place[key].copy_(self._kept[number])
-                else:
-                    place[key] = self._kept[number]
-        if changed:
-            raise UnsupportedError(
-                f"the forward pass changes '{self._places[changed[0]][0]}': state that is updated from the data is a release that "
-                "nothing accounts for. It was put back and no step was taken. Make it constant, or remove it."
-            )
-
-
-@contextmanager
-def constant_state(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block buffers and frozen parameters may not change."""
-    constants = Constants(model)
-    constants.keep()
-    yield
-    constants.refuse(read_flags(constants.same()))
-
-
 def read_flags(flags: Sequence[Flag]) -> list[bool]:
     """All of them as known: those on a device are waited for once, not one by one."""
     return ask_flags(flags)()
@@ -359,9 +309,3 @@ def ask_flags(flags: Sequence[Flag]) -> Callable[[], list[bool]]:
         return [next(known) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
     return read
-
-
-def _is_same(present: torch.Tensor | None, before: torch.Tensor) -> Flag:
-    if present is None or present.shape != before.shape or present.dtype != before.dtype or present.device != before.device:
-        return False
-    return torch.equal(present, before) if before.device.type == "cpu" else (present.detach() == before).all()
