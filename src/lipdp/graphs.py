@@ -37,6 +37,7 @@ __all__ = [
     "fingerprint",
     "is_large",
     "is_recording",
+    "may_wait",
     "through",
 ]
 
@@ -111,6 +112,7 @@ class GraphedFunction(Generic[R]):
         self._recorded: OrderedDict[Hashable, _Recorded[R] | None] = OrderedDict()
         self._met: set[Hashable] = set()
         self._unused = 0  # recordings since the last one that was replayed
+        self.replays = 0  # calls in which no Python of the function ran
         self._refused: str | None = None
         self._pool: Any = None
 
@@ -135,6 +137,7 @@ class GraphedFunction(Generic[R]):
             if recorded is None:
                 return _run(self.function, inputs, between)
             self._unused = 0
+            self.replays += 1
             return recorded(inputs, between)
         if key not in self._met:
             if len(self._met) > 16 * self.limit:
@@ -363,6 +366,23 @@ def _never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def may_wait(tensor: torch.Tensor) -> Iterator[bool]:
+    """Whether a value of it that is the same in every call can be read: not while it is recorded, but in the rehearsal before."""
+    if not tensor.is_cuda:
+        yield True
+        return
+    if torch.cuda.is_current_stream_capturing():
+        yield False
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield True
     finally:
         torch.cuda.set_sync_debug_mode(before)
 

@@ -786,3 +786,32 @@ def test_a_loss_that_looks_whether_targets_are_classes_is_proved(name):
     assert clipper.alone is None
     with pytest.raises(DataError, match="not a class"):
         clipper(torch.randn(8, 6), torch.arange(8), 1.0)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+)
+def test_a_mask_that_each_record_takes_of_its_own_by_numbers_is_followed_and_recorded(device):
+    class Masked(nn.Module):
+        """As transformers make masks of padding: by the numbers of records and places."""
+
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 3)
+
+        def forward(self, ids):
+            mask, own = ids > 2, torch.arange(len(ids), device=ids.device)[:, None]
+            kept = mask[own, torch.arange(ids.shape[1], device=ids.device)[None]]
+            return self.head((self.table(ids) * kept[..., None]).sum(1))
+
+    torch.manual_seed(0)
+    model, loss = Masked().to(device), nn.CrossEntropyLoss(reduction="none")
+    ids, y = torch.randint(0, 11, (6, 5), device=device), torch.arange(6, device=device) % 3
+    clipper = clipping.Clipper(model, loss)
+    expected = clipping.Clipper(model, loss, "naive")(ids, y, 0.1).sums
+    for _ in range(4):  # as it is, recorded, replayed
+        for name, value in clipper(ids, y, 0.1).sums.items():
+            assert torch.allclose(value, expected[name], atol=1e-6)
+    assert clipper.alone is None
+    assert clipper.refused is None
+    assert (clipper._replayed.replays > 0) == (device == "cuda")

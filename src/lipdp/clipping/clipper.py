@@ -329,12 +329,13 @@ class Clipper:
         elif self.method == "naive" or self.alone is not None:
             computed = self._looped("naive", batch, groups, bounds)
         else:
+            replays = self._replayed.replays
             try:
                 computed = self._together(batch, groups, bounds, flag)
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
                 computed, flag = self._looped("naive", batch, groups, bounds), Flag()
-            if self._watched() != self._number:
+            if self._replayed.replays == replays and self._watched() != self._number:  # the model's own code ran
                 self._know_again()
         return Pending(self, groups, batch, bounds, computed, flag)
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lipdp.graphs import may_wait
+
 __all__ = ["At", "Call", "Mixed", "Rule", "State", "rule_of"]
 
 
@@ -378,10 +380,14 @@ def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: 
 
 
 def _counts(numbers: torch.Tensor) -> bool:
-    """Whether they are 0, 1, 2, …; while a CUDA graph is recorded it can't be asked, and was when the same was done before."""
-    if numbers.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
-    return bool(torch.equal(numbers.reshape(-1), torch.arange(numbers.numel(), device=numbers.device, dtype=numbers.dtype)))
+    """Whether they are 0, 1, 2, …"""
+    return _are(numbers.reshape(-1), torch.arange(numbers.numel(), device=numbers.device, dtype=numbers.dtype))
+
+
+def _are(constant: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they are these; while a CUDA graph is recorded it can't be asked, and was in the rehearsal just before."""
+    with may_wait(constant) as can_ask:
+        return not can_ask or torch.equal(constant, expected)
 
 
 def _index_put(call: Call) -> Any:
@@ -495,7 +501,7 @@ def _bag(call: Call) -> Any:
         raise Mixed("bags of other lengths")
     each = tokens.numel() // bags
     expected = torch.arange(bags, device=offsets.device, dtype=offsets.dtype) * each
-    if not (offsets.is_cuda and torch.cuda.is_current_stream_capturing()) and not torch.equal(offsets, expected):
+    if not _are(offsets, expected):
         raise Mixed("bags of other lengths")
     if at.runs % each:
         raise Mixed("bags of several records")
