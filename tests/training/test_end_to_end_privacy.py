@@ -25,7 +25,7 @@ from lipdp import losses, nn, privacy
 from .common import Spy, engine_of, planned
 
 SIZE, BATCH, DELTA, DRAWS, CONFIDENCE = 100, 50, 1e-3, 2000, 0.999
-FEW = 500  # enough to see a quarter of the noise
+FEW = 1000  # enough to see a quarter of the noise
 
 
 def a_model():

@@ -23,8 +23,8 @@ __all__ = ["ConvSum", "patches"]
 
 # Numbers that the patches of one chunk of examples may hold: 128 MiB in float32.
 _PATCHES = 2**25
-# Numbers that the gradients of all examples may hold to be held: 32 MiB in float32.
-_HELD = 2**23
+# Numbers that the gradients of all examples may hold to be held: 128 MiB in float32.
+_HELD = 2**25
 # How much faster than other arithmetic tensor cores are, in the kernel for norms.
 _TENSOR_CORES = 4.0
 
@@ -196,9 +196,11 @@ class ConvSum(Contribution):
         return result if self.scale == 1.0 else result * self.scale
 
     def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
-        """Of the gradients themselves, where they are held: then those are what is weighted."""
-        gram = form == "gram" or (form == "auto" and self.batch > 0 and self._outer(slice(0, self.copies)).prefers_gram)
-        if gram or self._each is None:
+        """Of the gradients themselves, where they are held: then those are what is weighted.
+
+        That is the cheaper way even where the Gram form is for norms alone: their sum is an ordinary backward pass more.
+        """
+        if form == "gram" or self._each is None:
             return self.squared_norms(form)
         return squared(self._each.flatten(1), (1,))
 

@@ -57,7 +57,7 @@ _STORED = {**ROUNDOFF, "tf32": ROUNDOFF["float32"]}
 # Seats beyond the records, where all of them are in every batch: a neighbouring dataset has one record more.
 _SPARE = 2
 # Seats of a Poisson batch above its mean, in standard deviations.
-_DEVIATIONS = 4
+_DEVIATIONS = 2
 # Of a clipped gradient, whose norm is measured with all margins: its factor and the product with it.
 _SCALED = 16
 

@@ -72,12 +72,11 @@ def choose_seats(count: int, seats: int, draw: Stream, order: torch.Tensor | Non
 
 def seats_in_order(count: int, seats: int, draw: Stream, order: torch.Tensor | None = None) -> torch.Tensor:
     """The same for records that lie in a random order already: they keep it, and only the empty seats are drawn."""
-    if count > seats:
-        return torch.arange(count)
-    taken = (random_order(seats, draw) if order is None else order)[:count].sort().values
-    by_seat = torch.full((seats,), -1, dtype=torch.long)
-    by_seat[taken] = torch.arange(count)
-    return by_seat
+    full = (count - 1) // seats * seats if count else 0  # seats of banks without an empty one
+    taken = (random_order(seats, draw) if order is None else order)[: count - full].sort().values
+    last = torch.full((seats,), -1, dtype=torch.long)
+    last[taken] = torch.arange(full, count)
+    return torch.cat([torch.arange(full), last]) if full else last
 
 
 class Shuffled(TensorDataset):
