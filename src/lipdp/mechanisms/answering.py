@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
 from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
@@ -223,6 +224,8 @@ def _part(
     mechanism = find(query if levels is None else Query("quantile", levels[0]))
     if isinstance(mechanism, CentredMechanism):
         return Single(question, mechanism, combine, 0.0, "noise")  # each release says its own error
+    if isinstance(mechanism, BeyondMechanism):
+        return Single(question, mechanism, combine, mechanism.error(CONFIDENCE) * problem.scale, "noise")
     certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
     error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
     return Single(question, mechanism, combine, error, "noise" if certain else "belief")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms import centred
+from lipdp.mechanisms import beyond, centred
 from lipdp.mechanisms.distributions import Distribution, World, draw, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
@@ -113,18 +113,20 @@ def plain_mechanisms(problem: Problem) -> list[Mechanism]:
 def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
     """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
     if problem.query.kind == "quantile":
-        beyond = problem.epsilon * min(problem.rank(), problem.n - problem.rank())
-        if beyond >= _CLEAR:
+        if problem.epsilon * min(problem.rank(), problem.n - problem.rank()) >= _CLEAR:
             return _plain_quantile(problem)
         return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = _plain(problem, "laplace")
         everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
         return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between", proved=True)
-    parts = [(problem.query(part), part.mean(1)) for part in draws(belief, problem, affordable(count, problem.n), seed)]
-    truths, means = (torch.cat(part) for part in zip(*parts, strict=True))
+    drawn = draws(belief, problem, affordable(count, problem.n), seed)
+    parts = [(problem.query(part), part.mean(1), beyond.counted(part)) for part in drawn]
+    truths, means, counts = (torch.cat(part) for part in zip(*parts, strict=True))
     found = _on_the_query(problem, truths, robustness)
-    return _about_a_centre(found, means, truths, robustness) if problem.query.kind == "variance" else found
+    if problem.query.kind == "variance":
+        return _about_a_centre(found, means, truths, robustness)
+    return _by_records_beyond(found, means, counts, robustness)
 
 
 # --- mean and variance: all datasets are all truths --------------------------------------------------------------------------
@@ -213,6 +215,47 @@ def _about_a_centre(found: Robust, means: Tensor, variances: Tensor, robustness:
     at, high = int(ratios.argmax()), int(made.argmax())
     return replace(
         found, mechanism=best, ratio=float(ratios[at]), loss=float(made[high]), ratio_at=where(at), loss_at=where(high), proved=True
+    )
+
+
+def _by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness: float) -> Robust:
+    """The mean by how many records lie beyond a cut, if it keeps to 1 + τ on all datasets and is better under the belief."""
+    problem = found.mechanism.problem
+    made = beyond.candidate(problem, counts, _MARGIN * robustness)
+    if made is None:
+        return found
+    plain = [_plain(problem, noise) for noise in _KINDS]
+    totals, seen = beyond.grid(made)
+    losses = made.losses_of(totals, seen)
+    ratios = losses / torch.stack([truth_losses(one, totals / problem.n) for one in plain]).amin(0)
+    believed = torch.stack([truth_losses(one, means) for one in plain]).amin(0)
+    own = made.losses_of(
+        problem.n * (means if made.high else 1 - means), counts[:, beyond.WAYS.index((made.cut, made.high))]
+    )
+
+    def score(losses: Tensor) -> float:
+        return float(losses.mean() / believed.mean() + (losses / believed).mean())
+
+    assert isinstance(found.mechanism, AdditiveMechanism)
+    if float(ratios.max()) > 1 + robustness or score(own) >= score(truth_losses(found.mechanism, means)):
+        return found
+
+    def where(place: int) -> str:
+        unit, edge = float(totals[place]) / problem.n, made.cut / beyond.CELLS
+        mean, cut = (problem.low + problem.width * (part if made.high else 1 - part) for part in (unit, edge))
+        more = " or more" if int(seen[place]) == made.table.shape[0] - 1 else ""
+        side = "above" if made.high else "below"
+        return f"any dataset whose mean is {mean:.4g}, with {int(seen[place])}{more} records {side} {cut:.4g}"
+
+    at, high = int(ratios.argmax()), int(losses.argmax())
+    return replace(
+        found,
+        mechanism=made,
+        ratio=float(ratios[at]),
+        loss=float(losses[high]),
+        ratio_at=where(at),
+        loss_at=where(high),
+        proved=True,
     )
 
 
