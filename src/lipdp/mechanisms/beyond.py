@@ -55,6 +55,7 @@ _LEAST, _MOST = 0.2, 3.0  # of ε: tables for less are large, and for more stair
 _SMOOTH = 0.6  # of ε: below, rows fall evenly, which is nearly as good, and one comparison of neighbouring cells is for all moves in a row
 _SPARE = 1e-4  # of ε and of 1 + τ, for the tolerance of the programme
 _FINER = 4  # points of a cell, for expectations
+_QUANTILES = 1500  # of plain noise: as many as its losses are computed with elsewhere
 _ENDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # ÷ ε: sums that are so near to 0 or n that limiting answers to the range counts
 Cut = Annotated[int, Range(least=1, most=CELLS)]
 Rows = Annotated[Tensor, Array(2, torch.int64)]
@@ -384,6 +385,6 @@ def _limited(z: Floats, least: float) -> Floats:
 
 def _plain_losses(epsilon: float) -> list[float]:
     """Of the better one of Laplace and staircase noise on a sum, so near to an end; last, far from it."""
-    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    uniform = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
     drawn = [draw_noise(kind, uniform, 1.0, epsilon) for kind in ("laplace", "staircase")]
     return [min(float((z.clamp(min=-near / epsilon) ** 2).mean()) for z in drawn) for near in (*_ENDS, math.inf)]
