@@ -1,4 +1,4 @@
-"""The mean by records beyond a cut: every ratio attacked with datasets, tampered tables, its losses and its worst ratio searched."""
+"""The mean by records beyond a cut: ratios attacked with datasets and tampered tables, losses and the worst ratio searched."""
 
 import math
 from fractions import Fraction
@@ -94,7 +94,7 @@ def test_no_table_passes_that_was_tampered_with():
             refused += 1
     assert refused >= 0.8 * examples(40)  # a cell in the middle may have room
     for table in (mechanism.table[[0, 0, 0, 0, 0]], mechanism.table[[0]], mechanism.table[:, ::2].contiguous()):
-        with pytest.raises(ConfigurationError, match="not private|odd"):
+        with pytest.raises(ConfigurationError, match=r"not private|odd"):
             BeyondMechanism.of(mechanism.problem, 4, True, table)
     with pytest.raises(ConfigurationError, match="not private"):
         BeyondMechanism.of(Problem.of("mean", 0.99, 60, (0, 1)), 4, True, mechanism.table)

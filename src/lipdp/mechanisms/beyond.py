@@ -1,17 +1,17 @@
 """A mean whose noise knows how many records lie beyond a cut.
 
-Replacing a record of [0, 1] moves the sum T by 1 only if one of the two, old or new, lies beyond the cut b: below it, records move T by
-b at most. Noise on the query is for 1 everywhere. Here the answer's distribution depends on T and on E, how many records lie beyond:
-P(answer = T + z) = p_E(z), one row of a table for each E = 0, …, J, the last one for all that are more. Where E = 0 noise is small
-and lopsided (it takes few records to be further up, and many to be further down); where E is large it is about what plain noise is.
-No ε is spent to find out which: one table is ε-DP as a whole.
+Replacing a record of [0, 1] moves the sum T by 1 only if one of the two, old or new, lies beyond the cut b: below it, records move
+T by b at most. Noise on the query is for 1 everywhere. Here the answer's distribution depends on T and on E, how many records lie
+beyond: P(answer = T + z) = p_E(z), one row of a table for each E = 0, …, J, the last one for all that are more. Where E = 0 noise
+is small and lopsided (few records bring T further up, and many are needed to bring it down); where E is large it is about what plain
+noise is. No ε is spent to find out which: one table is ε-DP as a whole.
 
-**Privacy.** Records are whole numbers of 1/F, those up to b·F are *inside*. With U, a uniform number that is as good as public, T + U is
-rounded down to cells of F/D, T̄. So, U being given, neighbours differ in one of three ways: both records inside, |ΔT̄| ≤ bD and E is the
-same; both beyond, |ΔT̄| ≤ (1 − b)D and E is the same; one of either kind, 0 ≤ ΔT̄ ≤ D where E grows by one. For each of these moves, and
-each place z of the table, p_E(z) ≤ e^ε·p_E'(z − ΔT̄) is looked at in whole numbers whenever a mechanism is made or read: there is no
-table that is not private. Beyond its ends a row falls by the factor ρ ≥ e^(−ε/D) for each cell, where ratios no longer change, so
-that finitely many of them are all.
+**Privacy.** Records are whole numbers of 1/F, those up to b·F are *inside*. With U, a uniform number that is as good as public,
+T + U is rounded down to cells of F/D, S. So, U being given, neighbours differ in one of three ways: both records inside, |ΔS| ≤ bD
+and E is the same; both beyond, |ΔS| ≤ (1 − b)D and E is the same; one of either kind, 0 ≤ ΔS ≤ D where E grows by one. For each of
+these moves, and each place z of the table, p_E(z) ≤ e^ε·p_E'(z − ΔS) is looked at in whole numbers whenever a mechanism is made or
+read: there is no table that is not private. Beyond its ends a row falls by the factor ρ ≥ e^(−ε/D) for each cell, where ratios no
+longer change, so that finitely many of them are all.
 
 **Losses** depend on the data by T and E alone: those of all datasets are computed. The table is the solution of a linear programme:
 least expected loss under a belief, at most 1 + τ times the loss of plain noise for every T and E.
@@ -51,8 +51,8 @@ _SCALE = 2**60  # ρ is a multiple of its inverse
 _BITS = 256  # of e^−ε in the proof
 _TOTAL = 2.0**56  # about the sum of a row
 _REACH, _ROWS = 9.0, 3.6  # ÷ ε: how far the table reaches, in records, and how many rows it has
-_LEAST, _MOST = 0.2, 3.0  # of ε: tables for less are large, and for more staircase noise has finer steps than cells
-_SMOOTH = 0.6  # of ε: below, rows fall evenly, which is nearly as good, and one comparison of neighbouring cells is for all moves in a row
+_LEAST, _MOST = 0.25, 3.0  # of ε: tables for less are large, and for more staircase noise has finer steps than cells
+_SMOOTH = 0.6  # of ε: below, rows fall evenly, which is nearly as good; one comparison of neighbouring cells is for all moves
 _SPARE = 1e-4  # of ε and of 1 + τ, for the tolerance of the programme
 _FINER = 4  # points of a cell, for expectations
 _QUANTILES = 1500  # of plain noise: as many as its losses are computed with elsewhere
@@ -225,7 +225,7 @@ def _prove(table: Tensor, cut: int, epsilon: Fraction) -> None:
     moves += [(row, row + 1, by) for row in range(last) for by in range(CELLS + 1)]
     moves += [(last, last, by) for by in range(1, CELLS + 1)]
     for one, other, by in moves:
-        # An answer that is z cells above T̄ is z − by above the neighbour's.
+        # An answer that is z cells above S is z − by above the neighbour's.
         a = wide[one][by:] * totals[other]
         b = wide[other][: len(wide[other]) - by] * totals[one]
         if bool((a * least > (b << _BITS)).any()) or bool((b * least > (a << _BITS)).any()):
@@ -291,7 +291,7 @@ def grid(mechanism: BeyondMechanism) -> tuple[Tensor, Tensor]:
     """(T, E) of datasets, close enough for a loss that is smooth in T and changes only near to 0 and n."""
     n, rows = mechanism.problem.n, mechanism.table.shape[0]
     near = torch.linspace(0, 12 / mechanism.epsilon, 97, dtype=torch.float64)
-    totals = torch.cat([near, n - near, torch.linspace(0, n, 33, dtype=torch.float64)]).clamp(0, n).unique()
+    totals = torch.cat([near, n - near, torch.linspace(0, n, 33, dtype=torch.float64)]).clamp(0, n)
     total, beyond = totals.repeat_interleave(rows), torch.arange(rows).repeat(len(totals))
     b = mechanism.cut / CELLS
     most = torch.where(beyond == rows - 1, float(n), beyond + (n - beyond) * b)

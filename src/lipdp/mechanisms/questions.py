@@ -47,14 +47,14 @@ class Answer:
         value: the answer; a list for a histogram.
         interval: around a number, for 95% of the noise; counts of a histogram have ± the same, each.
         basis: what the interval rests on: "noise" (whatever the data are) or "belief" (95% of the datasets believed in).
-        epsilon: its share.
+        epsilon: its share; ``None`` where ρ was given.
     """
 
     question: str
     value: float | list[float]
     interval: tuple[float, float] | None
     basis: str
-    epsilon: float
+    epsilon: float | None
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,7 @@ def _by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness:
     losses = made.losses_of(totals, seen)
     ratios = losses / torch.stack([truth_losses(one, totals / problem.n) for one in plain]).amin(0)
     believed = torch.stack([truth_losses(one, means) for one in plain]).amin(0)
-    own = made.losses_of(
-        problem.n * (means if made.high else 1 - means), counts[:, beyond.WAYS.index((made.cut, made.high))]
-    )
+    own = made.losses_of(problem.n * (means if made.high else 1 - means), counts[:, beyond.WAYS.index((made.cut, made.high))])
 
     def score(losses: Tensor) -> float:
         return float(losses.mean() / believed.mean() + (losses / believed).mean())
