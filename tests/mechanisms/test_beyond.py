@@ -17,11 +17,12 @@ from lipdp.privacy.randomness import Stream
 from tests.many import examples
 
 PLACES, SCALE = CELLS * 2**28, 2**60
-CHANCES = (0.4, 0.1, 0.1, 0.1, 0.3)
 
 
-def made(n=60, epsilon=1.0, cut=4, high=True, bounds=(0.0, 1.0), chances=CHANCES):
-    table = fitted(epsilon, cut, chances, 1.2)
+def made(n=60, epsilon=1.0, cut=4, high=True, bounds=(0.0, 1.0), rows=5):
+    """Of datasets with sums far from the ends, half of them clear of the cut."""
+    chances = ((0.0, 0.5, 0.0), *[(0.0, 0.5 / (rows - 1), 0.0)] * (rows - 1))
+    table = fitted(epsilon, cut, chances, (0.0, n / 2, float(n)), n, 1.2)
     return BeyondMechanism.of(Problem.of("mean", epsilon, n, bounds), cut, high, table)
 
 
@@ -61,7 +62,7 @@ def hostile_pairs(n, generator):
 @pytest.mark.parametrize(("epsilon", "cut", "high"), [(1.0, 4, True), (1.0, 3, False), (0.5, 4, True), (2.5, 3, True)])
 def test_no_pair_of_neighbours_is_told_apart_by_more_than_epsilon(epsilon, cut, high):
     rows = {1.0: 5, 0.5: 9, 2.5: 3}[epsilon]
-    mechanism = made(n=12, epsilon=epsilon, cut=cut, high=high, chances=(0.4, *[0.3 / (rows - 2)] * (rows - 2), 0.3))
+    mechanism = made(n=12, epsilon=epsilon, cut=cut, high=high, rows=rows)
     generator = torch.Generator().manual_seed(cut)
     limit, largest, half = least_exp(Fraction(repr(epsilon))), Fraction(0), mechanism.table.shape[1] // 2
     for one, other in list(hostile_pairs(12, generator))[:: 64 // examples(16) or 1]:
@@ -154,14 +155,14 @@ def test_the_end_that_a_belief_is_clear_of_is_cut():
     problem = Problem.of("mean", 1.0, 300, (0, 1))
     for low, cut, high in [(0.0, 3, True), (0.5, 3, False)]:
         t = low + 0.5 * torch.rand(50, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        found = candidate(problem, counted(t), 0.2)
+        found = candidate(problem, t.mean(1), counted(t), 0.2)
         assert (found.cut, found.high) == (cut, high)
         plain = torch.stack([truth_losses(one, t.mean(1)) for one in plain_mechanisms(problem)]).amin(0)
         assert float((found.losses(t) / plain).max()) < 0.62
     wide = torch.cat([0.7 * torch.rand(40, 300).double(), torch.rand(10, 300).double()])
-    assert (candidate(problem, counted(wide), 0.2).cut) == 4
-    assert candidate(Problem.of("mean", 0.05, 300, (0, 1)), counted(t), 0.2) is None
-    assert candidate(Problem.of("mean", 1.0, 5, (0, 1)), counted(t[:, :5]), 0.2) is None
+    assert (candidate(problem, wide.mean(1), counted(wide), 0.2).cut) == 4
+    assert candidate(Problem.of("mean", 0.05, 300, (0, 1)), t.mean(1), counted(t), 0.2) is None
+    assert candidate(Problem.of("mean", 1.0, 5, (0, 1)), t.mean(1), counted(t[:, :5]), 0.2) is None
 
 
 def test_files_are_proved_anew(tmp_path):

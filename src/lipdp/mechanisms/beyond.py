@@ -3,18 +3,18 @@
 Replacing a record of [0, 1] moves the sum T by 1 only if one of the two, old or new, lies beyond the cut b: below it, records move
 T by b at most. Noise on the query is for 1 everywhere. Here the answer's distribution depends on T and on E, how many records lie
 beyond: P(answer = T + z) = p_E(z), one row of a table for each E = 0, …, J, the last one for all that are more. Where E = 0 noise
-is small and lopsided (few records bring T further up, and many are needed to bring it down); where E is large it is about what plain
+is small and lopsided (few records bring T further up, many are needed to bring it down); where E is large it is about what plain
 noise is. No ε is spent to find out which: one table is ε-DP as a whole.
 
 **Privacy.** Records are whole numbers of 1/F, those up to b·F are *inside*. With U, a uniform number that is as good as public,
-T + U is rounded down to cells of F/D, S. So, U being given, neighbours differ in one of three ways: both records inside, |ΔS| ≤ bD
+T + U is rounded down to cells of 1/D, S. So, U being given, neighbours differ in one of three ways: both records inside, |ΔS| ≤ bD
 and E is the same; both beyond, |ΔS| ≤ (1 − b)D and E is the same; one of either kind, 0 ≤ ΔS ≤ D where E grows by one. For each of
 these moves, and each place z of the table, p_E(z) ≤ e^ε·p_E'(z − ΔS) is looked at in whole numbers whenever a mechanism is made or
 read: there is no table that is not private. Beyond its ends a row falls by the factor ρ ≥ e^(−ε/D) for each cell, where ratios no
 longer change, so that finitely many of them are all.
 
 **Losses** depend on the data by T and E alone: those of all datasets are computed. The table is the solution of a linear programme:
-least expected loss under a belief, at most 1 + τ times the loss of plain noise for every T and E.
+least expected ratio to the loss of plain noise under a belief, at most 1 + τ for every T and E.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise
-from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.problem import Problem, response_loss
 from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["CELLS", "WAYS", "BeyondMechanism", "BeyondState", "candidate", "counted", "fitted", "grid", "places_of"]
+__all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "BeyondState", "candidate", "counted", "fitted", "grid", "moves_of"]
 
 Floats = npt.NDArray[np.float64]
 CELLS = 5
 """D: cells of the table that a record spans."""
-_CUTS, _HIGHEST = (3, 4), 4  # b, in cells: a lower one gains nothing, for records beyond it move the sum by more than b
+_CUTS = (3, 4)  # in cells: a lower one gains nothing, for records beyond it move T by more
 WAYS = tuple((cut, high) for cut in _CUTS for high in (True, False))
 """Which records may be counted: beyond which cut, at which end."""
-_PLACES = CELLS * 2**28  # F
+PLACES = CELLS * 2**28
+"""F."""
+_CELL = PLACES // CELLS
 _SCALE = 2**60  # ρ is a multiple of its inverse
 _BITS = 256  # of e^−ε in the proof
 _TOTAL = 2.0**56  # about the sum of a row
@@ -56,9 +58,17 @@ _SMOOTH = 0.6  # of ε: below, rows fall evenly, which is nearly as good; one co
 _SPARE = 1e-4  # of ε and of 1 + τ, for the tolerance of the programme
 _FINER = 4  # points of a cell, for expectations
 _QUANTILES = 1500  # of plain noise: as many as its losses are computed with elsewhere
-_ENDS = (0.0, 0.5, 1.0, 2.0, 4.0)  # ÷ ε: sums that are so near to 0 or n that limiting answers to the range counts
+_ENDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # ÷ ε: T that is so near to its ends that limiting answers counts
 Cut = Annotated[int, Range(least=1, most=CELLS)]
 Rows = Annotated[Tensor, Array(2, torch.int64)]
+
+
+def moves_of(cut: int, rows: int) -> list[tuple[int, int, int]]:
+    """(row, row of the neighbour, ΔS) of a table of so many rows, each pair once."""
+    last = rows - 1
+    made = [(row, row, by) for row in range(last) for by in range(1, max(cut, CELLS - cut) + 1)]
+    made += [(row, row + 1, by) for row in range(last) for by in range(CELLS + 1)]
+    return made + [(last, last, by) for by in range(1, CELLS + 1)]
 
 
 @dataclass(frozen=True)
@@ -79,10 +89,10 @@ class BeyondMechanism(Mechanism):
     def __post_init__(self) -> None:
         """It answers means, and the table keeps what it promises."""
         if self.problem.query.kind != "mean":
-            raise ConfigurationError(f"a table of records beyond a cut answers the mean, not the {self.problem.query.name}.")
-        read(BeyondState, self._state(), "a mean by records beyond a cut")
-        if self.table.shape[1] % 2 == 0 or self.table.shape[1] <= 2 * CELLS or int(self.table.min()) < 1:
-            raise ConfigurationError("a table of chances has an odd number of cells, more than two records span, all above 0.")
+            raise ConfigurationError(f"records beyond a cut are counted for the mean, not the {self.problem.query.name}.")
+        read(BeyondState, self._state(), "a mechanism by records beyond a cut")
+        if self.table.shape[1] % 2 == 0 or self.table.shape[1] <= 4 * CELLS or int(self.table.min()) < 1:
+            raise ConfigurationError("a table of chances has an odd number of cells, more than four records span, all above 0.")
         if int(self.table.max()) > _TOTAL:
             raise ConfigurationError("a table of chances holds whole numbers of up to 2^56.")
         _prove(self.table, self.cut, self.problem.exact_epsilon)
@@ -101,7 +111,7 @@ class BeyondMechanism(Mechanism):
 
     @cached_property
     def chances(self) -> tuple[Floats, Floats]:
-        """p_E(z), (rows, cells), and z in records; with as many cells on either side again as a record spans twelve times ÷ ε."""
+        """p_E(z), (rows, cells), and z in units of T; with as many cells more on either side as noise may reach."""
         weights, tail = self.table.numpy().astype(np.float64), math.exp(-self.epsilon / CELLS)
         more = math.ceil(12 * CELLS / self.epsilon)
         fall = tail ** np.arange(1, more + 1)
@@ -110,25 +120,22 @@ class BeyondMechanism(Mechanism):
         return made / made.sum(1, keepdims=True), np.arange(-half, half + 1) / CELLS
 
     def seen(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """T (records) and E of unit datasets (batch, n), as they are told apart: mirrored where the low end is cut."""
+        """T and E of unit datasets (batch, n), as they are told apart: mirrored where the low end is cut."""
         places = places_of(t if self.high else 1 - t)
-        return places.to(torch.float64).sum(1) / _PLACES, (places > self.cut * (_PLACES // CELLS)).sum(1)
+        return places.to(torch.float64).sum(1) / PLACES, (places > self.cut * _CELL).sum(1)
 
     def losses(self, t: Tensor, seed: int = 0) -> Tensor:
         """See :meth:`Mechanism.losses`; by quadrature, no noise is drawn."""
         if self.problem.loss == "squared":
             return torch.cat([self.losses_of(*self.seen(part)) for part in torch.split(t, 64)])
-        from lipdp.mechanisms.problem import response_loss
-
         total, beyond = self.seen(t)
         p, away = (torch.as_tensor(part) for part in self.chances)
         answers = ((total[:, None] + away) / self.problem.n).clamp(0, 1)
-        answers = answers if self.high else 1 - answers
-        costs = response_loss(self.problem.loss, t, self.problem.query(t), answers)
+        costs = response_loss(self.problem.loss, t, self.problem.query(t), answers if self.high else 1 - answers)
         return (costs * p[beyond.clamp(max=len(p) - 1)]).sum(1)
 
     def losses_of(self, total: Tensor, beyond: Tensor) -> Tensor:
-        """The expected squared loss of every dataset of this sum and so many records beyond (unit scale), (batch,)."""
+        """The expected squared loss of every dataset of this T and so many records beyond (unit scale), (batch,)."""
         p, away = (torch.as_tensor(part) for part in self.chances)
         inner = (torch.arange(_FINER, dtype=torch.float64) + 0.5) / _FINER - 0.5
         z = (away[:, None] + inner / CELLS).reshape(-1)
@@ -153,19 +160,13 @@ class BeyondMechanism(Mechanism):
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
         check_sampler(sampler, "table")
 
-    def released(self, t: Tensor, stream: Stream) -> tuple[int, int]:
-        """The released cell and U, of one unit dataset (1, n): each call spends ε."""
-        places = places_of(t[0] if self.high else 1 - t[0])
-        cell = _PLACES // CELLS
-        beyond = min(int((places > self.cut * cell).sum()), self.table.shape[0] - 1)
-        moved = stream.below(cell)
-        return (int(places.sum()) + moved) // cell + _drawn(self.table[beyond].tolist(), self.problem.exact_epsilon, stream), moved
-
     def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
         check_sampler(sampler, "table")
-        cell = _PLACES // CELLS
-        place, moved = self.released(t, Stream())
-        mean = float(Fraction(2 * (place * cell - moved) + cell - 1, 2 * _PLACES * self.problem.n))
+        stream, places = Stream(), places_of(t[0] if self.high else 1 - t[0])
+        row = self.table[min(int((places > self.cut * _CELL).sum()), self.table.shape[0] - 1)].tolist()
+        moved = stream.below(_CELL)
+        cell = (int(places.sum()) + moved) // _CELL + _drawn(row, self.problem.exact_epsilon, stream)
+        mean = float(Fraction(2 * (cell * _CELL - moved) + _CELL - 1, 2 * PLACES * self.problem.n))
         answer = min(max(mean, 0.0), 1.0)
         return torch.tensor(answer if self.high else 1 - answer, dtype=torch.float64)
 
@@ -191,7 +192,7 @@ class BeyondState:
 
 def places_of(t: Tensor) -> Tensor:
     """Records of the unit interval as whole numbers: record by record, so neighbours stay neighbours."""
-    return (t.clamp(0, 1) * _PLACES).round().to(torch.int64)
+    return (t.clamp(0, 1) * PLACES).round().to(torch.int64)
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------------
@@ -220,11 +221,7 @@ def _prove(table: Tensor, cut: int, epsilon: Fraction) -> None:
         ],
         dtype=object,
     )
-    last = len(rows) - 1
-    moves = [(row, row, by) for row in range(last) for by in range(1, max(cut, CELLS - cut) + 1)]
-    moves += [(row, row + 1, by) for row in range(last) for by in range(CELLS + 1)]
-    moves += [(last, last, by) for by in range(1, CELLS + 1)]
-    for one, other, by in moves:
+    for one, other, by in moves_of(cut, len(rows)):
         # An answer that is z cells above S is z − by above the neighbour's.
         a = wide[one][by:] * totals[other]
         b = wide[other][: len(wide[other]) - by] * totals[one]
@@ -254,31 +251,33 @@ def _drawn(row: list[int], epsilon: Fraction, stream: Stream) -> int:
 
 
 def fits(problem: Problem) -> bool:
-    """Whether a table can be made, and clipping answers to the range does not decide everything."""
+    """Whether a table can be made, and noise does not cover the range."""
     return _LEAST <= problem.epsilon <= _MOST and problem.n * problem.epsilon >= 10 and problem.loss == "squared"
 
 
 def counted(t: Tensor) -> Tensor:
     """How many records of unit datasets (batch, n) lie beyond each cut, (batch, ways): those of :data:`WAYS`, in order."""
-    made = [(places_of(t if high else 1 - t) > cut * (_PLACES // CELLS)).sum(1) for cut, high in WAYS]
-    return torch.stack(made, 1)
+    return torch.stack([(places_of(t if high else 1 - t) > cut * _CELL).sum(1) for cut, high in WAYS], 1)
 
 
-def candidate(problem: Problem, counts: Tensor, robustness: float) -> BeyondMechanism | None:
-    """The mechanism for datasets that have so many records beyond each cut (those believed in), or none.
+def candidate(problem: Problem, means: Tensor, counts: Tensor, robustness: float) -> BeyondMechanism | None:
+    """The mechanism for datasets of these means that have so many records beyond each cut (those believed in), or none.
 
     Of the ends, the one that more datasets are clear of; there, the lowest cut that three quarters of these are clear of too.
     """
     if not fits(problem):
         return None
-    clear = (counts <= 1 / problem.epsilon).to(torch.float64).mean(0).tolist()
-    high = clear[WAYS.index((_HIGHEST, True))] >= clear[WAYS.index((_HIGHEST, False))]
-    of_cut = {cut: clear[WAYS.index((cut, high))] for cut in _CUTS}
-    cut = min(cut for cut in _CUTS if of_cut[cut] >= 0.75 * of_cut[_HIGHEST])
     rows = math.ceil(_ROWS / problem.epsilon) + 1
+    clear = (counts <= 1 / problem.epsilon).to(torch.float64).mean(0).tolist()
+    high = clear[WAYS.index((_CUTS[-1], True))] >= clear[WAYS.index((_CUTS[-1], False))]
+    of_cut = {cut: clear[WAYS.index((cut, high))] for cut in _CUTS}
+    cut = min(cut for cut in _CUTS if of_cut[cut] >= 0.75 * of_cut[_CUTS[-1]])
     own = counts[:, WAYS.index((cut, high))].clamp(max=rows - 1)
-    chances = torch.bincount(own, minlength=rows).to(torch.float64) / len(own)
-    table = fitted(problem.epsilon, cut, tuple(chances.tolist()), 1 + robustness)
+    spots = _spots(problem)
+    near = _stretched(problem, problem.n * (means if high else 1 - means))[:, None] - _stretched(problem, spots)
+    place = own * len(spots) + near.abs().argmin(1)
+    chances = torch.bincount(place, minlength=rows * len(spots)).reshape(rows, -1).to(torch.float64) / len(own)
+    table = fitted(problem.epsilon, cut, tuple(map(tuple, chances.tolist())), tuple(spots.tolist()), problem.n, 1 + robustness)
     if table is None:
         return None
     try:
@@ -287,28 +286,50 @@ def candidate(problem: Problem, counts: Tensor, robustness: float) -> BeyondMech
         return None
 
 
+def _spots(problem: Problem) -> Tensor:
+    """T where losses are looked at: near to its ends, where limiting answers counts, and in the middle."""
+    near = torch.tensor(_ENDS, dtype=torch.float64) / problem.epsilon
+    near = near[near < 0.45 * problem.n]
+    return torch.cat([near, near.new_tensor([problem.n / 2]), (problem.n - near).flip(0)])
+
+
+def _stretched(problem: Problem, total: Tensor) -> Tensor:
+    """Distances from either end, as far as they count."""
+    far = 1.4 * _ENDS[-1] / problem.epsilon
+    return total.clamp(max=far) - (problem.n - total).clamp(max=far)
+
+
 def grid(mechanism: BeyondMechanism) -> tuple[Tensor, Tensor]:
-    """(T, E) of datasets, close enough for a loss that is smooth in T and changes only near to 0 and n."""
-    n, rows = mechanism.problem.n, mechanism.table.shape[0]
+    """(T, E) of datasets, close enough for a loss that is smooth in T and changes only near to its ends."""
+    n, rows, b = mechanism.problem.n, mechanism.table.shape[0], mechanism.cut / CELLS
     near = torch.linspace(0, 12 / mechanism.epsilon, 97, dtype=torch.float64)
     totals = torch.cat([near, n - near, torch.linspace(0, n, 33, dtype=torch.float64)]).clamp(0, n)
     total, beyond = totals.repeat_interleave(rows), torch.arange(rows).repeat(len(totals))
-    b = mechanism.cut / CELLS
     most = torch.where(beyond == rows - 1, float(n), beyond + (n - beyond) * b)
     there = (beyond <= n) & (total >= beyond * b) & (total <= most)
     return total[there], beyond[there]
 
 
 @lru_cache(maxsize=32)
-def fitted(epsilon: float, cut: int, chances: tuple[float, ...], most: float) -> Tensor | None:
-    """The table of least expected loss, Σ_E chance_E·loss_E, with no loss above ``most`` times that of plain noise; or none.
+def fitted(
+    epsilon: float, cut: int, belief: tuple[tuple[float, ...], ...], spots: tuple[float, ...], n: int, most: float
+) -> Tensor | None:
+    """The table of least expected ratio to plain noise, with no ratio above ``most``; or none.
 
     Unknown are p_E(z)·e^(ε|z|), all of a size, which the programme's tolerance is for.
+
+    Args:
+        epsilon: ε.
+        cut: b, in cells.
+        belief: the chance of each row and spot, (rows, spots).
+        spots: of T, where losses are looked at.
+        n: the number of records.
+        most: 1 + τ.
     """
     from scipy import sparse
     from scipy.optimize import linprog
 
-    half, rows = math.ceil(_REACH / epsilon) * CELLS, len(chances)
+    half, rows = math.ceil(_REACH / epsilon) * CELLS, len(belief)
     own = epsilon * (1 - _SPARE)
     places = np.arange(-half - CELLS, half + CELLS + 1)  # with the first cells of the tails
     size, inner = len(places), slice(CELLS, -CELLS)
@@ -326,65 +347,46 @@ def fitted(epsilon: float, cut: int, chances: tuple[float, ...], most: float) ->
             where = np.concatenate([first * count + column[x], second * count + column[y]])
             found.append(sparse.csr_matrix((values, (np.tile(numbers, 2), where)), shape=(len(x), rows * count)))
 
-    smooth = epsilon < _SMOOTH
-    most_inside = max(cut, CELLS - cut)
-    for row in range(rows):
-        own_reach = most_inside if row < rows - 1 else CELLS
-        for by in (1,) if smooth else range(1, own_reach + 1):
-            compare(row, row, by, own / own_reach if smooth else own)
-        if row < rows - 1:
-            for by in (0, 1, CELLS - 1, CELLS) if smooth else range(CELLS + 1):
-                compare(row, row + 1, by, own)
+    for one, other, by in moves_of(cut, rows):
+        if epsilon >= _SMOOTH or (one != other and by in (0, 1, CELLS - 1, CELLS)):
+            compare(one, other, by, own)
+        elif one == other and by == 1:
+            compare(one, other, by, own / (CELLS if one == rows - 1 else max(cut, CELLS - cut)))
 
-    z = places[inner] / CELLS
     weight = scale[inner].copy()
     weight[[0, -1]] *= 1 / (1 - tail)  # the tails' chance; their squares are a little more, and nothing
-    plain = _plain_losses(epsilon)
-
-    def loss(row: int, squares: Floats) -> Any:
-        where = row * count + np.arange(count)
-        return sparse.csr_matrix((squares * weight, (np.zeros(count, dtype=int), where)), shape=(1, rows * count))
-
-    limits: list[float] = []
-    risks: list[Any] = []
-    even = z**2 + 1 / (12 * CELLS**2)
-    for row in range(rows):
-        risks.append(loss(row, even))
-        limits.append(most * plain[-1])
-        for near, least in zip(_ENDS, plain, strict=False):
-            total = near / epsilon
-            if total >= row * cut / CELLS:
-                risks.append(loss(row, _limited(z, -total)))
-                limits.append(most * least)
-    for near, least in zip(_ENDS, plain, strict=False):
-        risks.append(loss(rows - 1, _limited(-z, -near / epsilon)))
-        limits.append(most * least)
-    cost = np.concatenate([chance * even * weight for chance in chances])
-    ones = sparse.kron(sparse.identity(rows), weight[None])
+    cost, limits, risks = np.zeros((rows, count)), [], []
+    for place, total in enumerate(spots):
+        squares, plain = _limited(places[inner] / CELLS, total, n), _plain_loss(epsilon, total, n)
+        for row in range(rows):
+            cost[row] += belief[row][place] / plain * squares * weight
+            if row * cut / CELLS <= total <= (n if row == rows - 1 else row + (n - row) * cut / CELLS):
+                where = row * count + np.arange(count)
+                risks.append(sparse.csr_matrix((squares * weight, (np.zeros(count, dtype=int), where)), shape=(1, rows * count)))
+                limits.append(most * (1 - _SPARE) * plain)
     made = linprog(
-        cost,
+        cost.reshape(-1),
         A_ub=sparse.vstack([*found, *risks]),
-        b_ub=np.concatenate([np.zeros(sum(part.shape[0] for part in found)), np.array(limits) * (1 - _SPARE)]),
-        A_eq=ones,
+        b_ub=np.concatenate([np.zeros(sum(part.shape[0] for part in found)), np.array(limits)]),
+        A_eq=sparse.kron(sparse.identity(rows), weight[None]),
         b_eq=np.ones(rows),
         method="highs-ipm",
     )
     if made.x is None or made.status != 0:
         return None
-    p = made.x.reshape(rows, count) * scale[inner]
-    whole: Tensor = torch.as_tensor(np.rint(p * 2.0**54).astype(np.int64))
+    whole: Tensor = torch.as_tensor(np.rint(made.x.reshape(rows, count) * scale[inner] * 2.0**54).astype(np.int64))
     return whole
 
 
-def _limited(z: Floats, least: float) -> Floats:
-    """Squares of what is off where answers are not below ``least``: averaged over a cell."""
+def _limited(z: Floats, total: float, n: int) -> Floats:
+    """Squares of what is off at this T where answers are limited to the range: averaged over a cell."""
     inner = (np.arange(_FINER) + 0.5) / _FINER - 0.5
-    made: Floats = (np.maximum(z[:, None] + inner / CELLS, least) ** 2).mean(1)
+    made: Floats = ((z[:, None] + inner / CELLS).clip(-total, n - total) ** 2).mean(1)
     return made
 
 
-def _plain_losses(epsilon: float) -> list[float]:
-    """Of the better one of Laplace and staircase noise on a sum, so near to an end; last, far from it."""
+def _plain_loss(epsilon: float, total: float, n: int) -> float:
+    """Of the better one of Laplace and staircase noise on T."""
     uniform = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
     drawn = [draw_noise(kind, uniform, 1.0, epsilon) for kind in ("laplace", "staircase")]
-    return [min(float((z.clamp(min=-near / epsilon) ** 2).mean()) for z in drawn) for near in (*_ENDS, math.inf)]
+    return min(float((z.clamp(-total, n - total) ** 2).mean()) for z in drawn)

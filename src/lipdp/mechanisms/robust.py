@@ -221,7 +221,7 @@ def _about_a_centre(found: Robust, means: Tensor, variances: Tensor, robustness:
 def _by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness: float) -> Robust:
     """The mean by how many records lie beyond a cut, if it keeps to 1 + τ on all datasets and is better under the belief."""
     problem = found.mechanism.problem
-    made = beyond.candidate(problem, counts, _MARGIN * robustness)
+    made = beyond.candidate(problem, means, counts, _MARGIN * robustness)
     if made is None:
         return found
     plain = [_plain(problem, noise) for noise in _KINDS]
@@ -246,15 +246,8 @@ def _by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness:
         return f"any dataset whose mean is {mean:.4g}, with {int(seen[place])}{more} records {side} {cut:.4g}"
 
     at, high = int(ratios.argmax()), int(losses.argmax())
-    return replace(
-        found,
-        mechanism=made,
-        ratio=float(ratios[at]),
-        loss=float(losses[high]),
-        ratio_at=where(at),
-        loss_at=where(high),
-        proved=True,
-    )
+    worst = {"ratio": float(ratios[at]), "loss": float(losses[high]), "ratio_at": where(at), "loss_at": where(high)}
+    return replace(found, mechanism=made, proved=True, **worst)  # type: ignore[arg-type]
 
 
 def _within(make: Callable[[float], AdditiveMechanism], truths: Tensor, least: Tensor, robustness: float) -> AdditiveMechanism:
