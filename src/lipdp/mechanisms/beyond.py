@@ -57,6 +57,7 @@ _LEAST, _MOST = 0.25, 3.0  # of ε: tables for less are large, and for more stai
 _SMOOTH = 0.6  # of ε: below, rows fall evenly, which is nearly as good; one comparison of neighbouring cells is for all moves
 _SPARE = 1e-4  # of ε and of 1 + τ, for the tolerance of the programme
 _FINER = 4  # points of a cell, for expectations
+_NEARLY = 0.85
 _QUANTILES = 1500  # of plain noise: as many as its losses are computed with elsewhere
 _ENDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # ÷ ε: T that is so near to its ends that limiting answers counts
 Cut = Annotated[int, Range(least=1, most=CELLS)]
@@ -263,15 +264,17 @@ def counted(t: Tensor) -> Tensor:
 def candidate(problem: Problem, means: Tensor, counts: Tensor, robustness: float) -> BeyondMechanism | None:
     """The mechanism for datasets of these means that have so many records beyond each cut (those believed in), or none.
 
-    Of the ends, the one that more datasets are clear of; there, the lowest cut that three quarters of these are clear of too.
+    Of the ends, the upper one, unless clearly more datasets are clear of the lower one (many columns begin at a natural zero, and
+    upper bounds are rounded up); there, the lowest cut that nearly as many are clear of as of the highest.
     """
     if not fits(problem):
         return None
     rows = math.ceil(_ROWS / problem.epsilon) + 1
     clear = (counts <= 1 / problem.epsilon).to(torch.float64).mean(0).tolist()
-    high = clear[WAYS.index((_CUTS[-1], True))] >= clear[WAYS.index((_CUTS[-1], False))]
+    above, below = (clear[WAYS.index((_CUTS[-1], end))] for end in (True, False))
+    high = below - above <= 2 * math.sqrt((above + below) / len(counts))
     of_cut = {cut: clear[WAYS.index((cut, high))] for cut in _CUTS}
-    cut = min(cut for cut in _CUTS if of_cut[cut] >= 0.75 * of_cut[_CUTS[-1]])
+    cut = min(cut for cut in _CUTS if of_cut[cut] >= _NEARLY * of_cut[_CUTS[-1]])
     own = counts[:, WAYS.index((cut, high))].clamp(max=rows - 1)
     spots = _spots(problem)
     near = _stretched(problem, problem.n * (means if high else 1 - means))[:, None] - _stretched(problem, spots)
