@@ -5,8 +5,9 @@ loss of a mechanism that assumes nothing.
 the noise and D the decoder. All datasets are all q ∈ [0, most]: their worst ratio to the plain mechanism is the maximum of a
 function of one variable, and is computed. D is the plain answer plus a shift, found as the Bayes answer under belief + λ, λ ≥ 0 an
 adversary's prior that grows where the ratio is above 1 + τ (the dual of: least expected loss, ratio at most 1 + τ everywhere).
-Little else can be had at such a τ when nε is large: for a mean from Σφ(x_i), a φ that is not linear is biased by n times its
-curvature on some dataset, and the noise is only 1/ε.
+A mean from Σφ(x_i) gains nothing at such a τ when nε is large: a φ that is not linear is biased by n times its curvature on some
+dataset, and the noise is only 1/ε. What gains is noise that depends on the data (:mod:`lipdp.mechanisms.beyond`, and
+:mod:`lipdp.mechanisms.centred` for the variance), where losses are functions of two variables.
 
 **Quantiles.** The plain mechanism is :class:`~lipdp.mechanisms.intervals.IntervalMechanism`; the belief chooses its base measure
 and shifts its answers. Here a dataset is n numbers: the ratio is held below 1 + τ on a pool of hostile columns and on what a search
