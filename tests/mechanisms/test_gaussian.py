@@ -103,9 +103,9 @@ def test_intervals_hold_whatever_the_data_are(x):
 
 def test_a_delta_is_used_where_it_pays():
     assert isinstance(plan("count:0,5", 1.0, 100, (0, 10), delta=1e-6), Plan)
-    own = plan(MANY, 1.0, 100, (0, 10), delta=1e-6)
+    own = plan([*MANY, "count:2,8", "count:0,1", "count:4,6"], 1.0, 100, (0, 10), delta=1e-6)
     assert isinstance(own, GaussianPlan)
-    laplace = 8 * math.sqrt(2) * 2  # eight questions, replacing a record moves two cells
+    laplace = 9 * math.sqrt(2) * 2  # nine releases, replacing a record moves two cells
     assert own.describe()["gaussian_noise_on_sums"]["histogram:0,2,5,10"] < laplace
     assert isinstance(plan(MANY[4:], 1.0, 100, (0, 10), delta=1e-60), Plan)  # no Gaussian noise is as good as that
 
@@ -113,8 +113,9 @@ def test_a_delta_is_used_where_it_pays():
 def test_charges_are_those_of_the_noise(tmp_path):
     x = torch.linspace(0, 10, 100)
     budget = lipdp.privacy.Budget(tmp_path / "b", epsilon=1.01, delta=1e-6, dataset="x", adjacency="replace_one")
-    answers = answer(x, [*MANY, "median"], (0, 10), 1.0, delta=1e-6, budget=budget)
-    assert [one.question for one in answers] == [*MANY, "median"]
+    asked = [*MANY, "count:2,8", "count:0,1", "median"]
+    answers = answer(x, asked, (0, 10), 1.0, delta=1e-6, budget=budget)
+    assert [one.question for one in answers] == asked
     assert 0.9 < budget.spent <= 1.01
     with pytest.raises(BudgetError):
         answer(x, MANY, (0, 10), 1.0, delta=1e-6, budget=budget)
@@ -140,3 +141,15 @@ def test_quantiles_alone_and_what_makes_no_sense():
         GaussianPlan(own.spending, own.problem.resized(49), own.questions, own.joint)
     with pytest.raises(ConfigurationError, match="other questions"):
         GaussianPlan(own.spending, own.problem, ("count:0,5",), own.joint)
+
+
+def test_mean_and_sum_variance_and_std_have_one_release_in_common():
+    own = plan(["sum", "count:0,5", "mean", "std", "variance"], 0.9, 40, (0, 10), settings=lipdp.mechanisms.Settings(robust=150))
+    assert isinstance(own, Plan)
+    assert [part.questions for part in own.parts] == [("sum", "mean"), ("count:0,5",), ("std", "variance")]
+    assert sum(part.exact_epsilon for part in own.parts) <= Fraction("0.9")
+    total, count, mean, std, variance = own.release(torch.linspace(0, 10, 40))
+    assert total.value == pytest.approx(40 * mean.value)
+    assert std.value**2 == pytest.approx(variance.value)
+    assert total.interval[1] == pytest.approx(40 * mean.interval[1])
+    assert sum(one.epsilon for one in (total, count, mean, std, variance)) == pytest.approx(0.9)

@@ -1,6 +1,6 @@
 """Questions as people ask them: planned before data are read, paid for once, released with an interval.
 
-Several questions share ε. Of its share, sum = n·mean and std = √variance are answered by one mechanism. Where two or more quantiles
+Several questions share ε. sum = n·mean has one release with the mean, std = √variance with the variance. Where several quantiles
 are needed (iqr = p75 − p25, min and max = the ⌈6/ε⌉-th value from that end: nearer to it, noise would rather leave the data than
 find their end), one joint choice answers all of them from all of their shares (:mod:`lipdp.mechanisms.joint`), in order. A
 histogram noises its counts: replacing a record changes two of them by one, an L1 sensitivity of 2; a single count moves by 1.
@@ -30,7 +30,18 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMe
 from lipdp.mechanisms.noise import draw_noise
 from lipdp.mechanisms.postprocess import Plain
 from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, share_of
-from lipdp.mechanisms.questions import CONFIDENCE, Answer, Counts, Joint, Single, combined, edges_of, levels_of, normalised
+from lipdp.mechanisms.questions import (
+    CONFIDENCE,
+    Answer,
+    Counts,
+    Joint,
+    Single,
+    combined,
+    edges_of,
+    levels_of,
+    normalised,
+    query_of,
+)
 from lipdp.mechanisms.spending import Spending
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
@@ -135,12 +146,13 @@ def plan(
     if step is not None:
         everyday = _in_steps(everyday, Lattice.of_steps(problem.low, problem.high, step))
 
+    shares = len({query_of(question) for question in asked})
     if epsilon is None or delta:
         noised = _gaussian(asked, spending, problem, everyday, seed, step)
-        if noised is not None and (epsilon is None or _is_less(noised, len(asked))):
+        if noised is not None and (epsilon is None or _is_less(noised, shares)):
             return noised
     assert epsilon is not None
-    share = share_of(epsilon, len(asked))
+    share = share_of(epsilon, shares)
 
     def find(query: str | Query) -> Mechanism:
         if step is not None and isinstance(query, Query):
@@ -149,9 +161,12 @@ def plan(
 
     ranked = {question: levels for question in asked if (levels := levels_of(question, n, epsilon)) is not None}
     together = len({level for levels in ranked.values() for level in levels}) > 1
-    alone = [question for question in asked if not (together and question in ranked)]
+    alone: dict[str, tuple[str, ...]] = {}
+    for question in asked:
+        if not (together and question in ranked):
+            alone[query_of(question)] = (*alone.get(query_of(question), ()), question)
     parts: list[Single | Joint | Counts] = [
-        _part(question, replace(problem, epsilon=share), ranked.get(question), find, everyday, seed) for question in alone
+        _part(own, replace(problem, epsilon=share), ranked.get(own[0]), find, everyday, seed) for own in alone.values()
     ]
     if together:
         left = rounded_down(least_of(epsilon) - len(alone) * Fraction(share))
@@ -232,30 +247,26 @@ def release_all(
 
 
 def _part(
-    question: str,
+    questions: tuple[str, ...],
     problem: Problem,
     levels: tuple[Fraction, ...] | None,
     find: Callable[[str | Query], Mechanism],
     belief: Any,
     seed: int,
 ) -> Single | Counts:
-    """How to answer one question, for ``problem``'s share of ε."""
+    """How to answer questions that have one release in common, for ``problem``'s share of ε."""
+    question = questions[0]
     kind = question.partition(":")[0]
     if kind in ("histogram", "count"):
         return Counts(question, edges_of(question, problem), problem, 1 if kind == "count" else 2)
-    known: dict[str, tuple[str, Callable[[float], float]]] = {
-        "sum": ("mean", lambda v: problem.n * v),
-        "std": ("variance", lambda v: math.sqrt(max(v, 0.0))),
-    }
-    query, combine = known.get(question, (question, float))
-    mechanism = find(query if levels is None else Query("quantile", levels[0]))
+    mechanism = find(query_of(question) if levels is None else Query("quantile", levels[0]))
     if isinstance(mechanism, CentredMechanism):
-        return Single(question, mechanism, combine, 0.0, "noise")  # each release says its own error
+        return Single(questions, mechanism, 0.0, "noise")  # each release says its own error
     if isinstance(mechanism, BeyondMechanism):
-        return Single(question, mechanism, combine, mechanism.error(CONFIDENCE) * problem.scale, "noise")
+        return Single(questions, mechanism, mechanism.error(CONFIDENCE) * problem.scale, "noise")
     certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
     error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
-    return Single(question, mechanism, combine, error, "noise" if certain else "belief")
+    return Single(questions, mechanism, error, "noise" if certain else "belief")
 
 
 def _gaussian(
@@ -274,7 +285,7 @@ def _gaussian(
     return GaussianPlan(spending, problem, tuple(asked), joint)
 
 
-def _is_less(noised: GaussianPlan, questions: int) -> bool:
+def _is_less(noised: GaussianPlan, shares: int) -> bool:
     """Whether Gaussian noise on its sums is less than Laplace noise for an even share of ε each (cells have √2 of L2 in L1)."""
     if not noised.groups:
         return False
@@ -283,7 +294,7 @@ def _is_less(noised: GaussianPlan, questions: int) -> bool:
     for group in noised.groups:
         for _ in group.questions:
             l1 = 2.0 if group.l2 > 1 else 1.0
-            gains.append(math.log(noised.std * group.unit) - math.log(math.sqrt(2) * l1 * questions / epsilon))
+            gains.append(math.log(noised.std * group.unit) - math.log(math.sqrt(2) * l1 * shares / epsilon))
     return sum(gains) < 0
 
 
