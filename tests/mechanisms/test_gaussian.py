@@ -129,6 +129,8 @@ def test_quantiles_alone_and_what_makes_no_sense():
     x = torch.linspace(0, 10, 200)
     (median,) = answer(x, "median", (0, 10), rho=2.0)
     assert abs(median.value - 5) < 1.5
+    (weak,) = answer(x, "median", (0, 10), 1e-4, delta=1e-3, settings=lipdp.mechanisms.Settings(robust=100))
+    assert 0 <= weak.value <= 10
     for wrong in ({}, {"epsilon": 1.0, "rho": 1.0}, {"rho": 1.0, "delta": 1e-6}, {"epsilon": 1.0, "delta": 1.0}, {"rho": -1.0}):
         with pytest.raises(ConfigurationError):
             answer(x, "mean", (0, 10), **wrong)

@@ -51,6 +51,7 @@ from lipdp.privacy.costs import Pure
 
 __all__ = ["Answer", "Plan", "answer", "plan", "release_all"]
 
+_LEAST_JOINT = 1e-3  # ε of a joint choice: for less, each quantile is chosen alone
 _SIMULATED = 200  # releases about public draws, for an interval that a belief gives
 
 
@@ -277,6 +278,8 @@ def _gaussian(
     sums = groups_of([question for question in asked if question not in of_rank], problem)
     own, share = split(spending, len(sums), len(of_rank))
     if sums and not math.isfinite(own.multiplier(sum(group.entries for group in sums))):
+        return None
+    if share is not None and share < _LEAST_JOINT and spending.rho is None:
         return None
     joint = None
     if share is not None:
