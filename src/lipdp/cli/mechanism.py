@@ -126,7 +126,13 @@ def answer(
     ],
     low: Annotated[list[float], typer.Option(help="Lower bound for every possible record; once, or for each column.")],
     high: Annotated[list[float], typer.Option(help="Upper bound.")],
-    epsilon: Annotated[float, typer.Option(help="ε of all answers together.", show_default=False)],
+    epsilon: Annotated[float | None, typer.Option(help="ε of all answers together.", show_default=False)] = None,
+    delta: Annotated[
+        float, typer.Option(help="δ of all answers together: above 0, Gaussian noise is used where it is less.", show_default=False)
+    ] = 0.0,
+    rho: Annotated[
+        float | None, typer.Option(help="ρ of zero-concentrated DP instead of --epsilon: Gaussian noise.", show_default=False)
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="The dataset's budget (`lipdp budget create`), charged before noise is drawn."),
@@ -159,31 +165,41 @@ def answer(
         raise ConfigurationError(f"--adjacency {adjacency}: choose replace_one or add_remove")
     if adjacency == "add_remove" and belief is not None:
         raise ConfigurationError("--belief is for a public number of rows: leave it out, or use --adjacency replace_one")
+    if (epsilon is None) == (rho is None):
+        raise ConfigurationError("give --epsilon (and a --delta, if Gaussian noise may be used), or --rho: one of the two")
+    if adjacency == "add_remove" and (epsilon is None or delta):
+        raise ConfigurationError(
+            "--delta and --rho are for a public number of rows: use --adjacency replace_one, or leave them out"
+        )
 
     lows, highs = (_for_each(name, given, len(column)) for name, given in (("--low", low), ("--high", high)))
     account = open_budget(budget)
     values = [read_column(data, name, encoding) for name in column]
     public = [None if belief is None else read_column(belief, name, encoding) for name in column]
-    share = share_of(epsilon, len(column))
+    share, concentrated = (None if whole is None else share_of(whole, len(column)) for whole in (epsilon, rho))
+    part = share_of(delta, len(column)) if delta else 0.0
     settings = mechanisms.Settings.quick() if quick else None
-    plans: list[mechanisms.Plan | mechanisms.OpenPlan] = []
+    plans: list[mechanisms.Plan | mechanisms.GaussianPlan | mechanisms.OpenPlan] = []
     for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
-        if adjacency == "add_remove":
+        if adjacency == "add_remove" and share is not None:
             plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step))
             continue
         if not as_json:
             console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")
         held = None if robustness == 0 else robustness
-        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings, step=step))
+        cost: dict[str, Any] = {"delta": part, "rho": concentrated}
+        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings, step=step, **cost))
     answers = release_all(plans, values, budget=account, clamp=clamp)
     left = None if account is None else account.remaining
     if as_json:
         rows = [{"column": name, **dataclasses.asdict(one)} for name, own in zip(column, answers, strict=True) for one in own]
-        print_json({"answers": rows, "epsilon": epsilon, "delta": 0.0, "adjacency": adjacency, "remaining": left})
+        costs = {"epsilon": epsilon, "delta": delta, "rho": rho}
+        print_json({"answers": rows, **costs, "adjacency": adjacency, "remaining": left})
         return
     fields = [(f"{name}: {one.question}", _shown(one)) for name, own in zip(column, answers, strict=True) for one in own]
     neighbours = "replacing one record" if adjacency == "replace_one" else "adding or removing one record"
-    fields.append(("epsilon", f"{epsilon:g}, for {neighbours}"))
+    spent = f"rho {rho:g}" if epsilon is None else f"{epsilon:g}" + (f", delta {delta:g}" if delta else "")
+    fields.append(("privacy" if epsilon is None else "epsilon", f"{spent}, for {neighbours}"))
     fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{left:g} left"))
     print_fields(console(), fields)
 

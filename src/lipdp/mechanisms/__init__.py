@@ -7,6 +7,7 @@ answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsil
 from lipdp.mechanisms.answering import Plan, answer, plan
 from lipdp.mechanisms.distributions import Distribution, Everyday, Mixture, World
 from lipdp.mechanisms.files import BudgetLedger
+from lipdp.mechanisms.gaussian import GaussianPlan
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.mechanism import Mechanism, load
@@ -23,6 +24,7 @@ __all__ = [
     "Comparison",
     "Distribution",
     "Everyday",
+    "GaussianPlan",
     "JointQuantiles",
     "Mechanism",
     "Mixture",

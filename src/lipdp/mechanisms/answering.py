@@ -1,6 +1,6 @@
 """Questions as people ask them: planned before data are read, paid for once, released with an interval.
 
-Several questions share ε. Of its share, sum = n·mean and std = √variance are answered by one mechanism. Where two or more quantiles
+Several questions share ε. sum = n·mean has one release with the mean, std = √variance with the variance. Where several quantiles
 are needed (iqr = p75 − p25, min and max = the ⌈6/ε⌉-th value from that end: nearer to it, noise would rather leave the data than
 find their end), one joint choice answers all of them from all of their shares (:mod:`lipdp.mechanisms.joint`), in order. A
 histogram noises its counts: replacing a record changes two of them by one, an L1 sensitivity of 2; a single count moves by 1.
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
+from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
 from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Settings, learn
@@ -28,15 +30,28 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMe
 from lipdp.mechanisms.noise import draw_noise
 from lipdp.mechanisms.postprocess import Plain
 from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, share_of
-from lipdp.mechanisms.questions import CONFIDENCE, Answer, Counts, Joint, Single, combined, edges_of, levels_of, normalised
+from lipdp.mechanisms.questions import (
+    CONFIDENCE,
+    Answer,
+    Counts,
+    Joint,
+    Single,
+    combined,
+    edges_of,
+    levels_of,
+    normalised,
+    query_of,
+)
+from lipdp.mechanisms.spending import Spending
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
-from lipdp.privacy.budget import AnyBudget, charge
+from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure
 
 __all__ = ["Answer", "Plan", "answer", "plan", "release_all"]
 
+_LEAST_JOINT = 1e-3  # ε of a joint choice: for less, each quantile is chosen alone
 _SIMULATED = 200  # releases about public draws, for an interval that a belief gives
 
 
@@ -69,6 +84,10 @@ class Plan:
         """All answers; data are checked first, then ε is charged once, then noise is drawn."""
         return release_all([self], [x], budget=budget, clamp=clamp)[0]
 
+    def costs(self, paying: Adjacency) -> list[Any]:
+        """What a budget is charged."""
+        return [Pure(self.epsilon, self.adjacency)]
+
     def checked(self, x: Any, clamp: bool) -> Tensor:
         """The data in unit form, or why they are refused."""
         return self.problem.dataset(x, clamp)
@@ -92,37 +111,49 @@ class Plan:
 
 def plan(
     questions: str | Sequence[str],
-    epsilon: float,
+    epsilon: float | None,
     n: int,
     bounds: Sequence[float],
     distribution: Belief | None = None,
     *,
+    delta: float = 0.0,
+    rho: float | None = None,
     robustness: float | None = 0.25,
     settings: Settings | None = None,
     seed: int = 0,
     step: float | None = None,
-) -> Plan:
+) -> Plan | GaussianPlan:
     """How to answer questions about a column with ε in all.
 
     Args:
         questions: ``"mean"``, ``"sum"``, ``"variance"``, ``"std"``, ``"median"``, ``"p25"``, ``"iqr"``, ``"min"``, ``"max"``,
             ``"histogram:0,18,65,120"`` (edges of its cells), ``"count:18,65"`` (records of [18, 65)), or several of these.
             Different quantiles come back in order.
-        epsilon: of all answers together.
+        epsilon: of all answers together; ``None`` where ``rho`` is given.
         n: the number of records, public.
         bounds: (lo, hi) that hold for every possible record.
+        delta: δ of all answers together. Above 0, Gaussian noise is used where it is less than that of pure ε, which it is for many
+            questions: else no δ is spent.
+        rho: ρ of zero-concentrated DP for all answers together, instead of ε: Gaussian noise (:mod:`lipdp.mechanisms.gaussian`).
         distribution: as in :func:`~lipdp.mechanisms.learn`, and so are ``robustness``, ``settings`` and ``seed``.
         step: where it is public that every record is lo, lo + step, …, e.g. 1 for whole numbers: quantiles are chosen among these.
     """
-    asked = normalised(questions)
-    problem = Problem.of("mean", epsilon, n, bounds)
-    share = share_of(epsilon, len(asked))
+    asked, spending = normalised(questions), Spending(epsilon, delta, rho)
+    problem = Problem.of("mean", 1.0 if epsilon is None else epsilon, n, bounds)
     belief = as_distribution(distribution, problem.low, problem.high) if distribution is not None else None
     work = settings if settings is not None else Settings(robust=800)
     everyday: Distribution = belief or Everyday(problem.low, problem.high)
     check_step(step, problem.low, problem.high)
     if step is not None:
         everyday = _in_steps(everyday, Lattice.of_steps(problem.low, problem.high, step))
+
+    shares = len({query_of(question) for question in asked})
+    if epsilon is None or delta:
+        noised = _gaussian(asked, spending, problem, everyday, seed, step)
+        if noised is not None and (epsilon is None or _is_less(noised, shares)):
+            return noised
+    assert epsilon is not None
+    share = share_of(epsilon, shares)
 
     def find(query: str | Query) -> Mechanism:
         if step is not None and isinstance(query, Query):
@@ -131,9 +162,12 @@ def plan(
 
     ranked = {question: levels for question in asked if (levels := levels_of(question, n, epsilon)) is not None}
     together = len({level for levels in ranked.values() for level in levels}) > 1
-    alone = [question for question in asked if not (together and question in ranked)]
+    alone: dict[str, tuple[str, ...]] = {}
+    for question in asked:
+        if not (together and question in ranked):
+            alone[query_of(question)] = (*alone.get(query_of(question), ()), question)
     parts: list[Single | Joint | Counts] = [
-        _part(question, replace(problem, epsilon=share), ranked.get(question), find, everyday, seed) for question in alone
+        _part(own, replace(problem, epsilon=share), ranked.get(own[0]), find, everyday, seed) for own in alone.values()
     ]
     if together:
         left = rounded_down(least_of(epsilon) - len(alone) * Fraction(share))
@@ -145,9 +179,11 @@ def answer(
     x: Any,
     questions: str | Sequence[str],
     bounds: Sequence[float],
-    epsilon: float,
+    epsilon: float | None = None,
     distribution: Belief | None = None,
     *,
+    delta: float = 0.0,
+    rho: float | None = None,
     budget: AnyBudget = None,
     clamp: bool = False,
     robustness: float | None = 0.25,
@@ -161,8 +197,9 @@ def answer(
         x: the column, one number for each record; values outside of ``bounds`` are an error, see ``clamp``.
         questions: one or several, as in :func:`plan`.
         bounds: (lo, hi) that hold for every possible record, known without looking at ``x``.
-        epsilon: of all answers together.
+        epsilon: of all answers together, unless ``rho`` is given.
         distribution: a belief about such columns, as in :func:`~lipdp.mechanisms.learn`.
+        delta: as in :func:`plan`, and so is ``rho``.
         budget: what pays for it, before noise is drawn: a budget, the path of its file, or none.
         clamp: move values outside of ``bounds`` to the nearest bound instead.
         robustness: τ, as in :func:`~lipdp.mechanisms.learn`.
@@ -176,6 +213,8 @@ def answer(
     if adjacency == "add_remove":
         if distribution is not None:
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")
+        if epsilon is None or delta:
+            raise ConfigurationError("delta and rho are for a public number of records: give epsilon alone, or use replace_one.")
         problem = Problem.of("mean", epsilon, 2, bounds)
         opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step)
         return release_all([opened], [x], budget=budget, clamp=clamp)[0]
@@ -183,49 +222,83 @@ def answer(
         size = len(x)
     except TypeError:
         raise DataError(f"the dataset is a {type(x).__name__}: give a tensor, array or list of numbers.") from None
-    planned = plan(questions, epsilon, size, bounds, distribution, robustness=robustness, settings=settings, step=step)
+    kept = {"robustness": robustness, "settings": settings, "step": step}
+    planned = plan(questions, epsilon, size, bounds, distribution, delta=delta, rho=rho, **kept)  # type: ignore[arg-type]
     return planned.release(x, budget=budget, clamp=clamp)
 
 
 def release_all(
-    plans: Sequence[Plan | OpenPlan], columns: Sequence[Any], *, budget: AnyBudget = None, clamp: bool = False
+    plans: Sequence[Plan | GaussianPlan | OpenPlan], columns: Sequence[Any], *, budget: AnyBudget = None, clamp: bool = False
 ) -> list[list[Answer]]:
-    """Plans for several columns of one dataset: all are checked, then their ε is charged at once, then noise is drawn.
+    """Plans for several columns of one dataset: all are checked, then charged at once, then noise is drawn.
 
-    Replacing a row changes all of its columns, so the plans' ε add up.
+    Replacing a row changes all of its columns, so the plans' ε add up, as exact decimals.
     """
     checked = [each.checked(x, clamp) for each, x in zip(plans, columns, strict=True)]
-    total = sum(Fraction(repr(each.epsilon)) for each in plans)
     if len({each.adjacency for each in plans}) > 1:
         raise ConfigurationError("plans of one release are for the same neighbours: all with a public n, or none.")
-    what = "; ".join(", ".join(each.questions) for each in plans)
-    charge(budget, Pure(Fraction(total), plans[0].adjacency), what)
+    account = open_budget(budget)
+    if account is not None:
+        costs = [cost for each in plans for cost in each.costs(account.adjacency)]
+        pure = sum((cost.epsilon for cost in costs if isinstance(cost, Pure)), Fraction(0))
+        others = [cost for cost in costs if not isinstance(cost, Pure)]
+        what = "; ".join(", ".join(each.questions) for each in plans)
+        account.charge([*([Pure(pure, plans[0].adjacency)] if pure else []), *others], what)
     return [each.respond(t) for each, t in zip(plans, checked, strict=True)]
 
 
 def _part(
-    question: str,
+    questions: tuple[str, ...],
     problem: Problem,
     levels: tuple[Fraction, ...] | None,
     find: Callable[[str | Query], Mechanism],
     belief: Any,
     seed: int,
 ) -> Single | Counts:
-    """How to answer one question, for ``problem``'s share of ε."""
+    """How to answer questions that have one release in common, for ``problem``'s share of ε."""
+    question = questions[0]
     kind = question.partition(":")[0]
     if kind in ("histogram", "count"):
         return Counts(question, edges_of(question, problem), problem, 1 if kind == "count" else 2)
-    known: dict[str, tuple[str, Callable[[float], float]]] = {
-        "sum": ("mean", lambda v: problem.n * v),
-        "std": ("variance", lambda v: math.sqrt(max(v, 0.0))),
-    }
-    query, combine = known.get(question, (question, float))
-    mechanism = find(query if levels is None else Query("quantile", levels[0]))
+    mechanism = find(query_of(question) if levels is None else Query("quantile", levels[0]))
     if isinstance(mechanism, CentredMechanism):
-        return Single(question, mechanism, combine, 0.0, "noise")  # each release says its own error
+        return Single(questions, mechanism, 0.0, "noise")  # each release says its own error
+    if isinstance(mechanism, BeyondMechanism):
+        return Single(questions, mechanism, mechanism.error(CONFIDENCE) * problem.scale, "noise")
     certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
     error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
-    return Single(question, mechanism, combine, error, "noise" if certain else "belief")
+    return Single(questions, mechanism, error, "noise" if certain else "belief")
+
+
+def _gaussian(
+    asked: list[str], spending: Spending, problem: Problem, belief: Any, seed: int, step: float | None
+) -> GaussianPlan | None:
+    """All questions for this spending, sums with Gaussian noise and quantiles by one choice; none where no such noise will do."""
+    of_rank = [question for question in asked if levels_of(question, problem.n, 1.0) is not None]
+    sums = groups_of([question for question in asked if question not in of_rank], problem)
+    own, share = split(spending, len(sums), len(of_rank))
+    if sums and not math.isfinite(own.multiplier(sum(group.entries for group in sums))):
+        return None
+    if share is not None and share < _LEAST_JOINT and spending.rho is None:
+        return None
+    joint = None
+    if share is not None:
+        ranked = {question: levels_of(question, problem.n, share) or () for question in of_rank}
+        joint = _jointly(ranked, replace(problem, epsilon=share), belief, seed, step)
+    return GaussianPlan(spending, problem, tuple(asked), joint)
+
+
+def _is_less(noised: GaussianPlan, shares: int) -> bool:
+    """Whether Gaussian noise on its sums is less than Laplace noise for an even share of ε each (cells have √2 of L2 in L1)."""
+    if not noised.groups:
+        return False
+    epsilon, gains = noised.spending.epsilon, []
+    assert epsilon is not None
+    for group in noised.groups:
+        for _ in group.questions:
+            l1 = 2.0 if group.l2 > 1 else 1.0
+            gains.append(math.log(noised.std * group.unit) - math.log(math.sqrt(2) * l1 * shares / epsilon))
+    return sum(gains) < 0
 
 
 def _in_steps(belief: Distribution, lattice: Lattice) -> Distribution:

@@ -363,7 +363,7 @@ class _SelectionState:
 
 @dataclass(frozen=True)
 class _Content:
-    kind: Literal["constant", "additive", "selection", "interval", "centred"]
+    kind: Literal["constant", "additive", "selection", "interval", "centred", "beyond"]
     problem: Problem
     title: str
     report: dict[str, Any]
@@ -371,11 +371,12 @@ class _Content:
 
 
 def _state_of(kind: str) -> type:
-    from lipdp.mechanisms.centred import CentredState  # mechanisms themselves: they import this module
+    from lipdp.mechanisms.beyond import BeyondState  # mechanisms themselves: they import this module
+    from lipdp.mechanisms.centred import CentredState
     from lipdp.mechanisms.intervals import IntervalState
 
     kinds: dict[str, type] = {"constant": _ConstantState, "additive": _AdditiveState, "selection": _SelectionState}
-    return {**kinds, "interval": IntervalState, "centred": CentredState}[kind]
+    return {**kinds, "interval": IntervalState, "centred": CentredState, "beyond": BeyondState}[kind]
 
 
 def load(path: str | os.PathLike[str]) -> Mechanism:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "laplace_error",
     "levels_of",
     "normalised",
+    "query_of",
 ]
 
 CONFIDENCE = 0.95
@@ -47,42 +48,46 @@ class Answer:
         value: the answer; a list for a histogram.
         interval: around a number, for 95% of the noise; counts of a histogram have ± the same, each.
         basis: what the interval rests on: "noise" (whatever the data are) or "belief" (95% of the datasets believed in).
-        epsilon: its share.
+        epsilon: its share; ``None`` where ρ was given.
     """
 
     question: str
     value: float | list[float]
     interval: tuple[float, float] | None
     basis: str
-    epsilon: float
+    epsilon: float | None
 
 
 @dataclass(frozen=True)
 class Single:
-    """A question with its mechanism: ``combine`` makes the answer of what it releases, ``error`` bounds its error (95%)."""
+    """Questions that one release of a mechanism answers, ``error`` bounds its error (95%)."""
 
-    question: str
+    questions: tuple[str, ...]
     mechanism: Mechanism
-    combine: Callable[[float], float]
     error: float
     basis: str
 
     def respond(self, t: Tensor) -> list[Answer]:
-        """Its answer about a unit dataset."""
+        """Its answers about a unit dataset."""
         own, error = self.mechanism, self.error
         if isinstance(own, CentredMechanism):
             unit, off = own.respond_within(t, CONFIDENCE)
             value, error = float(own.problem.answer(unit)), off * own.problem.scale
         else:
             value = float(own.problem.answer(own._respond(t, "auto")))
-        most = self.mechanism.problem.answer(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
-        low, high = (self.combine(min(max(value + off, most[0]), most[1])) for off in (-error, error))
-        return [Answer(self.question, self.combine(value), (low, high), self.basis, self.mechanism.epsilon)]
+        least, most = own.problem.answer(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+        ends = [min(max(value + off, least), most) for off in (-error, error)]
+        made = []
+        for question in self.questions:
+            found, low, high = (self._as_asked(question, one) for one in (value, *ends))
+            made.append(Answer(question, found, (low, high), self.basis, own.epsilon / len(self.questions)))
+        return made
 
-    @property
-    def questions(self) -> tuple[str, ...]:
-        """One."""
-        return (self.question,)
+    def _as_asked(self, question: str, value: float) -> float:
+        """What a question makes of what is released: sum = n·mean, std = √variance."""
+        if question == "sum":
+            return self.problem.n * value
+        return math.sqrt(max(value, 0.0)) if question == "std" else value
 
     @property
     def problem(self) -> Problem:
@@ -96,7 +101,12 @@ class Single:
 
     def describe(self) -> dict[str, Any]:
         """What will be done."""
-        return {"question": self.question, "mechanism": self.mechanism.describe()}
+        return {"questions": list(self.questions), "question": self.questions[0], "mechanism": self.mechanism.describe()}
+
+
+def query_of(question: str) -> str:
+    """What is released for a question: mean and sum, variance and std have one release in common."""
+    return {"sum": "mean", "std": "variance"}.get(question, question)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ loss of a mechanism that assumes nothing.
 the noise and D the decoder. All datasets are all q ∈ [0, most]: their worst ratio to the plain mechanism is the maximum of a
 function of one variable, and is computed. D is the plain answer plus a shift, found as the Bayes answer under belief + λ, λ ≥ 0 an
 adversary's prior that grows where the ratio is above 1 + τ (the dual of: least expected loss, ratio at most 1 + τ everywhere).
-Little else can be had at such a τ when nε is large: for a mean from Σφ(x_i), a φ that is not linear is biased by n times its
-curvature on some dataset, and the noise is only 1/ε.
+A mean from Σφ(x_i) gains nothing at such a τ when nε is large: a φ that is not linear is biased by n times its curvature on some
+dataset, and the noise is only 1/ε. What gains is noise that depends on the data (:mod:`lipdp.mechanisms.beyond`, and
+:mod:`lipdp.mechanisms.centred` for the variance), where losses are functions of two variables.
 
 **Quantiles.** The plain mechanism is :class:`~lipdp.mechanisms.intervals.IntervalMechanism`; the belief chooses its base measure
 and shifts its answers. Here a dataset is n numbers: the ratio is held below 1 + τ on a pool of hostile columns and on what a search
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms import centred
+from lipdp.mechanisms import beyond, centred
 from lipdp.mechanisms.distributions import Distribution, World, draw, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
@@ -113,18 +114,20 @@ def plain_mechanisms(problem: Problem) -> list[Mechanism]:
 def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
     """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
     if problem.query.kind == "quantile":
-        beyond = problem.epsilon * min(problem.rank(), problem.n - problem.rank())
-        if beyond >= _CLEAR:
+        if problem.epsilon * min(problem.rank(), problem.n - problem.rank()) >= _CLEAR:
             return _plain_quantile(problem)
         return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = _plain(problem, "laplace")
         everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
         return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between", proved=True)
-    parts = [(problem.query(part), part.mean(1)) for part in draws(belief, problem, affordable(count, problem.n), seed)]
-    truths, means = (torch.cat(part) for part in zip(*parts, strict=True))
+    drawn = draws(belief, problem, affordable(count, problem.n), seed)
+    parts = [(problem.query(part), part.mean(1), beyond.counted(part)) for part in drawn]
+    truths, means, counts = (torch.cat(part) for part in zip(*parts, strict=True))
     found = _on_the_query(problem, truths, robustness)
-    return _about_a_centre(found, means, truths, robustness) if problem.query.kind == "variance" else found
+    if problem.query.kind == "variance":
+        return _about_a_centre(found, means, truths, robustness)
+    return _by_records_beyond(found, means, counts, robustness)
 
 
 # --- mean and variance: all datasets are all truths --------------------------------------------------------------------------
@@ -214,6 +217,38 @@ def _about_a_centre(found: Robust, means: Tensor, variances: Tensor, robustness:
     return replace(
         found, mechanism=best, ratio=float(ratios[at]), loss=float(made[high]), ratio_at=where(at), loss_at=where(high), proved=True
     )
+
+
+def _by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness: float) -> Robust:
+    """The mean by how many records lie beyond a cut, if it keeps to 1 + τ on all datasets and is better under the belief."""
+    problem = found.mechanism.problem
+    made = beyond.candidate(problem, means, counts, _MARGIN * robustness)
+    if made is None:
+        return found
+    plain = [_plain(problem, noise) for noise in _KINDS]
+    totals, seen = beyond.grid(made)
+    losses = made.losses_of(totals, seen)
+    ratios = losses / torch.stack([truth_losses(one, totals / problem.n) for one in plain]).amin(0)
+    believed = torch.stack([truth_losses(one, means) for one in plain]).amin(0)
+    own = made.losses_of(problem.n * (means if made.high else 1 - means), counts[:, beyond.WAYS.index((made.cut, made.high))])
+
+    def score(losses: Tensor) -> float:
+        return float(losses.mean() / believed.mean() + (losses / believed).mean())
+
+    assert isinstance(found.mechanism, AdditiveMechanism)
+    if float(ratios.max()) > 1 + robustness or score(own) >= score(truth_losses(found.mechanism, means)):
+        return found
+
+    def where(place: int) -> str:
+        unit, edge = float(totals[place]) / problem.n, made.cut / beyond.CELLS
+        mean, cut = (problem.low + problem.width * (part if made.high else 1 - part) for part in (unit, edge))
+        more = " or more" if int(seen[place]) == made.table.shape[0] - 1 else ""
+        side = "above" if made.high else "below"
+        return f"any dataset whose mean is {mean:.4g}, with {int(seen[place])}{more} records {side} {cut:.4g}"
+
+    at, high = int(ratios.argmax()), int(losses.argmax())
+    worst = {"ratio": float(ratios[at]), "loss": float(losses[high]), "ratio_at": where(at), "loss_at": where(high)}
+    return replace(found, mechanism=made, proved=True, **worst)  # type: ignore[arg-type]
 
 
 def _within(make: Callable[[float], AdditiveMechanism], truths: Tensor, least: Tensor, robustness: float) -> AdditiveMechanism:

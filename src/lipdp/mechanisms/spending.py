@@ -42,6 +42,7 @@ __all__ = [
     "Spending",
     "Vector",
     "contributions",
+    "gaussian_event",
     "gaussian_multiplier",
     "release_moments",
     "release_query",
@@ -143,7 +144,7 @@ def release_vector(
     pure = spending.rho is None and math.sqrt(2) * l1 / spending.epsilon <= multiplier * l2  # type: ignore[operator]
     if not pure:
         if account is not None:
-            account.charge(_event(multiplier, account.adjacency, adjacency), what)
+            account.charge(gaussian_event(multiplier, account.adjacency, adjacency), what)
         std = multiplier * l2 * grid_factor(multiplier, len(exact))
         return Vector(noised_on_processor(exact, std, fresh_key()), std, spending)
     assert spending.epsilon is not None
@@ -157,7 +158,7 @@ def release_vector(
     return Vector(released, math.sqrt(2) * l1 / spending.epsilon, Spending(spending.epsilon))
 
 
-def _event(multiplier: float, paying: Adjacency, proved: Adjacency) -> Any:
+def gaussian_event(multiplier: float, paying: Adjacency, proved: Adjacency) -> Any:
     """Gaussian noise of σ for ``proved`` neighbours, as ``paying``'s budget understands it (the module's own text).
 
     Proved for replacing a record, it holds for one that is removed too: what is not there is a blank one. Proved for adding or

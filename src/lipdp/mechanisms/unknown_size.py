@@ -35,6 +35,7 @@ from lipdp.mechanisms.questions import (
     normalised,
 )
 from lipdp.privacy.accounting import Adjacency
+from lipdp.privacy.costs import Pure
 
 __all__ = ["OpenPlan"]
 
@@ -113,6 +114,10 @@ class OpenPlan:
             weights["quantiles"] = len(self._ranked)
         whole = least_of(self.epsilon) / sum(weights.values())
         return {what: rounded_down(weight * whole) for what, weight in weights.items()}
+
+    def costs(self, paying: Adjacency) -> list[Any]:
+        """What a budget is charged."""
+        return [Pure(self.epsilon, self.adjacency)]
 
     def checked(self, x: Any, clamp: bool) -> Tensor:
         """The data as they are, in the user's units, or why they are refused; none at all is a dataset too."""
