@@ -21,6 +21,7 @@ __all__ = ["Watched", "fingerprint", "reachable_tensors", "storages"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
+_WITHOUT_PARTS = frozenset((*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 6
 # Of data behind a global name: items of a container, bytes of an array.
@@ -229,19 +230,19 @@ def _slots(value: Any) -> dict[str, Any] | None:
 def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
     """Every tensor that the objects' attributes and items lead to within a few references, each once: also plain attributes."""
     tensors: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            tensors.setdefault(id(value), value)
-        elif not isinstance(value, _PLAIN) and id(value) not in seen and depth:
-            seen.add(id(value))
-            for part in _parts(value):
-                visit(part, depth - 1)
-
-    for value in objects:
-        for module in value.modules() if isinstance(value, torch.nn.Module) else [value]:
-            visit(module, _DEPTH)
+    met: dict[int, Any] = {}  # kept, so that no id is used again
+    level = [part for value in objects for part in (value.modules() if isinstance(value, torch.nn.Module) else [value])]
+    for depth in range(_DEPTH, -1, -1):
+        deeper: list[Any] = []
+        for value in level:
+            if type(value) in _WITHOUT_PARTS or id(value) in met:  # nearly all
+                continue
+            met[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                tensors[id(value)] = value
+            elif depth and not isinstance(value, _PLAIN):
+                deeper += _parts(value)
+        level = deeper
     return list(tensors.values())
 
 
@@ -251,6 +252,8 @@ def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _parts(value: Any) -> list[Any]:
+    if type(value) in (list, tuple):
+        return list(value)
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, Sequence | Set | deque):
