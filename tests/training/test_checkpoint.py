@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -150,17 +149,16 @@ def test_a_finished_run_is_not_trained_further(tmp_path):
 def test_a_killed_process(tmp_path):
     """SIGKILL in the middle of a step's callback; nothing can tidy up."""
     file = tmp_path / "run"
-    code = (
-        "import os, signal\n"
-        "from tests.training.test_checkpoint import Callback, train\n"
-        "class Kill(Callback):\n"
-        "    def on_step(self, run):\n"
-        "        if run.engine.steps == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"train(checkpoint={str(file)!r}, callbacks=[Kill()])\n"
-    )
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+
+    class Kill(Callback):
+        def on_step(self, run):
+            if run.engine.steps == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=train, kwargs={"checkpoint": file, "callbacks": [Kill()]})
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     assert load_checkpoint(file)["engine"]["steps"] == 6
     expected, history = uninterrupted()
     resumed, again = train(checkpoint=file, resume=True)
