@@ -197,3 +197,24 @@ def test_no_part_is_taken_for_another_that_is_gone():
     reached = {id(t) for t in reachable_tensors(Making(first), Making(second))}
     assert len(first) == len(second) == 40
     assert reached >= {id(t) for t in (*first, *second)}
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_every_one_of_several_objects_without_a_dictionary_is_looked_into():
+    objects = [Slotted(number) for number in range(8)]
+    for one in objects:
+        assert changes(objects, lambda _, one=one: setattr(one, "value", -1))
+
+
+def test_what_is_near_counts_though_its_holder_was_met_far_away_before():
+    holder = {"inside": [[1]]}
+    far = holder
+    for _ in range(4):
+        far = [far]
+    assert changes([far, holder], lambda _: holder["inside"][0].append(2))

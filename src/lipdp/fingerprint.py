@@ -23,6 +23,8 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 _TENSORS = ("_parameters", "_buffers")
 _WITHOUT_PARTS = frozenset((*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_Signed = dict[int, tuple[int, Any]]  # by id: how many references deep, and the object, so that no other takes its id
+_UNSIGNED = (0, None)
 _DEPTH = 6
 # Of data behind a global name: items of a container, bytes of an array.
 _MANY, _LARGE = 4096, 2**20
@@ -42,7 +44,7 @@ def fingerprint(*objects: Any) -> Hashable:
         >>> fingerprint(layer) == before
         False
     """
-    seen: set[int] = set()
+    seen: _Signed = {}
     return tuple(_sign(value, seen, _DEPTH) for value in objects)
 
 
@@ -114,7 +116,7 @@ class Watched:
         return [(t.data_ptr(), t.requires_grad, t.shape, t.stride(), t.dtype) for t in self._tensors]
 
     def _inside(self) -> list[Hashable]:
-        return [_sign(value, set(), _DEPTH) for value in self._deep]
+        return [_sign(value, {}, _DEPTH) for value in self._deep]
 
 
 def _items(container: Any) -> tuple[Any, ...]:
@@ -189,15 +191,15 @@ def _settled(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, torch.nn.Module, type, types.BuiltinFunctionType))
 
 
-def _sign(value: Any, seen: set[int], depth: int) -> Hashable:
+def _sign(value: Any, seen: _Signed, depth: int) -> Hashable:
     kind = value.__class__
     if isinstance(value, _PLAIN):
         return kind, value  # 1, 1.0 and True are equal, and not the same setting
     if isinstance(value, torch.Tensor):
         return _tensor(value)
-    if id(value) in seen or depth == 0:
+    if depth <= seen.get(id(value), _UNSIGNED)[0]:
         return kind, id(value)
-    seen.add(id(value))
+    seen[id(value)] = depth, value
     deeper = depth - 1
     if isinstance(value, torch.nn.Module):
         return tuple(_module(module, seen, deeper) for module in value.modules())
@@ -284,8 +286,8 @@ def _tensor(tensor: torch.Tensor) -> Hashable:
     return place, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None, tensor.dtype, tensor.requires_grad
 
 
-def _module(module: torch.nn.Module, seen: set[int], depth: int) -> Hashable:
-    seen.add(id(module))
+def _module(module: torch.nn.Module, seen: _Signed, depth: int) -> Hashable:
+    seen[id(module)] = max(depth, seen.get(id(module), _UNSIGNED)[0]), module
     parts: list[Hashable] = [id(module), id(module.__class__), _sign(_forward(module), seen, depth)]
     for name, value in vars(module).items():
         if name in _TENSORS:
