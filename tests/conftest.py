@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from lipdp.training.account import forget_runs, several_runs
-
 
 def pytest_configure() -> None:
     """What is imported stays: nothing of it has to be looked at for garbage, neither now nor in every gc.collect() of a test."""
@@ -24,6 +22,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _runs_of_other_tests_are_forgotten(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests train on the same toy data again and again. Those marked ``counts_runs`` are about noticing it."""
+    from lipdp.training.account import forget_runs, several_runs  # here: the process that hands out tests has no need of torch
+
     forget_runs()
     if request.node.get_closest_marker("counts_runs"):
         yield

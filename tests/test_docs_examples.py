@@ -25,7 +25,7 @@ MODULES = sorted(name for name in FOUND if HAS_TRITON or not needs_triton(name))
 
 
 def test_all_modules_are_found():
-    assert {"lipdp.planning.plan", "lipdp.data.registry", "lipdp.bounds.analysis"} <= set(MODULES)
+    assert {"lipdp.planning.plan", "lipdp.data.datasets", "lipdp.bounds.analysis"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", ["lipdp", *MODULES])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from lipdp.fingerprint import Watched, fingerprint
+from lipdp.fingerprint import Watched, fingerprint, reachable_tensors
 
 
 def model():
@@ -162,3 +164,57 @@ def test_plain_tensors_and_arrays_among_the_attributes():
     assert changes(holding(np.zeros(3)), lambda made: setattr(made[0], "held", np.ones(3)))
     assert changes(holding([]), lambda made: made[0].held.append(1))
     assert changes(holding(None), lambda made: setattr(made[0], "held", 0j))
+
+
+@pytest.mark.parametrize("far_first", [False, True])
+def test_a_tensor_near_by_is_found_though_its_holder_was_met_far_away_before(far_first):
+    holder, deep = {"inside": [torch.ones(2)]}, torch.ones(3)
+    far = holder
+    for _ in range(4):  # what it holds is too far away from here
+        far = [far]
+    objects = [far, [holder], [[[[[deep]]]]]] if far_first else [[holder], [[[[[deep]]]]], far]
+    assert {id(t) for t in reachable_tensors(objects)} == {id(holder["inside"][0]), id(deep)}
+
+
+def test_no_part_is_taken_for_another_that_is_gone():
+    """Mappings may make their values when asked, and memory that was given back is used again, with its address for an id."""
+
+    class Making(Mapping):
+        def __init__(self, made):
+            self.made = made
+
+        def __getitem__(self, key):
+            self.made.append(torch.full((1,), float(key)))
+            return [self.made[-1]]
+
+        def __iter__(self):
+            return iter(range(40))
+
+        def __len__(self):
+            return 40
+
+    first, second = [], []
+    reached = {id(t) for t in reachable_tensors(Making(first), Making(second))}
+    assert len(first) == len(second) == 40
+    assert reached >= {id(t) for t in (*first, *second)}
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_every_one_of_several_objects_without_a_dictionary_is_looked_into():
+    objects = [Slotted(number) for number in range(8)]
+    for one in objects:
+        assert changes(objects, lambda _, one=one: setattr(one, "value", -1))
+
+
+def test_what_is_near_counts_though_its_holder_was_met_far_away_before():
+    holder = {"inside": [[1]]}
+    far = holder
+    for _ in range(4):
+        far = [far]
+    assert changes([far, holder], lambda _: holder["inside"][0].append(2))

@@ -21,7 +21,10 @@ __all__ = ["Watched", "fingerprint", "reachable_tensors", "storages"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
+_WITHOUT_PARTS = frozenset((*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_Signed = dict[int, tuple[int, Any]]  # by id: how many references deep, and the object, so that no other takes its id
+_UNSIGNED = (0, None)
 _DEPTH = 6
 # Of data behind a global name: items of a container, bytes of an array.
 _MANY, _LARGE = 4096, 2**20
@@ -41,7 +44,7 @@ def fingerprint(*objects: Any) -> Hashable:
         >>> fingerprint(layer) == before
         False
     """
-    seen: set[int] = set()
+    seen: _Signed = {}
     return tuple(_sign(value, seen, _DEPTH) for value in objects)
 
 
@@ -113,7 +116,7 @@ class Watched:
         return [(t.data_ptr(), t.requires_grad, t.shape, t.stride(), t.dtype) for t in self._tensors]
 
     def _inside(self) -> list[Hashable]:
-        return [_sign(value, set(), _DEPTH) for value in self._deep]
+        return [_sign(value, {}, _DEPTH) for value in self._deep]
 
 
 def _items(container: Any) -> tuple[Any, ...]:
@@ -188,15 +191,15 @@ def _settled(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, torch.nn.Module, type, types.BuiltinFunctionType))
 
 
-def _sign(value: Any, seen: set[int], depth: int) -> Hashable:
+def _sign(value: Any, seen: _Signed, depth: int) -> Hashable:
     kind = value.__class__
     if isinstance(value, _PLAIN):
         return kind, value  # 1, 1.0 and True are equal, and not the same setting
     if isinstance(value, torch.Tensor):
         return _tensor(value)
-    if id(value) in seen or depth == 0:
+    if depth <= seen.get(id(value), _UNSIGNED)[0]:
         return kind, id(value)
-    seen.add(id(value))
+    seen[id(value)] = depth, value
     deeper = depth - 1
     if isinstance(value, torch.nn.Module):
         return tuple(_module(module, seen, deeper) for module in value.modules())
@@ -229,19 +232,19 @@ def _slots(value: Any) -> dict[str, Any] | None:
 def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
     """Every tensor that the objects' attributes and items lead to within a few references, each once: also plain attributes."""
     tensors: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            tensors.setdefault(id(value), value)
-        elif not isinstance(value, _PLAIN) and id(value) not in seen and depth:
-            seen.add(id(value))
-            for part in _parts(value):
-                visit(part, depth - 1)
-
-    for value in objects:
-        for module in value.modules() if isinstance(value, torch.nn.Module) else [value]:
-            visit(module, _DEPTH)
+    met: dict[int, Any] = {}  # kept, so that no id is used again
+    level = [part for value in objects for part in (value.modules() if isinstance(value, torch.nn.Module) else [value])]
+    for depth in range(_DEPTH, -1, -1):
+        deeper: list[Any] = []
+        for value in level:
+            if type(value) in _WITHOUT_PARTS or id(value) in met:  # nearly all
+                continue
+            met[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                tensors[id(value)] = value
+            elif depth and not isinstance(value, _PLAIN):
+                deeper += _parts(value)
+        level = deeper
     return list(tensors.values())
 
 
@@ -251,6 +254,8 @@ def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _parts(value: Any) -> list[Any]:
+    if type(value) in (list, tuple):
+        return list(value)
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, Sequence | Set | deque):
@@ -281,8 +286,8 @@ def _tensor(tensor: torch.Tensor) -> Hashable:
     return place, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None, tensor.dtype, tensor.requires_grad
 
 
-def _module(module: torch.nn.Module, seen: set[int], depth: int) -> Hashable:
-    seen.add(id(module))
+def _module(module: torch.nn.Module, seen: _Signed, depth: int) -> Hashable:
+    seen[id(module)] = max(depth, seen.get(id(module), _UNSIGNED)[0]), module
     parts: list[Hashable] = [id(module), id(module.__class__), _sign(_forward(module), seen, depth)]
     for name, value in vars(module).items():
         if name in _TENSORS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -224,6 +225,8 @@ def fresh_unless_told():
 
 
 def test_shadows_in_several_processes(tmp_path, monkeypatch):
+    forked = multiprocessing.get_context("fork")  # quicker to start; nothing of this process is used by what is trained in them
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": forked}.__getitem__)
     told, pool, plan = [], records(60), planned(1e-6, steps=3, size=50)
     alone = audit.train_shadows(fresh, plan, pool, 3, tmp_path / "alone")
     monkeypatch.setenv("LIPDP_TEST_SHADOWS", str(tmp_path))

@@ -151,7 +151,7 @@ def _whole_and_part(parts: Any) -> torch.Tensor:
 @pytest.mark.parametrize(("function", "shape", "attributes", "least"), LINEAR)
 def test_function_rules_hold_under_attack(function: Any, shape: Any, attributes: Any, least: tuple[float, float]) -> None:
     model = Forward(function, **attributes)
-    report = attack(model, 0.7, input_shape=shape, input_norm=1.3, steps=25, draws=3)
+    report = attack(model, 0.7, input_shape=shape, input_norm=1.3, steps=12, draws=3)
     outputs = [row for row in report.rows if row.kind == "activation"]
     assert not outputs or outputs[-1].tightness >= least[0], str(report)
     assert report.tightness("input") >= least[1], str(report)

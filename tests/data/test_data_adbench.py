@@ -79,7 +79,7 @@ def test_names_are_case_blind() -> None:
 
 @pytest.mark.parametrize("source", ADBENCH, ids=lambda source: source.info.name)
 def test_real_tables(source) -> None:
-    if not REAL or not source.availability(data.registry.data_root(REAL)).on_disk:
+    if not REAL or not source.availability(data.datasets.data_root(REAL)).on_disk:
         pytest.skip(f"LIPDP_DATA does not name a folder that holds {source.info.name}")
     train, test, info = data.load(info_name := source.info.name, root=REAL, download=False)
     assert info.name == info_name

@@ -161,7 +161,7 @@ def test_missing(tmp_path):
         data.load("imdb", root=tmp_path, download=False)
 
 
-@pytest.mark.skipif(not REAL or not IMDB.availability(data.registry.data_root(REAL)).on_disk, reason="needs the real reviews")
+@pytest.mark.skipif(not REAL or not IMDB.availability(data.datasets.data_root(REAL)).on_disk, reason="needs the real reviews")
 def test_the_real_reviews():
     train, test, info = data.load("imdb", root=REAL, download=False)
     for part in (train, test):

@@ -17,6 +17,8 @@ from lipdp.cli import app
 from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators import Numeric, PrivateImageClassifier, images
+from lipdp.features.learned import write_network
+from lipdp.features.residual import NetworkShape, ResidualNetwork, folded_weights
 
 
 def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -28,15 +30,27 @@ def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, A
     return x.astype(np.uint8), np.where(y == 1, "left", "right")
 
 
+@pytest.fixture(scope="module")
+def tiny_network(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A network of a few drawn filters, in a file."""
+    file, shape = tmp_path_factory.mktemp("network") / "tiny.npz", NetworkShape((4, 6, 8), (1, 1, 1))
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lipdp.features.learned._DRAWINGS", 32)
+        write_network(file, shape, folded_weights(ResidualNetwork(shape, learning=True)), 32, {"name": "tiny"})
+    return str(file)
+
+
 @pytest.fixture(autouse=True)
-def few_features(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The shipped network alone: patches and scattering take half a minute to set up. And short runs, but for one test."""
+def few_features(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tiny_network: str) -> None:
+    """A network alone, a tiny one but for one test: patches and scattering take half a minute to set up. And short runs."""
+    shipped = request.node.name == "test_defaults_learn_and_promise"
 
     def blocks(level: str, channels: int, mirror: bool) -> tuple[list[dict[str, Any]], int]:
-        return [{"kind": "learned", "network": level, "flip": mirror}], 3328
+        return [{"kind": "learned", "network": level if shipped else tiny_network, "flip": mirror}], 3328
 
     monkeypatch.setattr(images, "_blocks", blocks)
-    if request.node.name != "test_defaults_learn_and_promise":
+    if not shipped:
         monkeypatch.setattr(images, "_STEPS", 30)
 
 

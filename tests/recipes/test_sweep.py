@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,8 @@ def test_runs_that_fall_behind_are_stopped(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_two_workers_and_the_final_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = Sweep(RECIPE, 3.0, SPACE, storage=str(tmp_path / "j"), histories=str(tmp_path / "h"), evaluations=1, radii=(0.01,))
+    forked = multiprocessing.get_context("fork")  # quicker to start
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": forked}.__getitem__)
     found = search(sweep, trials=2, workers=2)
     assert 2 <= found.complete <= 3
     dots = read_dots([tmp_path / "h"])

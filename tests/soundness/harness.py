@@ -221,8 +221,8 @@ class _Target:
 
     def _project_point(self) -> None:
         """The input on the sphere of the start's radius, the cotangent on the sphere of radius L."""
-        self.x = self.x / self.x.norm().clamp_min(1e-300) * self.length
-        self.v = self.v / self.v.norm().clamp_min(1e-300) * self.constant
+        self.x = self.x * (self.length / torch.linalg.vector_norm(self.x).clamp_min(1e-300))
+        self.v = self.v * (self.constant / torch.linalg.vector_norm(self.v).clamp_min(1e-300))
 
     def _values(self, create_graph: bool) -> tuple[list[Tensor], list[Tensor]]:
         """All bounded quantities at the current point, and the leaves they depend on."""
@@ -249,7 +249,8 @@ class _Target:
         return [*cotangents[:count], *map(norm, tensors), *cotangents[count:], *finer], leaves
 
     def _record(self, values: Sequence[Tensor]) -> None:
-        self.best = [max(best, float(value.detach())) for best, value in zip(self.best, values, strict=True)]
+        met = torch.stack([value.detach() for value in values]).tolist()
+        self.best = [max(best, value) for best, value in zip(self.best, met, strict=True)]
 
     def evaluate(self) -> None:
         """Record the current point."""
@@ -276,12 +277,12 @@ class _Target:
             rate = max(0.5 * 0.85**step, 0.03)
             with torch.no_grad():
                 for number, (leaf, direction) in enumerate(zip(leaves, directions, strict=True)):
-                    if direction is None or not bool(torch.isfinite(direction).all()) or float(direction.norm()) == 0:
+                    if direction is None or not 0 < float(size := torch.linalg.vector_norm(direction)) < math.inf:
                         continue
                     # Now and then the input and the cotangent jump: a step of power iteration, if the map is linear.
                     factor = 4.0 if number < 2 and step % 3 == 2 else rate
                     length = leaf.norm().clamp_min(1.0 if leaf.ndim < 2 else 0.1)
-                    leaf.add_(direction / direction.norm() * (factor * length))
+                    leaf.add_(direction * (factor * length / size))
                 project_(self.model)
             self.x, self.v = leaves[0].detach(), leaves[1].detach()
             self._project_point()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 
@@ -53,6 +54,12 @@ def engine_of(model: torch.nn.Module, method: str, records: int, **changes: obje
     return lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.0), plan, seed=1)
 
 
+@functools.cache
+def engine_among(method: str, records: int) -> lipdp.PrivacyEngine:
+    """One for all that is asked of so many records: nothing is asked of it but sums, which change nothing in it."""
+    return engine_of(model_of(WIDTH, method), method, records)
+
+
 def asked(engine: lipdp.PrivacyEngine, x: torch.Tensor, y: torch.Tensor, seats: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """The query's answer, not noised."""
     parameters = dict(engine.model.named_parameters())
@@ -94,7 +101,7 @@ def records(pattern: str, count: int, width: int = WIDTH) -> tuple[torch.Tensor,
 def test_a_record_among_thousands(method, pattern):
     """With a record and without it, the others where they were: in the order that suits the attack, and in a random one."""
     count = LOOPED if method in ("naive", "multiloss") else RECORDS
-    engine = engine_of(model_of(WIDTH, method), method, count)
+    engine = engine_among(method, count)
     assert engine.microbatch_size <= engine._query.most_rows
     x, y = records(pattern, count)
     x[count // 2] = torch.full((WIDTH,), 0.6 + 1e-7)  # the record: its bits don't fit the others' sum
@@ -110,7 +117,7 @@ def test_a_record_among_thousands(method, pattern):
 @pytest.mark.parametrize("method", ["clipless", "bookkeeping", "ghost"])
 def test_neighbours_as_a_step_seats_them(method):
     """A record removed from the list, all behind it moved up, seats drawn anew: still no further apart than the claim."""
-    engine = engine_of(model_of(WIDTH, method), method, RECORDS)
+    engine = engine_among(method, RECORDS)
     x, y = records("aligned", RECORDS)
     x[0] = torch.full((WIDTH,), 0.5)
     first = asked(engine, x, y, engine._seats(x, 0))

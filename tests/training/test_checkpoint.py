@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,9 +96,18 @@ def test_a_run_killed_at_any_step_ends_the_same(tmp_path, kill):
     assert counter.steps == list(range(counter.steps[0], STEPS + 1))
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adam])
-@pytest.mark.parametrize("make_scheduler", [None, cosine, milestones])
-@pytest.mark.parametrize("ema", [None, 0.5])
+# Every two of them meet; more schedulers and optimisers are resumed in test_hostile_states.py.
+@pytest.mark.parametrize(
+    ("make_optimizer", "make_scheduler", "ema"),
+    [
+        (sgd, None, 0.5),
+        (adam, None, None),
+        (sgd, cosine, None),
+        (adam, cosine, 0.5),
+        (sgd, milestones, 0.5),
+        (adam, milestones, None),
+    ],
+)
 def test_with_any_optimiser_scheduler_and_average(tmp_path, make_optimizer, make_scheduler, ema):
     setting = {"make_optimizer": make_optimizer, "make_scheduler": make_scheduler, "ema": ema}
     expected, history = train(**setting)
@@ -150,17 +158,16 @@ def test_a_finished_run_is_not_trained_further(tmp_path):
 def test_a_killed_process(tmp_path):
     """SIGKILL in the middle of a step's callback; nothing can tidy up."""
     file = tmp_path / "run"
-    code = (
-        "import os, signal\n"
-        "from tests.training.test_checkpoint import Callback, train\n"
-        "class Kill(Callback):\n"
-        "    def on_step(self, run):\n"
-        "        if run.engine.steps == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"train(checkpoint={str(file)!r}, callbacks=[Kill()])\n"
-    )
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, timeout=120, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+
+    class Kill(Callback):
+        def on_step(self, run):
+            if run.engine.steps == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=train, kwargs={"checkpoint": file, "callbacks": [Kill()]})
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     assert load_checkpoint(file)["engine"]["steps"] == 6
     expected, history = uninterrupted()
     resumed, again = train(checkpoint=file, resume=True)

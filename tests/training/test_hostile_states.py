@@ -207,19 +207,20 @@ def warm_up(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments"),
+    ("make", "arguments", "optimizer"),
     [
-        (SCHEDULERS.CosineAnnealingLR, (12,)),
-        (SCHEDULERS.OneCycleLR, (0.1, 12)),
-        (SCHEDULERS.CyclicLR, (0.01, 0.1)),
-        (SCHEDULERS.MultiStepLR, ([3, 7],)),
-        (SCHEDULERS.LambdaLR, (lambda step: 1 / (1 + step),)),
-        (SCHEDULERS.CosineAnnealingWarmRestarts, (4,)),
-        (SCHEDULERS.PolynomialLR, (12,)),
-        (warm_up, ()),
+        (SCHEDULERS.CosineAnnealingLR, (12,), adam),
+        (SCHEDULERS.OneCycleLR, (0.1, 12), momentum),  # moves momentum, too
+        (SCHEDULERS.OneCycleLR, (0.1, 12), adam),  # moves betas
+        (SCHEDULERS.CyclicLR, (0.01, 0.1), momentum),
+        (SCHEDULERS.MultiStepLR, ([3, 7],), adam),
+        (SCHEDULERS.LambdaLR, (lambda step: 1 / (1 + step),), momentum),
+        (SCHEDULERS.CosineAnnealingWarmRestarts, (4,), adam),
+        (SCHEDULERS.PolynomialLR, (12,), momentum),
+        (warm_up, (), momentum),
+        (warm_up, (), adam),
     ],
 )
-@pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.filterwarnings("ignore")
 def test_no_honest_scheduler_is_refused(tmp_path, make, arguments, optimizer):
     settings = {"make": make, "arguments": arguments, "optimizer": optimizer}

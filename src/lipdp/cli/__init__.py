@@ -1,7 +1,7 @@
 """The command line: each command parses its options, calls the library and prints what came back.
 
-Modules here import torch and the rest of the library inside the commands only, so that ``lipdp --help`` is quick. The commands
-stand below in the order of the help text.
+Modules here import torch and the rest of the library inside the commands only: reading a command line adds nothing to the import of
+``lipdp`` itself (which imports torch). The commands stand below in the order of the help text.
 """
 
 from __future__ import annotations

@@ -507,6 +507,8 @@ def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
     functions += [module.__dict__["forward"] for module in model.modules() if "forward" in module.__dict__]
     tensors, waiting, seen = reachable_tensors(model, loss), [*functions, loss], set()
     behind: list[Any] = []
+    met: dict[int, Any] = {}  # what functions read, by id, and kept while ids are compared: most of them read the same
+    opened: dict[int, Any] = {}
     while waiting:
         value = waiting.pop()
         value = getattr(value, "__func__", value)
@@ -517,18 +519,24 @@ def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
             continue
         seen.add(value)
         names = _names(value.__code__)
-        found = [value.__globals__[name] for name in names if name in value.__globals__]
-        for part in list(found):
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        for part in list(read):
             if isinstance(part, kinds.ModuleType) and not _is_torchs(part):
-                found += [vars(part)[name] for name in names if name in vars(part)]
-        found += [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-        for part in list(found):
-            if isinstance(part, Mapping | list | tuple | set):
-                found += part.values() if isinstance(part, Mapping) else part
-        waiting += [part for part in found if callable(part)]
-        behind += [part for part in found if isinstance(part, torch.Tensor | Mapping | list | tuple | set)]
-        behind += [part for part in found if not callable(part) and not isinstance(part, type | kinds.ModuleType)]
-        behind += [value.__defaults__, value.__kwdefaults__]
+                read += [vars(part)[name] for name in names if name in vars(part)]
+        read += [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        read += [value.__defaults__, value.__kwdefaults__]
+        for part in list(read):
+            if id(part) not in opened and isinstance(part, Mapping | list | tuple | set):
+                opened[id(part)] = part
+                read += part.values() if isinstance(part, Mapping) else part
+        for part in read:
+            if id(part) in met:
+                continue
+            met[id(part)] = part
+            if callable(part):
+                waiting.append(part)
+            if id(part) in opened or isinstance(part, torch.Tensor) or not (callable(part) or isinstance(part, kinds.ModuleType)):
+                behind.append(part)
     return list({id(t): t for t in (*tensors, *reachable_tensors(behind))}.values())
 
 
@@ -540,10 +548,11 @@ def distrust(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> N
             _earlier[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _names(code: kinds.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=8192)
+def _names(code: kinds.CodeType) -> frozenset[str]:
     """What it reads by name, functions inside it too."""
     inside = (part for part in code.co_consts if isinstance(part, kinds.CodeType))
-    return set(code.co_names).union(*(_names(part) for part in inside))
+    return frozenset(code.co_names).union(*(_names(part) for part in inside))
 
 
 def _is_empty(cell: kinds.CellType) -> bool:

@@ -6,7 +6,7 @@
 
 `load` looks under `root`, else under the folder named by the environment variable LIPDP_DATA, else in the user's
 cache folder; what is missing there is downloaded and checked. A dataset is one small file here plus a line in
-`registry.py`.
+`datasets.py`.
 """
 
 from lipdp.data.augment import (
@@ -34,12 +34,12 @@ from lipdp.data.colour import (
     rgb_to_yiq,
     rgb_to_yuv,
 )
+from lipdp.data.datasets import available, info, load, names
 from lipdp.data.images import read_images
 from lipdp.data.info import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
 from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
 from lipdp.data.records import Columns, Stored
-from lipdp.data.registry import available, info, load, names
 from lipdp.data.text import hashed_bag, reviews, windows
 
 __all__ = [

@@ -66,7 +66,7 @@ Loaded = tuple[TensorDataset, TensorDataset, DatasetInfo]
 
 
 class Source(Protocol):
-    """One dataset: how it is described, found and read. `registry.SOURCES` lists them."""
+    """One dataset: how it is described, found and read. `datasets.SOURCES` lists them."""
 
     @property
     def info(self) -> DatasetInfo:

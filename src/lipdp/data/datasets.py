@@ -1,4 +1,4 @@
-"""The datasets by name."""
+"""The datasets by name: which there are, what is public about them, and how they are loaded."""
 
 from __future__ import annotations
 
