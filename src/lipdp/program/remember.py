@@ -157,13 +157,13 @@ def _gradients(
     """Towards the rows (empty, if not wanted), and towards the weight and the bias that want one."""
     if func in _CONVOLUTIONS:
         size = _CONVOLUTIONS[func]
-        stride, padding, dilation, groups = [*settings, *[1, 0, 1, 1][len(settings) :]]
+        stride, padding, dilation, groups = (settings + [1, 0, 1, 1][len(settings) :])[:4]
         each = [[v] * size if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
-        towards, *others = torch.ops.aten.convolution_backward(
-            cotangent, x, weight, [len(weight)], *each, False, [0] * size, groups, wanted
-        )
+        backward = torch.ops.aten.convolution_backward
+        found = backward(cotangent, x, weight, [len(weight)], *each, False, [0] * size, groups, wanted)
+        towards, others = found[0], found[1:]
     else:
         rows, inputs = cotangent.flatten(0, -2), x.flatten(0, -2)
         towards = cotangent @ weight if wanted[0] else None
-        others = [rows.T @ inputs if wanted[1] else None, rows.sum(0) if wanted[2] else None]
+        others = (rows.T @ inputs if wanted[1] else None, rows.sum(0) if wanted[2] else None)
     return [cotangent.new_zeros(len(x), 0) if towards is None else towards, *(t for t in others if t is not None)]
