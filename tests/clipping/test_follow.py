@@ -92,6 +92,11 @@ MIXERS = {
     "reshaped": lambda h: h + h.reshape(-1).reshape(h.shape[1], h.shape[0]).sum(1),
     "permuted": lambda h: h.index_select(0, torch.arange(len(h)).flip(0)),
     "gathered": lambda h: h.gather(0, h.argsort(0)),
+    "of a turned grid": lambda h: h[torch.arange(len(h)).expand(6, len(h)).T.flip(0), torch.arange(6)],
+    "of a grid but one": lambda h: h[
+        torch.arange(len(h))[:, None].repeat(1, 6) - torch.eye(len(h), 6, dtype=torch.long), torch.arange(6)
+    ],
+    "of the other dimension": lambda h: h[torch.arange(6).clamp(max=len(h) - 1).expand(len(h), 6), torch.arange(6)],
     "shifted": lambda h: torch.cat([h[1:], h[:1]]),
     "first": lambda h: h + h[0],
     "batch norm": lambda h: nn.functional.batch_norm(h, None, None, training=True) if len(h) > 1 else h,
@@ -693,6 +698,10 @@ ORDINARY = {
     "heads": lambda h: torch.bmm(h.reshape(-1, 2, 3).reshape(-1, 3, 1), h.reshape(-1, 1, 3)).reshape(len(h), -1)[:, :6],
     "within": lambda h: h - h.mean(1, keepdim=True) + h.sort(1).values + h.cumsum(1) + h.flip(1) + h.roll(1, 1),
     "own of each": lambda h: h + h[torch.arange(len(h)), h.argmax(1)].unsqueeze(1),
+    "of a grid": lambda h: (
+        h[torch.meshgrid(torch.arange(len(h)), torch.arange(6), indexing="ij")]
+        + h[torch.arange(len(h))[:, None].repeat(1, 6), torch.arange(6)]
+    ),
     "written": lambda h: torch.zeros_like(h).copy_(h).mul_(2).add_(h),
     "into columns": lambda h: into_columns(h),
     "gathered": lambda h: h.gather(1, h.argsort(1)) + h.index_select(1, torch.arange(6).flip(0)),
