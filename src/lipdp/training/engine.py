@@ -689,6 +689,27 @@ class PrivacyEngine:
 
     # ------------------------------------------------------------------ state
 
+    def __reduce__(self) -> Any:
+        raise ConfigurationError(
+            "an engine can't be pickled (torch.save, processes): it holds the run's secret key, its account and the data's program. "
+            "Save engine.state_dict(), make an engine of the same model and plan, and give it that by load_state_dict; "
+            "lipdp.fit(…, checkpoint=…) does so."
+        )
+
+    def __copy__(self) -> PrivacyEngine:
+        return self._copied(dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
+        """Weights and optimiser of its own; positions of the noise and the account stay those of both."""
+        return self._copied(lambda attributes: copy.deepcopy(attributes, memo), memo)
+
+    def _copied(self, how: Callable[[dict[str, Any]], dict[str, Any]], memo: dict[int, Any] | None = None) -> PrivacyEngine:
+        twin = object.__new__(type(self))
+        if memo is not None:
+            memo[id(self)] = twin
+        twin.__dict__.update(how(self.__dict__))
+        return twin
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data.
 
