@@ -691,7 +691,7 @@ class PrivacyEngine:
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(
-            "an engine can't be pickled (torch.save, processes): it holds the run's secret key, its account and the data's program. "
+            "an engine can't be pickled (torch.save, processes): it holds the run's secret key and its account. "
             "Save engine.state_dict(), make an engine of the same model and plan, and give it that by load_state_dict; "
             "lipdp.fit(…, checkpoint=…) does so."
         )
