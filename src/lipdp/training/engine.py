@@ -39,7 +39,7 @@ from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even
 from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
-from lipdp.training.held import HeldState
+from lipdp.training.held import HeldState, refuse_foreign_state
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
@@ -151,6 +151,7 @@ class PrivacyEngine:
             self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
             check_plan_fits(plan, model)
+            refuse_foreign_state(model)
             self._query = query_of(model, loss, plan, self._input_shape)
             self._mechanism = StepMechanism(plan, self._query)
             self._augmentation = augmentation

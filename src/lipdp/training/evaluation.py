@@ -15,10 +15,12 @@ from lipdp.errors import DataError, LipdpError
 from lipdp.inputs import Inputs, call, logits_of, loss_of, mapped
 from lipdp.losses import predict
 from lipdp.planning.settings import per_example_loss
-from lipdp.program import check_program
+from lipdp.program import Program, check_program
 from lipdp.program.dtypes import Types
 from lipdp.program.reading import undisturbed
 from lipdp.training.batches import check_dataset, gather
+from lipdp.training.held import HeldState
+from lipdp.training.watch import read_flags
 
 __all__ = ["check_of_targets", "evaluate", "outputs_of"]
 
@@ -56,8 +58,9 @@ def evaluate(
     model.eval()
     total, correct, classified = 0.0, 0, False
     compute: Callable[[Any], Any] | None = None
+    state = HeldState(model, trained=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), state.held():
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
                 inputs = types.inputs(mapped(lambda leaf: leaf.to(place), inputs))
@@ -68,6 +71,8 @@ def evaluate(
                 if targets.ndim == 1 and not targets.is_floating_point() and isinstance(outputs, torch.Tensor):
                     classified = True
                     correct += int((predict(outputs) == (targets > 0 if outputs[0].numel() == 1 else targets)).sum())
+            if not isinstance(compute, Program):  # the model's own code has seen the data
+                state.refuse(read_flags(state.same()))
     finally:
         for module, mode in modes:
             module.training = mode
@@ -111,7 +116,8 @@ def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callabl
     try:
         with undisturbed(model):
             model.eval()
-            outputs = logits_of(call(model, types.inputs(mapped(lambda leaf: leaf.to(place), inputs))))
+            # Of zeros: no record is shown to the model's own code for a shape.
+            outputs = logits_of(call(model, types.inputs(mapped(lambda leaf: torch.zeros_like(leaf, device=place), inputs))))
         one = torch.zeros(outputs.shape, dtype=outputs.dtype)
         trial = copy.deepcopy(loss).cpu() if isinstance(loss, torch.nn.Module) else loss
     except Exception:  # what can't be evaluated now is found out where it is used
