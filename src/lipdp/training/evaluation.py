@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -58,20 +59,24 @@ def evaluate(
     model.eval()
     total, correct, classified = 0.0, 0, False
     compute: Callable[[Any], Any] | None = None
-    state = HeldState(model, trained=True)
+    state: HeldState | None = None
     try:
-        with torch.no_grad(), state.held():
+        with torch.no_grad(), ExitStack() as stack:
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
                 inputs = types.inputs(mapped(lambda leaf: leaf.to(place), inputs))
-                compute = outputs_of(model, inputs) if compute is None else compute
+                if compute is None:
+                    compute = outputs_of(model, inputs)
+                    if not isinstance(compute, Program):  # the model's own code will see the data
+                        state = HeldState(model, trained=True)
+                        stack.enter_context(state.held())
                 outputs, targets = compute(inputs), types.targets(targets.to(place))
                 total += float(loss_of(known, outputs, targets).double().sum())
                 outputs = logits_of(outputs)
                 if targets.ndim == 1 and not targets.is_floating_point() and isinstance(outputs, torch.Tensor):
                     classified = True
                     correct += int((predict(outputs) == (targets > 0 if outputs[0].numel() == 1 else targets)).sum())
-            if not isinstance(compute, Program):  # the model's own code has seen the data
+            if state is not None:
                 state.refuse(read_flags(state.same()))
     finally:
         for module, mode in modes:
