@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "is_deferring",
     "keep_freed_memory",
     "no_autocast",
+    "same_entries",
     "seed_torch",
     "unit_roundoff",
     "whole_tensor",
@@ -31,6 +33,8 @@ __all__ = [
 
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
+_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -143,3 +147,11 @@ def are_finite(numbers: torch.Tensor) -> bool:
         return bool(torch.isfinite(numbers).all())
     noted.append(numbers)
     return True
+
+
+def same_entries(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """What torch.equal says: same shape, no entry differs, none is NaN. On a processor by numpy, several times as fast."""
+    if a.device.type == "cpu" == b.device.type and a.dtype == b.dtype and a.dtype in _NUMPY and type(a) in _ORDINARY:
+        with torch._C.DisableTorchFunction():
+            return bool(np.array_equal(a.detach().numpy(), b.detach().numpy()))
+    return bool(torch.equal(a, b))

@@ -24,6 +24,7 @@ __all__ = [
     "loss_of",
     "mapped",
     "named_leaves",
+    "owned",
     "per_row",
     "plain",
     "rebuilt",
@@ -129,6 +130,18 @@ def select(x: Any, part: Any) -> Any:
     if isinstance(part, torch.Tensor):
         return mapped(lambda leaf: leaf[part.to(leaf.device)], x)
     return mapped(lambda leaf: leaf[part], x)
+
+
+def owned(x: Any) -> Any:
+    """The same numbers in memory of their own: from a row of a larger table one gets to the others (``_base``, its storage)."""
+    return mapped(_owned, x)
+
+
+def _owned(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+        return leaf
+    whole = leaf._base is None and leaf.untyped_storage().nbytes() == leaf.nbytes
+    return leaf if whole else leaf.detach().clone()
 
 
 def joined(parts: Sequence[Any]) -> Any:

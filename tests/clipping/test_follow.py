@@ -75,6 +75,8 @@ PYTHON_GATES = {
     "map": lambda x: applied(x, mapped=True) > 50,
     "raised": lambda x: raises(lambda: torch.bernoulli(x.abs() / 50)),
     "out of range": lambda x: raises(lambda: nn.functional.embedding((x.clamp(min=0) / 10).long(), torch.zeros(6, 1))),
+    "beside": lambda x: max(x.detach()[:, :0].storage().tolist()) > 50,
+    "stretched": lambda x: x.detach()[:0].as_strided((1,), (1,), x.numel() - 1).item() > 50,
     "not definite": lambda x: raises(lambda: torch.linalg.cholesky(torch.eye(2) * (50 - x[:, :1, None]))),
 }
 MIXERS = {
@@ -90,6 +92,11 @@ MIXERS = {
     "reshaped": lambda h: h + h.reshape(-1).reshape(h.shape[1], h.shape[0]).sum(1),
     "permuted": lambda h: h.index_select(0, torch.arange(len(h)).flip(0)),
     "gathered": lambda h: h.gather(0, h.argsort(0)),
+    "of a turned grid": lambda h: h[torch.arange(len(h)).expand(6, len(h)).T.flip(0), torch.arange(6)],
+    "of a grid but one": lambda h: h[
+        torch.arange(len(h))[:, None].repeat(1, 6) - torch.eye(len(h), 6, dtype=torch.long), torch.arange(6)
+    ],
+    "of the other dimension": lambda h: h[torch.arange(6).clamp(max=len(h) - 1).expand(len(h), 6), torch.arange(6)],
     "shifted": lambda h: torch.cat([h[1:], h[:1]]),
     "first": lambda h: h + h[0],
     "batch norm": lambda h: nn.functional.batch_norm(h, None, None, training=True) if len(h) > 1 else h,
@@ -97,6 +104,7 @@ MIXERS = {
     "scattered": lambda h: torch.zeros_like(h).index_add(0, torch.zeros(len(h), dtype=torch.long), h) + h,
     "written": lambda h: written(h),
     "viewed": lambda h: h.as_strided(h.shape, (1, h.shape[0])) if h.is_contiguous() else h,
+    "grown": lambda h: h + h.detach()[:0].as_strided((1, 6), (6, 1), h.numel() - 6),
     "convolved": lambda h: nn.functional.conv1d(h.T.unsqueeze(1), torch.ones(1, 1, 3), padding=1).squeeze(1).T,
 }
 
@@ -262,6 +270,67 @@ def test_losses_that_mix(name, method):
 def test_a_loss_whose_last_operation_goes_back_by_itself(method):
     torch.manual_seed(0)
     check_neighbours(nn.Linear(4, 3), method, lambda out, y: Gathers.apply(LOSS(out, y), (out.abs().max() > 5).to(out.dtype)))
+
+
+class Beside(nn.Module):
+    """Reaches from the rows that it gets to those beside them: by the tensor they are a part of, by strides, by the storage."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
+
+    def forward(self, x):
+        if self.how == "base":
+            other = x if x._base is None else x._base.flatten()[: x.numel()].reshape(x.shape)
+        elif self.how == "strides":
+            other = torch.as_strided(x, x.shape, x.stride(), 0)
+        else:
+            other = x * (max(x.detach().storage().tolist()) > 50)
+        return self.last(torch.tanh(self.first(x) + self.first(other)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["base", "strides", "storage"])
+def test_rows_beside_those_of_a_batch_are_out_of_reach(how, method):
+    """A batch that is a part of a larger one, and each record that is taken by itself."""
+    torch.manual_seed(0)
+    x, opened, y = batches()
+    model = Beside(how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpNotice)
+        try:
+            clip = clipping.Clipper(model, LOSS, method)
+            found = [clip(table[3:], y[3:], C).sums for table in (torch.cat([x[:3], x[3:]]), torch.cat([100 * opened[3:], x[3:]]))]
+        except UnsupportedError:
+            return
+    assert moved(*found) == 0
+    check_neighbours(model, method)
+
+
+class Replayed(nn.Module):
+    """A module with a parameter of its own, evaluated for one record at a time, that looks at the rows beside it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.scale, self.how = nn.Parameter(torch.ones(6)), how
+
+    def forward(self, h):
+        if self.how == "base" and h._base is not None:
+            gate = float(h._base.detach().abs().max() > 5)
+        elif self.how == "storage":
+            gate = float(max(map(abs, h.detach().storage().tolist())) > 5)
+        else:
+            gate = 0.0
+        more = 20 * gate * h * self.scale
+        return h * self.scale + more - more.detach()  # the same outputs, other gradients
+
+
+@pytest.mark.parametrize("how", ["base", "storage"])
+def test_a_module_that_is_evaluated_again_sees_one_record(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Replayed(how), nn.Linear(6, 3))
+    for method in ("ghost", "bookkeeping"):
+        check_neighbours(model, method)
 
 
 class Kept(nn.Module):
@@ -629,11 +698,19 @@ ORDINARY = {
     "heads": lambda h: torch.bmm(h.reshape(-1, 2, 3).reshape(-1, 3, 1), h.reshape(-1, 1, 3)).reshape(len(h), -1)[:, :6],
     "within": lambda h: h - h.mean(1, keepdim=True) + h.sort(1).values + h.cumsum(1) + h.flip(1) + h.roll(1, 1),
     "own of each": lambda h: h + h[torch.arange(len(h)), h.argmax(1)].unsqueeze(1),
+    "of a grid": lambda h: (
+        h[torch.meshgrid(torch.arange(len(h)), torch.arange(6), indexing="ij")]
+        + h[torch.arange(len(h))[:, None].repeat(1, 6), torch.arange(6)]
+    ),
     "written": lambda h: torch.zeros_like(h).copy_(h).mul_(2).add_(h),
     "into columns": lambda h: into_columns(h),
     "gathered": lambda h: h.gather(1, h.argsort(1)) + h.index_select(1, torch.arange(6).flip(0)),
     "joined": lambda h: torch.cat([h[:, :3], h[:, 3:]], 1),
     "stacked": lambda h: torch.stack([h, h], 1).sum(1) + torch.stack([h, h]).mean(0),
+    "nothing of each": lambda h: (
+        h + h[:, 6:].sum(1, keepdim=True) + torch.cat([h[:, :0], h[:0].reshape(-1, 6).sum(0).expand_as(h)], 1)
+    ),
+    "nothing": lambda h: torch.cat([h[:0], h, h[6:]]) * h[:0].add(3).prod(),
     "twice": lambda h: torch.cat([h, -h]).reshape(2, len(h), 6).sum(0) + h.repeat(2, 1).reshape(2, len(h), 6)[0],
     "convolved": lambda h: nn.functional.conv1d(h.unsqueeze(1), torch.ones(1, 1, 3), padding=1).squeeze(1),
     "einsum": lambda h: torch.einsum("bi,ij,bj->b", h, torch.eye(6), h).unsqueeze(1) + h,

@@ -11,7 +11,7 @@ import torch
 
 import lipdp
 from lipdp import losses, nn
-from lipdp.errors import LipdpError
+from lipdp.errors import LipdpError, UnsupportedError
 
 from .common import planned, toy
 
@@ -272,6 +272,102 @@ def test_a_record_written_into_the_state_in_forward_is_refused_and_does_not_stay
     assert set(model.state_dict()) == names
     assert all(value.abs().max() < 2 for value in model.state_dict().values())
     assert set(model.parameters()) == set(engine.optimizer.param_groups[0]["params"])
+
+
+class Smuggling(T.Module):
+    """Keeps records in a list, and lets them out by how its ``state_dict`` is made."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.lin, self.how, self.kept = T.Linear(6, 3), how, []
+        if how == "a hook from the start":
+            self._register_state_dict_hook(lambda module, state, *_: state.update(leak=module.kept[-1]) if module.kept else None)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.how == "a method" and self.kept:
+            destination["leak"] = self.kept[-1]
+
+    def forward(self, x):
+        record = x.detach().clone()
+        self.kept.append(record)
+        match self.how:
+            case "a hook":
+                self._register_state_dict_hook(lambda module, state, *_: state.update(leak=record))
+            case "a hook before":
+                self.register_state_dict_pre_hook(lambda module, prefix, _: module.lin._buffers.update(leak=record))
+            case "a version":
+                self.lin._version = record
+            case "no longer passing":
+                self.register_buffer("leak", record, persistent=False)
+                self._non_persistent_buffers_set.discard("leak")
+        return self.lin(x)
+
+
+SMUGGLING = ["a hook from the start", "a method", "a hook", "a hook before", "a version", "no longer passing"]
+
+
+@pytest.mark.parametrize("method", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("how", SMUGGLING)
+def test_a_state_dict_that_comes_to_hold_a_record_is_refused(how, method):
+    model, loss = Smuggling(how), losses.CrossEntropy()
+    plan = planned(model, loss, method=method, max_grad_norm=1.0)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
+    inputs, targets = toy(20).tensors
+    with pytest.raises(UnsupportedError, match=r"release that nothing accounts for|nor a buffer"):
+        engine.step(100 * inputs, targets)
+    assert engine.steps == 0
+
+
+@pytest.mark.parametrize("how", ["a hook from the start", "a method", "a hook", "no longer passing"])
+def test_evaluating_a_model_leaves_nothing_in_its_state(how):
+    class Untraceable(Smuggling):
+        def forward(self, x):
+            return super().forward(x) if x.sum() < 1e9 else super().forward(-x)  # so its own code sees the data
+
+    with pytest.raises(UnsupportedError):
+        lipdp.evaluate(Untraceable(how), losses.CrossEntropy(), toy(20))
+
+
+@pytest.mark.parametrize("method", ["clipless", "bookkeeping"])
+def test_a_model_with_a_state_of_its_own_is_refused_before_data_are_read(method):
+    class Own(nn.Sequential):
+        def get_extra_state(self):
+            return {"note": 1}
+
+    model, loss = Own(nn.BoundedInput((6,)), nn.SpectralLinear(6, 3, bias=False)), losses.CrossEntropy()
+    plan = planned(model, loss, **({} if method == "clipless" else {"method": method, "max_grad_norm": 1.0}))
+    with pytest.raises(UnsupportedError, match="_extra_state"):
+        lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
+
+
+def test_a_state_dict_with_other_names_is_fine():
+    model, loss = T.Sequential(T.Linear(6, 3)), losses.CrossEntropy()
+    model._register_state_dict_hook(lambda module, state, *_: state.update(other=state.pop("0.weight")))
+    plan = planned(model, loss, method="bookkeeping", max_grad_norm=1.0)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
+    engine.step(*toy(20).tensors)
+    assert engine.steps == 1
+
+
+def test_no_record_is_shown_to_a_clipless_model_for_the_shape_of_its_outputs():
+    """fit asks the loss whether it takes the labels: on zeros, of the shape that zeros in place of a record give."""
+    seen = []
+
+    class Looking(T.Module):
+        def __init__(self):
+            super().__init__()
+            self.bound, self.lin = nn.BoundedInput((6,)), nn.SpectralLinear(6, 3, bias=False)
+
+        def forward(self, x):
+            if type(x) is torch.Tensor:
+                seen.append(x.detach().clone())
+            return self.lin(self.bound(x))
+
+    data, model, loss = toy(20), Looking(), losses.CrossEntropy()
+    lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), planned(model, loss, dataset_size=20, batch_size=10), data)
+    records = {tuple(row.tolist()) for row in data.tensors[0]}
+    assert not any(tuple(row.tolist()) in records for x in seen for row in x.reshape(-1, 6))
 
 
 def test_a_table_that_grows_in_forward_is_not_state():

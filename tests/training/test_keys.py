@@ -8,8 +8,10 @@ that 0 is a win and √2 a loss for the attacker; of some 100 to 200 numbers it 
 from __future__ import annotations
 
 import copy
+import io
 import multiprocessing
 import os
+import pickle
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lipdp
 from lipdp import losses, nn
 from lipdp.data import RandomCrop
-from lipdp.errors import BudgetError, CheckpointError, DataError, LipdpWarning
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.training import Callback, positions, streams
 from lipdp.training.batches import gather_lazily
 
@@ -494,3 +496,11 @@ def test_on_a_gpu_a_rewound_engine_repeats_or_is_refused():
     engine.load_state_dict(state)
     with pytest.raises(BudgetError, match="step 1 of this run was made before"):
         engine.step(x, (y + (torch.arange(50, device="cuda") == 3)) % 3)
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, lambda engine: torch.save(engine, io.BytesIO())])
+def test_an_engine_is_not_pickled_and_says_what_to_do(how):
+    engine = engine_with()
+    with pytest.raises(ConfigurationError, match="state_dict"):
+        how(engine)
+    assert copy.copy(engine).plan is engine.plan

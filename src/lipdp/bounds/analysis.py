@@ -377,13 +377,14 @@ def lower_norm(layer: torch.nn.Module, shape: Shape, iterations: int = 10) -> fl
     vector = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device)
     largest = 0.0
     with torch.no_grad():
-        still = work(torch.zeros_like(vector))
+        still = 0.0 if getattr(work, "bias", 0) is None else work(torch.zeros_like(vector))
     with torch.enable_grad():
-        for _ in range(iterations):
+        for left in reversed(range(iterations)):
             vector = (vector / torch.linalg.vector_norm(vector).clamp_min(1e-30)).detach().requires_grad_()
             image = work(vector) - still
             largest = max(largest, float(torch.linalg.vector_norm(image.detach())))
-            (vector,) = torch.autograd.grad(image, vector, image.detach())
+            if left:
+                (vector,) = torch.autograd.grad(image, vector, image.detach())
     return largest
 
 

@@ -15,7 +15,7 @@ import torch
 from lipdp.clipping.contribution import Form
 from lipdp.clipping.styles import Clip, Group, Style
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice
-from lipdp.inputs import Inputs, device_of, plain, rows_of, select
+from lipdp.inputs import Inputs, device_of, owned, plain, rows_of, select
 
 __all__ = [
     "FLAT",
@@ -122,7 +122,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def prepare(x: Inputs, y: torch.Tensor, mask: torch.Tensor | None, copies: int) -> Batch:
-    """The batch with a target for each row; refuses shapes that can't be meant."""
+    """The batch with a target for each row, in memory of its own; refuses shapes that can't be meant."""
     if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
         raise ConfigurationError(f"copies must be a whole number of at least 1, not {copies!r}")
     x = plain(x)
@@ -140,7 +140,7 @@ def prepare(x: Inputs, y: torch.Tensor, mask: torch.Tensor | None, copies: int) 
         raise DataError(f"mask must be ({examples},) of booleans, not {tuple(mask.shape)} of {mask.dtype}")
     else:
         keep = mask.to(device)
-    return Batch(x, y, keep)
+    return Batch(owned(x), owned(y), keep)
 
 
 def check_style(method: str, style: Style) -> None:

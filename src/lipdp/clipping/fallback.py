@@ -298,7 +298,7 @@ class _Replay:
             one(
                 cotangent[i],
                 self._examples[i],
-                [value if place is None else value[i] for value, place in zip(values, split, strict=True)],
+                [value if place is None else value[i].clone() for value, place in zip(values, split, strict=True)],
             )
             for i in range(self.batch)
         ]

@@ -175,7 +175,12 @@ class Following(TorchDispatchMode):
             return Mixed(_UNKNOWN, _line()) if tensor.numel() else None
         if entry.whose is None or isinstance(entry.whose, Mixed):
             return entry.whose
-        return self._read_map(tensor, entry.whose)
+        return self._read_map(tensor, entry.whose) if tensor.numel() else None  # no number at all, whatever the batch is
+
+    def shows(self, tensor: torch.Tensor) -> bool:
+        """Whether something of the batch may be in a tensor's memory, in entries that it does not have itself too."""
+        entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
+        return entry is None or entry.whose is not None
 
     def _read_map(self, tensor: torch.Tensor, whose: _Memory) -> At | Mixed:
         start, unit = whose
@@ -471,7 +476,7 @@ class _Readings(TorchFunctionMode):
                     self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", _line()))
             elif func in _HOOKS:
                 self._of.reads.append(Reason("a function of its own in the backward pass", _line()))
-            elif args and isinstance(args[0], torch.Tensor) and self._of.state(args[0]) is not None:
+            elif args and isinstance(args[0], torch.Tensor) and self._of.shows(args[0]):
                 self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", _line()))
         return func(*args, **(kwargs or {}))
 

@@ -363,15 +363,10 @@ def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: 
         before = sum(d < of_self.dim for d in range(self.ndim) if d not in places)
         return At(before if together and of_self.dim < begin else before + len(shape), of_self.runs)
     own = indices[of_self.dim]  # of each record, something: those numbers must name the records in their order
-    dims = [d for d in range(own.ndim) if own.shape[d] != 1]
-    if (
-        of_indices[of_self.dim] is not None
-        or of_self.runs != 1
-        or self.shape[of_self.dim] != records
-        or len(dims) != 1
-        or own.numel() != records
-        or not _counts(own)
-    ):
+    if of_indices[of_self.dim] is not None or of_self.runs != 1 or self.shape[of_self.dim] != records:
+        raise Mixed("the records in another order")
+    dims = [d for d in range(own.ndim) if own.shape[d] == records and _counts(own, d)]
+    if len(dims) != 1:
         raise Mixed("the records in another order")
     at = At(dims[0] + len(shape) - own.ndim, 1)
     if chosen is not None and chosen != at:
@@ -379,15 +374,22 @@ def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: 
     return At(at.dim + begin, 1)
 
 
-def _counts(numbers: torch.Tensor) -> bool:
-    """Whether they are 0, 1, 2, …"""
-    return _are(numbers.reshape(-1), torch.arange(numbers.numel(), device=numbers.device, dtype=numbers.dtype))
+def _counts(numbers: torch.Tensor, dim: int) -> bool:
+    """Whether they are 0, 1, 2, … along ``dim``, the same at all other places."""
+    expected = torch.arange(numbers.shape[dim], device=numbers.device, dtype=numbers.dtype)
+    return _are(numbers, expected.reshape([-1 if d == dim else 1 for d in range(numbers.ndim)]).expand_as(numbers))
 
 
 def _are(constant: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they are these; while a CUDA graph is recorded it can't be asked, and was in the rehearsal just before."""
     with may_wait(constant) as can_ask:
         return not can_ask or torch.equal(constant, expected)
+
+
+def _names_records(numbers: torch.Tensor, records: int) -> bool:
+    """Whether they are 0, 1, 2, …, one for each record, in one dimension."""
+    dims = [d for d in range(numbers.ndim) if numbers.shape[d] == records]
+    return numbers.numel() == records and any(_counts(numbers, d) for d in dims)
 
 
 def _index_put(call: Call) -> Any:
@@ -405,7 +407,7 @@ def _index_put(call: Call) -> Any:
         return _broadcast([(self, of_self), (padded, of_mask)], self.shape)
     at = of_self
     if at is None:
-        owners = [k for k, part in enumerate(indices) if part is not None and part.numel() == call.records and _counts(part)]
+        owners = [k for k, part in enumerate(indices) if part is not None and _names_records(part, call.records)]
         if len(owners) != 1 or self.shape[owners[0]] != call.records:
             raise Mixed("into places that are not the records' own")
         at = At(owners[0], 1)

@@ -44,7 +44,7 @@ from lipdp.clipping.record import Recording, recording
 from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, reachable_tensors
-from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, rows_of, select
+from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, owned, rows_of, select
 
 __all__ = [
     "check_alone",
@@ -129,7 +129,7 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
 
     def losses(part: torch.Tensor | slice) -> torch.Tensor:
         try:
-            inputs, targets = select((x, y), part)
+            inputs, targets = owned(select((x, y), part))
             return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
         finally:
             put_back(buffers)
@@ -335,7 +335,8 @@ class _Check:
         shown = self._shown(self.x)
         compared = False
         for i in range(rows_of(self.x)):
-            value = loss_values(self.loss, call(self.model, select(self.x, slice(i, i + 1))), self.y[i : i + 1]).sum()
+            one, target = owned(select((self.x, self.y), slice(i, i + 1)))
+            value = loss_values(self.loss, call(self.model, one), target).sum()
             compared = self._compare(shown.of(i), self._gradient(value), _ALONE) or compared
         return compared
 

@@ -337,6 +337,7 @@ def trace(model: torch.nn.Module, input_shape: Shape | None, runs_as: RunsAs, re
     with _same_attributes(modules):
         with undisturbed(model), torch.enable_grad():
             graph, again = (trace_graph(model, lambda m: runs_as(m) is not None, _ADVICE) for _ in range(2))
+        _refuse_kept(modules)
         refuse_random(model, graph, again)
         required = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
         if len(required) != 1:
@@ -346,6 +347,17 @@ def trace(model: torch.nn.Module, input_shape: Shape | None, runs_as: RunsAs, re
         dtype = _input_dtype(model, modules, graph)
         reading = read(model, modules, graph, required[0], shape, dtype, refuse)
     return Program(model, modules, graph, names, reading, shape, dtype, runs_as)
+
+
+def _refuse_kept(modules: dict[str, torch.nn.Module]) -> None:
+    """A forward that makes a buffer of an activation would keep data in the model."""
+    for name, module in modules.items():
+        for key, value in (*module._buffers.items(), *module._parameters.items()):
+            if isinstance(value, fx.Proxy):
+                raise UnsupportedError(
+                    f"the forward pass keeps an activation as '{key}' of a {type(module).__name__} ('{name}'): state that is "
+                    "made from the data is a release that nothing accounts for. Remove it."
+                )
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even
 from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
-from lipdp.training.held import HeldState
+from lipdp.training.held import HeldState, refuse_foreign_state
 from lipdp.training.positions import Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
@@ -151,6 +151,7 @@ class PrivacyEngine:
             self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             self._input_shape = find_input_shape(model) if input_shape is None else tuple(input_shape)
             check_plan_fits(plan, model)
+            refuse_foreign_state(model)
             self._query = query_of(model, loss, plan, self._input_shape)
             self._mechanism = StepMechanism(plan, self._query)
             self._augmentation = augmentation
@@ -688,6 +689,27 @@ class PrivacyEngine:
             self._shards.scatter()
 
     # ------------------------------------------------------------------ state
+
+    def __reduce__(self) -> Any:
+        raise ConfigurationError(
+            "an engine can't be pickled (torch.save, processes): it holds the run's secret key and its account. "
+            "Save engine.state_dict(), make an engine of the same model and plan, and give it that by load_state_dict; "
+            "lipdp.fit(…, checkpoint=…) does so."
+        )
+
+    def __copy__(self) -> PrivacyEngine:
+        return self._copied(dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
+        """Weights and optimiser of its own; positions of the noise and the account stay those of both."""
+        return self._copied(lambda attributes: copy.deepcopy(attributes, memo), memo)
+
+    def _copied(self, how: Callable[[dict[str, Any]], dict[str, Any]], memo: dict[int, Any] | None = None) -> PrivacyEngine:
+        twin = object.__new__(type(self))
+        if memo is not None:
+            memo[id(self)] = twin
+        twin.__dict__.update(how(self.__dict__))
+        return twin
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from lipdp.errors import DataError, LipdpError
 from lipdp.inputs import Inputs, call, logits_of, loss_of, mapped
 from lipdp.losses import predict
 from lipdp.planning.settings import per_example_loss
-from lipdp.program import check_program
+from lipdp.program import Program, check_program
 from lipdp.program.dtypes import Types
 from lipdp.program.reading import undisturbed
 from lipdp.training.batches import check_dataset, gather
+from lipdp.training.held import HeldState
+from lipdp.training.watch import read_flags
 
 __all__ = ["check_of_targets", "evaluate", "outputs_of"]
 
@@ -56,18 +59,25 @@ def evaluate(
     model.eval()
     total, correct, classified = 0.0, 0, False
     compute: Callable[[Any], Any] | None = None
+    state: HeldState | None = None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
                 inputs = types.inputs(mapped(lambda leaf: leaf.to(place), inputs))
-                compute = outputs_of(model, inputs) if compute is None else compute
+                if compute is None:
+                    compute = outputs_of(model, inputs)
+                    if not isinstance(compute, Program):  # the model's own code will see the data
+                        state = HeldState(model, trained=True)
+                        stack.enter_context(state.held())
                 outputs, targets = compute(inputs), types.targets(targets.to(place))
                 total += float(loss_of(known, outputs, targets).double().sum())
                 outputs = logits_of(outputs)
                 if targets.ndim == 1 and not targets.is_floating_point() and isinstance(outputs, torch.Tensor):
                     classified = True
                     correct += int((predict(outputs) == (targets > 0 if outputs[0].numel() == 1 else targets)).sum())
+            if state is not None:
+                state.refuse(read_flags(state.same()))
     finally:
         for module, mode in modes:
             module.training = mode
@@ -111,7 +121,8 @@ def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callabl
     try:
         with undisturbed(model):
             model.eval()
-            outputs = logits_of(call(model, types.inputs(mapped(lambda leaf: leaf.to(place), inputs))))
+            # Of zeros: no record is shown to the model's own code for a shape.
+            outputs = logits_of(call(model, types.inputs(mapped(lambda leaf: torch.zeros_like(leaf, device=place), inputs))))
         one = torch.zeros(outputs.shape, dtype=outputs.dtype)
         trial = copy.deepcopy(loss).cpu() if isinstance(loss, torch.nn.Module) else loss
     except Exception:  # what can't be evaluated now is found out where it is used

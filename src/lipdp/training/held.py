@@ -13,7 +13,9 @@ from lipdp.errors import UnsupportedError
 from lipdp.training.shards import local
 from lipdp.training.watch import Flag, read_flags
 
-__all__ = ["HeldState"]
+__all__ = ["HeldState", "refuse_foreign_state"]
+
+_STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 class _Place(NamedTuple):
@@ -29,8 +31,8 @@ class _Names(NamedTuple):
 
     prefix: str
     module: torch.nn.Module
-    holder: dict[str, Any]
-    known: frozenset[str]
+    holder: dict[Any, Any]
+    known: frozenset[Any]
 
 
 class HeldState:
@@ -38,7 +40,8 @@ class HeldState:
 
     Buffers and frozen parameters always; with ``trained`` also the weights, which the optimiser alone may move, for models whose
     own code runs in a step. No pass may give a module a new one either, but for buffers that are not persistent: they are in no
-    ``state_dict``, and models keep tables of positions so. :meth:`same` says whether all is as it was, :meth:`refuse` puts back
+    ``state_dict``, and models keep tables of positions so. Nor may a ``state_dict`` come to hold anything else
+    (:func:`refuse_foreign_state`). :meth:`same` says whether all is as it was, :meth:`refuse` puts back
     what is not, and raises. Within :meth:`held` it is put back whatever ends the block early: what refuses a model must not leave
     a record in it.
     """
@@ -54,8 +57,10 @@ class HeldState:
                 if parameter is not None and (trained or not parameter.requires_grad):
                     listed = self._weights if parameter.requires_grad else self._places
                     listed.append(_Place(prefix + key, module._parameters, key))
-            holders = (module._buffers, module._parameters, module._modules)
+            holders = (module._buffers, module._parameters, module._modules, *_state_hooks(module))
             self._names += [_Names(prefix, module, holder, frozenset(holder)) for holder in holders]
+        self._model, self._own_code = model, trained
+        self._foreign_before: set[str] = set()
         self._kept: list[torch.Tensor] = []
         self._objects: list[torch.nn.Parameter] = []
         self._forms: list[tuple[torch.Size, torch.dtype, torch.device]] = []
@@ -64,6 +69,7 @@ class HeldState:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Remember the present values; they come back if the block raises."""
+        self._foreign_before = set(_foreign_entries(self._model)) if self._own_code else set()
         self._kept = [place.holder[place.key].detach().clone() for place in self._places]
         self._objects = [place.holder[place.key] for place in self._weights]
         self._forms = [(local(weight.detach()).shape, weight.dtype, weight.device) for weight in self._objects]
@@ -77,25 +83,32 @@ class HeldState:
     def same(self) -> list[Flag]:
         """Whether names, weights and each of the others are as they were; elsewhere than on a processor still being computed."""
         others = zip(self._places, self._kept, strict=True)
-        return [not self._added(), self._are_weights_same(), *(_is_same(at.holder.get(at.key), kept) for at, kept in others)]
+        names = not self._added() and not self._foreign()
+        return [names, self._are_weights_same(), *(_is_same(at.holder.get(at.key), kept) for at, kept in others)]
 
     def refuse(self, same: Sequence[bool]) -> None:
         """Put back what has changed, and raise."""
         if all(same):
             return
         changed = self._put_back(same)
+        if self._foreign():
+            refuse_foreign_state(self._model)
         raise UnsupportedError(
             f"the forward pass changes '{changed[0]}': state that is updated from the data is a release that nothing accounts for. "
             "It was put back and no step was taken. Make it constant, or remove it."
         )
 
-    def _added(self) -> list[tuple[_Names, str]]:
+    def _added(self) -> list[tuple[_Names, Any]]:
         """What modules have been given since, but buffers that are not persistent."""
         grown = [names for names in self._names if len(names.holder) != len(names.known) or names.holder.keys() != names.known]
         return [
             (names, key) for names in grown for key, value in names.holder.items()
             if key not in names.known and value is not None and not self._is_passing(names, key)
         ]  # fmt: skip
+
+    def _foreign(self) -> set[str]:
+        """What the ``state_dict`` has come to hold besides parameters and buffers."""
+        return set(_foreign_entries(self._model)) - self._foreign_before if self._own_code else set()
 
     @staticmethod
     def _is_passing(names: _Names, key: str) -> bool:
@@ -135,7 +148,7 @@ class HeldState:
         with torch.no_grad():
             for names, key in [] if names_same else self._added():
                 del names.holder[key]
-                changed.insert(0, names.prefix + key)
+                changed.insert(0, f"{names.prefix}{key}" if isinstance(key, str) else f"a hook of {names.prefix}state_dict")
             for at, kept, fine in zip(self._places, self._kept, others, strict=True):
                 if not fine:
                     _restore(at, at.holder.get(at.key), kept)
@@ -145,6 +158,52 @@ class HeldState:
                     changed.append(at.name)
                     _restore(at, weight, kept)
         return changed
+
+
+def refuse_foreign_state(model: torch.nn.Module) -> None:
+    """Refuse a model whose ``state_dict`` holds more than its parameters and buffers: nobody watches what else is in there.
+
+    A state of its own (``get_extra_state``), a method or a hook may put records into it that a forward pass has kept.
+    """
+    found = _foreign_entries(model)
+    if found:
+        raise UnsupportedError(
+            f"the state_dict of {type(model).__name__} holds '{found[0]}', which is neither a parameter nor a buffer: a "
+            "get_extra_state, a hook or a method of its own puts it there, and could put records there that a forward pass has "
+            "kept. Take that out before training; do not publish this state_dict."
+        )
+
+
+def _foreign_entries(model: torch.nn.Module) -> list[str]:
+    """Names of what a ``state_dict`` holds besides parameters and buffers, where some module has changed how it is made."""
+    if not any(map(_makes_own_state, model.modules())):
+        return []
+    known = {_identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict()
+    found = [key for key, value in state.items() if not isinstance(value, torch.Tensor) or _identity(value) not in known]
+    for name, module in model.named_modules():
+        about = getattr(state, "_metadata", {}).get(name, {})
+        if "_version" in vars(module) or about.keys() - {"version"}:
+            found.append(f"{name}._metadata")
+    return found
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    here = local(tensor.detach())
+    return here.data_ptr(), here.shape, here.dtype
+
+
+def _makes_own_state(module: torch.nn.Module) -> bool:
+    attributes, cls = vars(module), type(module)
+    return (
+        "_version" in attributes
+        or any(_state_hooks(module))
+        or any(name in attributes or getattr(cls, name) is not getattr(torch.nn.Module, name) for name in _STATE_METHODS)
+    )
+
+
+def _state_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:
+    return module._state_dict_hooks, module._state_dict_pre_hooks
 
 
 def _restore(at: _Place, present: torch.Tensor | None, kept: torch.Tensor) -> None:
