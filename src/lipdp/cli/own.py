@@ -95,12 +95,15 @@ def _finish(
     delta: float | None,
     reproducible: bool,
     device: str,
+    budget: Any,
     validation_fraction: float | None,
     output: Path | None,
     as_json: bool,
     **_: Any,
 ) -> None:
     """Fit, judge, write and tell."""
+    from lipdp.privacy.budget import open_budget
+
     started = time.monotonic()
     model.fit(x, y)
     part = None if judged is None else "test" if test is not None else "validation"
@@ -125,6 +128,9 @@ def _finish(
         "private": model.private_,
         "released": model.released_,
     }
+    account = open_budget(budget)
+    if account is not None:
+        report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
     if output is not None:
         words = ["lipdp", "train", *command, "--epsilon", f"{epsilon:g}", *([] if delta is None else ["--delta", f"{delta:g}"])]
         words += [] if test is None else ["--test", str(test)]
