@@ -79,7 +79,7 @@ def test_numbers_and_ranges_that_are_paid_for(table: Path) -> None:
     assert "ranges of columns | pure ε = 1; in the same ε" in report
     assert "R²" in report
     assert "left" in next(line for line in report.splitlines() if line.startswith("| account of the dataset"))
-    assert Budget(account.path).spent == pytest.approx(read.epsilon, rel=1e-3)
+    assert read.plan.epsilon < Budget(account.path).spent <= read.epsilon  # at the account's larger δ
 
 
 WRONG = [
