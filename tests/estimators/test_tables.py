@@ -149,7 +149,7 @@ def test_a_sum_over_categories_is_learned() -> None:
 
 
 def test_a_line_and_a_curve_are_learned_by_one_method() -> None:
-    """Neither a plain sum nor a disc is lost on random features of the columns."""
+    """The columns lie beside the random features: neither a plain sum nor a disc is lost."""
     draw = np.random.default_rng(2)
     rows = draw.uniform(-1, 1, (3000, 4))
     for labels in (rows.sum(1) > 0, (rows[:, :2] ** 2).sum(1) > 0.6):
