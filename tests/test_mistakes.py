@@ -1,4 +1,4 @@
-"""Typical mistakes of a first hour: each is told by an error of lipdp (or a warning) that names it; none is silent, none is torch's."""
+"""Typical mistakes of a first hour: each is told by an error of lipdp (or a warning) that names it; none is silent."""
 
 from __future__ import annotations
 
