@@ -1,5 +1,4 @@
-"""Typical mistakes of a first hour: each is told by an error of lipdp (or a warning) that names the thing; none is silent, "
-"none is torch's own."""
+"""Typical mistakes of a first hour: each is told by an error of lipdp (or a warning) that names it; none is silent."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(GUESSES))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    RESULTS.mkdir(parents=True, exist_ok=True)
     for method in options.methods:
         for epsilon in options.epsilons:
             found = audits(epsilon, method, options.repetitions, options.size)
@@ -57,11 +57,10 @@ def main() -> None:
                 "others": {name: max(result[name].epsilon for result in found) for name in NAMES[1:]},
                 "seconds": sum(result.seconds for result in found) / len(found),
             }
-            rows.append(row)
-            print(json.dumps(row, ensure_ascii=False), flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / "tight.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            line = json.dumps(row, ensure_ascii=False)
+            print(line, flush=True)
+            with (RESULTS / "tight.jsonl").open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -119,10 +119,13 @@ def test_what_is_decided_does_not_depend_on_the_rows() -> None:
 def test_the_choice_follows_public_numbers_and_says_why() -> None:
     numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
     few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0, schema=numbers) for n in (100, 10_000))
-    assert (few.method, many.method) == ("linear", "kernel")
+    assert (few.method, many.method) == ("kernel", "kernel")
     assert (few.settings["large"], many.settings["large"]) == (False, True)
-    assert not choose_method("auto", records=10_000, outputs=1, epsilon=1.0, schema=numbers).settings["large"]
-    assert "N·ε per output is 50, below 100" in few.why
+    assert "3 columns, mostly numbers" in few.why
+    little, much = (choose_method("auto", records=n, outputs=1, epsilon=1.0, schema=numbers) for n in (50, 10_000))
+    assert (little.method, much.method) == ("linear", "kernel")
+    assert not much.settings["large"]
+    assert "N·ε is 50, below 100" in little.why
     words = Schema((0, 1, 2), (UNIT, Categorical(["a", "b"]), Categorical([1, 2])))
     chosen = choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=words)
     assert chosen.method == "clipping"
@@ -195,7 +198,7 @@ def test_categories_that_nobody_declared_are_refused_before_anything_is_spent(tm
     budget = lipdp.privacy.Budget(tmp_path / "b", epsilon=9, delta=1e-4, dataset="d")
     for column in (["a", "b"] * 20, pandas.Categorical(["a", "b"] * 20), pandas.date_range("2024", periods=40)):
         table = pandas.DataFrame({"n": np.arange(40.0), "c": column})
-        with pytest.raises(DataError, match=r"column 'c' hold no numbers, and the categories .* are private too"):
+        with pytest.raises(DataError, match=r"column 'c' holds no numbers, and the categories .* are private too"):
             lipdp.PrivateClassifier(budget=budget).fit(table, [0, 1] * 20)
     with pytest.raises(DataError, match="dates or durations"):
         lipdp.PrivateClassifier(schema={"c": (0, 1)}, budget=budget).fit(table, [0, 1] * 20)

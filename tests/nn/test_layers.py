@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lipdp import nn
+from lipdp import clipping, losses, nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError, UnboundedError, UnsupportedError
+from lipdp.nn.boundary import example_norms
 from lipdp.parametrize import Spectral
 from tests.soundness.functions import Forward
 from tests.soundness.harness import attack, impulse_jacobian, largest_singular_value
@@ -270,3 +271,13 @@ def test_centring_an_example_without_dimensions_would_average_the_batch() -> Non
         nn.LayerCentering()(torch.ones(4))
     with pytest.raises((DataError, UnsupportedError)):
         analyse(Forward(lambda m, x: m.centre(x[:, 0]), centre=nn.LayerCentering()), 1.0, input_shape=(3,), input_norm=1.0)
+
+
+@pytest.mark.parametrize("width", [255, 256, 257, 512, 1024])
+@pytest.mark.parametrize("mode", ["ball", "sphere"])
+def test_rows_of_every_length_stay_apart_on_their_way_into_a_ball(mode, width) -> None:
+    """Norms are added up in pieces of 256: where there is no rest, clipping finds none that it can't follow."""
+    model = nn.Sequential(nn.BoundedInput((width,), mode=mode), torch.nn.Linear(width, 2))
+    x = torch.randn(5, width)
+    assert clipping.support(model, x, torch.arange(5) % 2, losses.CrossEntropy()).apart == "proved"
+    assert torch.allclose(example_norms(x)[:, 0], torch.linalg.vector_norm(x.double(), dim=1).float())

@@ -14,9 +14,9 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.audit import MODEL, audit_recipe
-from lipdp.cli.features import train_images
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
+from lipdp.cli.own import train_images, train_table
 from lipdp.cli.ranks import is_rank, joined, shared_seed, start_ranks
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
@@ -32,9 +32,11 @@ EXAMPLE = """Example: lipdp train digits --epsilon 3
 
 Example: lipdp train mnist --epsilon 1 --epochs 30 --set options.hidden=128 --checkpoint run.ckpt --output run/ --json
 
-Example: lipdp train --images photos/ --epsilon 3 --validation-fraction 0.1"""
+Example: lipdp train --images photos/ --epsilon 3 --validation-fraction 0.1
 
-_IMAGES = "Your own images"
+Example: lipdp train --csv people.csv --target income --schema schema.json --epsilon 1 --validation-fraction 0.2 --output run/"""
+
+_OWN = "Your own records"
 _PLAN, _HISTORY, _WEIGHTS, _RESULT = "plan.json", "history.json", "model.pt", "result.json"
 
 
@@ -95,13 +97,32 @@ def train(
         typer.Option(
             metavar="FOLDER|FILE.npz",
             help="Images of your own in the place of a recipe: a folder of pictures for each class, or arrays images and labels.",
-            rich_help_panel=_IMAGES,
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    features: Annotated[str, typer.Option(help="Of images: small, large or auto.", rich_help_panel=_OWN)] = "auto",
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv", metavar="FILE.csv", help="A table of your own: names of columns in the first row.", rich_help_panel=_OWN
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Of the table: the column to predict.", rich_help_panel=_OWN)
+    ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Of the table: what is public of its columns, ranges and categories, "
+            '{"age": [18, 90], "job": ["clerk", "nurse"]}; a target with a range is predicted as a number. Ranges that it leaves '
+            "out are found privately, from a fifth of ε.",
+            rich_help_panel=_OWN,
         ),
     ] = None,
     test: Annotated[
-        Path | None, typer.Option(metavar="FOLDER|FILE.npz", help="Images to judge it on.", rich_help_panel=_IMAGES)
+        Path | None, typer.Option(metavar="FOLDER|FILE", help="Images or a table to judge it on.", rich_help_panel=_OWN)
     ] = None,
-    features: Annotated[str, typer.Option(help="small, large or auto.", rich_help_panel=_IMAGES)] = "auto",
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -113,15 +134,17 @@ def train(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train a recipe's network (with --images, a classifier of your own images) privately; report its accuracy with its (ε, δ)."""
+    """Train a recipe's network, or a model of your own images or table, privately; report its accuracy with its (ε, δ)."""
     if nproc is not None and not is_rank():
         raise typer.Exit(start_ranks(nproc))
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     drawn = drawing(sampling, largest_batch, adjacency)
     usual = drawn == drawing("poisson", None, "add_remove")
-    if (recipe is None) == (images is None):
-        raise ConfigurationError("give the name of a recipe, which `lipdp recipes` lists, or images of your own: --images FOLDER")
-    if images is not None:
+    if sum(given is not None for given in (recipe, images, table)) != 1:
+        raise ConfigurationError(
+            "give the name of a recipe, which `lipdp recipes` lists, or records of your own: --images FOLDER or --csv FILE"
+        )
+    if recipe is None:
         refused: dict[str, object] = {
             "--noise-multiplier": noise_multiplier,
             "--epochs": epochs,
@@ -132,23 +155,32 @@ def train(
         foreign = [name for name, value in refused.items() if value is not None] + ["--audit"] * audit
         foreign += [] if usual else ["--sampling, --adjacency"]
         if foreign:
-            raise ConfigurationError(f"{foreign[0]} is for recipes: with --images all settings follow from public numbers")
-        train_images(
-            images,
-            test=test,
-            features=features,
-            epsilon=epsilon,
-            delta=delta,
-            seed=seed if reproducible is None else reproducible,
-            reproducible=reproducible is not None,
-            device=_device(device),
-            budget=budget_file,
-            validation_fraction=validation_fraction,
-            output=output,
-            as_json=as_json,
-        )
+            raise ConfigurationError(
+                f"{foreign[0]} is for recipes: with records of your own all settings follow from public numbers"
+            )
+        common: dict[str, Any] = {
+            "epsilon": epsilon,
+            "delta": delta,
+            "seed": seed if reproducible is None else reproducible,
+            "reproducible": reproducible is not None,
+            "device": _device(device),
+            "budget": budget_file,
+            "validation_fraction": validation_fraction,
+            "output": output,
+            "as_json": as_json,
+        }
+        if table is not None:
+            if features != "auto":
+                raise ConfigurationError("--features is for images")
+            train_table(table, target=target, schema=schema, test=test, **common)
+        elif images is not None:
+            if target is not None or schema is not None:
+                raise ConfigurationError("--target and --schema are for tables: --csv FILE")
+            train_images(images, test=test, features=features, **common)
         return
-    assert recipe is not None
+    own = [name for name, value in {"--test": test, "--target": target, "--schema": schema}.items() if value is not None]
+    if own:
+        raise ConfigurationError(f"{own[0]} is for records of your own (--images, --csv); the recipe {recipe!r} brings its dataset")
     chosen = configured(
         recipe,
         settings,

@@ -84,8 +84,8 @@ class _PrivateTable(PrivateEstimator):
         texts = [name for name in unknown if not is_numeric(columns[name])]
         if texts:
             raise DataError(
-                f"column{'s' if len(texts) > 1 else ''} {', '.join(map(repr, texts[:5]))}{'…' if len(texts) > 5 else ''} hold "
-                "no numbers, "
+                f"column{'s' if len(texts) > 1 else ''} {', '.join(map(repr, texts[:5]))}{'…' if len(texts) > 5 else ''} "
+                f"hold{'' if len(texts) > 1 else 's'} no numbers, "
                 "and the categories that occur in private rows are private too. Declare those that may occur: "
                 f"schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; for dates and numbers in texts, make numbers "
                 "of them first"

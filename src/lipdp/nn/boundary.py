@@ -30,8 +30,9 @@ def example_norms(x: torch.Tensor) -> torch.Tensor:
     if flat.shape[1] > _SHORT and flat.dtype != torch.float64:
         whole = flat.shape[1] // _SHORT * _SHORT
         parts = torch.linalg.vector_norm(flat[:, :whole].reshape(len(flat), -1, _SHORT), dim=2)
-        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
-        flat = torch.cat([parts, rest], 1).to(wide(x))
+        if whole < flat.shape[1]:  # an empty rest would have no place in memory, and so be nobody's that clipping could follow
+            parts = torch.cat([parts, torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)], 1)
+        flat = parts.to(wide(x))
     norms: torch.Tensor = torch.linalg.vector_norm(flat, dim=1)
     return norms.to(single.dtype).reshape(-1, *([1] * (x.ndim - 1)))
 

@@ -119,11 +119,13 @@ def _headline(run: RunRecord) -> str:
     promise = guarantee(run) if run.private else "no guarantee"
     area = run.figure("auroc")
     also = "" if area is None else f", AUROC {_percent(area)}"
-    return (
-        f"{run.result.get('model', 'A model')} on {run.result.get('dataset', 'a dataset')}: "
-        f"{run.result.get('evaluated_on', 'test')} accuracy "
-        f"{_percent(run.figure('accuracy'))}{also} with {promise}."
-    )
+    what = f"{run.result.get('model', 'A model')} on {run.result.get('dataset', 'a dataset')}"
+    part, explained = run.result.get("evaluated_on", "test"), run.figure("r2")
+    if part is None:
+        return f"{what}: judged on no records, with {promise}."
+    if explained is not None:
+        return f"{what}: {part} R² {_percent(explained)} with {promise}."
+    return f"{what}: {part} accuracy {_percent(run.figure('accuracy'))}{also} with {promise}."
 
 
 def _layers(run: RunRecord) -> tuple[list[str], list[list[str]]]:

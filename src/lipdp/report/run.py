@@ -80,7 +80,8 @@ class RunRecord:
         history: what happened.
         result: the figures that ``train`` wrote, as plain data.
         about: command, environment, evaluation.
-        epsilon: of the steps that were taken, by the accountant from the plan: no file is asked.
+        epsilon: of the steps that were taken, by the accountant from the plan; or what the result says, where that is more (ranges
+            of columns that were released before).
         contradictions: where files say other things than follow from the plan.
     """
 
@@ -134,9 +135,11 @@ def read_run(folder: str | Path) -> RunRecord:
     ledger = Ledger(plan.run, plan.delta, math.inf, plan.accountant, plan.adjacency, steps, releases)
     # Of what was released, not of the plan's own figure: ∞ stands for a plan that is not asked.
     epsilon = dataclasses.replace(ledger, planned_epsilon=math.inf).epsilon if steps < plan.steps else _cost(plan)
-    return RunRecord(
-        place.resolve().name, plan, history, result, about, epsilon, tuple(_contradictions(plan, history, result, epsilon))
-    )
+    contradictions = tuple(_contradictions(plan, history, result, epsilon))
+    said = result.get("epsilon")
+    if isinstance(said, int | float) and said > epsilon * (1 + 1e-6):  # more than the steps cost is believed, less is not
+        epsilon = float(said)
+    return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions)
 
 
 def _steps(plan: PrivacyPlan, history: History, result: dict[str, Any]) -> int:

@@ -49,6 +49,8 @@ def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "method", f"{plan.method}: sensitivities {_sources(plan)}"
     for release in plan.releases:
         yield f"released beside the steps: {release.name}", f"{release.kind}, {release.amount:.4g}; in the same ε"
+    if (released := run.figure("released") or 0.0) > 0:
+        yield "released beside the steps: ranges of columns", f"pure ε = {upwards(released)}; in the same ε"
     budget = run.result.get("budget")
     if isinstance(budget, dict):
         spent, left = budget.get("spent"), budget.get("remaining")

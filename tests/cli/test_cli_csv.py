@@ -1,0 +1,132 @@
+"""``lipdp train --csv``: from a file to a report, and what is said where something is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lipdp.cli import app
+from lipdp.privacy import Budget
+from lipdp.report import read_run
+
+SCHEMA = {"age": [18, 90], "job": ["clerk", "nurse"], "hours": {"low": 0, "high": 60, "missing": True}}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    rows = []
+    for _ in range(400):
+        age = int(draw.integers(18, 90))
+        hours = "" if draw.random() < 0.1 else f"{draw.uniform(0, 60):.1f}"
+        rows.append([age, draw.choice(["clerk", "nurse"]), hours, "old" if age > 54 else "young", 1000 * age])
+    with (tmp_path / "people.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["age", "job", "hours", "kind", "pay"], *rows])
+    return tmp_path / "people.csv"
+
+
+def train(table: Path, schema: object, *words: str) -> tuple[int, str]:
+    file = table.parent / "schema.json"
+    file.write_text(schema if isinstance(schema, str) else json.dumps(schema), encoding="utf-8")
+    told = CliRunner().invoke(app, ["train", "--csv", str(table), "--schema", str(file), *words])
+    return told.exit_code, told.output + (told.stderr if told.stderr_bytes else "")
+
+
+def test_classes_with_a_report(table: Path) -> None:
+    run = table.parent / "run"
+    words = ["--target", "kind", "--epsilon", "3", "--validation-fraction", "0.25", "--output", str(run), "--json"]
+    code, told = train(table, {**SCHEMA, "pay": [0, 100_000]}, *words)
+    assert code == 0, told
+    result = json.loads(next(line for line in told.splitlines() if line.startswith('{"dataset"')))
+    assert result["records"] == 300
+    assert result["accuracy"] > 0.8
+    assert result["auroc"] > 0.9
+    assert "seed" not in json.loads((run / "result.json").read_text())
+    read = read_run(run)
+    assert read.contradictions == ()
+    assert read.epsilon == pytest.approx(result["epsilon"])
+    assert read.epsilon <= 3
+    assert sum(map(sum, read.about.evaluation.confusion)) == 100
+    assert "--target kind" in read.about.command
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "ranges or categories of 4 columns, as declared" in page
+    assert json.loads((run / "schema.json").read_text())["job"] == {"values": ["clerk", "nurse"]}
+    code, told = train(table, SCHEMA, *words)
+    assert code == 2
+    assert "already holds another run" in told
+
+
+def test_numbers_and_ranges_that_are_paid_for(table: Path) -> None:
+    """The report's ε has the ranges in it, although the plan has not; and the account was charged for both."""
+    account = Budget(table.parent / "people.budget", epsilon=8.0, delta=1e-4, dataset="people")
+    run = table.parent / "run"
+    words = ["--target", "pay", "--epsilon", "5", "--validation-fraction", "0.25", "--output", str(run), "--json"]
+    declared = {"job": ["clerk", "nurse"], "hours": SCHEMA["hours"], "kind": ["old", "young"], "pay": [0, 1e5]}
+    code, told = train(table, declared, *words, "--budget", str(account.path))
+    assert code == 0, told
+    result = json.loads(next(line for line in told.splitlines() if line.startswith('{"dataset"')))
+    assert set(result) >= {"r2", "released"}
+    assert result["released"] == pytest.approx(1.0)
+    read = read_run(run)
+    assert read.epsilon == result["epsilon"]
+    assert read.epsilon > 4.5 > read.plan.epsilon
+    report = (run / "report.md").read_text(encoding="utf-8")
+    assert "ranges of columns | pure ε = 1; in the same ε" in report
+    assert "R²" in report
+    assert "left" in next(line for line in report.splitlines() if line.startswith("| account of the dataset"))
+    assert read.plan.epsilon < Budget(account.path).spent <= read.epsilon  # at the account's larger δ
+
+
+WRONG = [
+    (SCHEMA, ["--target", "kind"], "--epsilon"),
+    (SCHEMA, ["--epsilon", "1"], "--target NAME"),
+    (SCHEMA, ["--epsilon", "1", "--target", "Kind"], "has no such column; it has 'age'"),
+    ({**SCHEMA, "wage": [0, 1]}, ["--epsilon", "1", "--target", "kind"], "declares 'wage'"),
+    ({"age": [18, 90]}, ["--epsilon", "1", "--target", "kind"], "column 'job' holds texts"),
+    ({**SCHEMA, "age": [90, 18]}, ["--epsilon", "1", "--target", "kind"], "lower one first"),
+    ({**SCHEMA, "age": "numbers"}, ["--epsilon", "1", "--target", "kind"], 'says "numbers" of column'),
+    ({**SCHEMA, "job": ["clerk"]}, ["--epsilon", "1", "--target", "kind"], "not among its 1 declared"),
+    ({**SCHEMA, "job": [0, 1]}, ["--epsilon", "1", "--target", "kind"], "has a cell that is none"),
+    ({**SCHEMA, "kind": ["old"]}, ["--epsilon", "1", "--target", "kind"], "classes"),
+    ({**SCHEMA, "hours": [0, 60]}, ["--epsilon", "1", "--target", "kind"], "missing"),
+    ("{", ["--epsilon", "1", "--target", "kind"], "is no JSON file"),
+    ("[]", ["--epsilon", "1", "--target", "kind"], "by its name"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--epochs", "3"], "is for recipes"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--features", "small"], "for images"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--test", "nowhere.csv"], "no file"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--validation-fraction", "0.9999"], "none to learn from"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words", "said"), WRONG)
+def test_mistakes_are_told(table: Path, schema: object, words: list[str], said: str) -> None:
+    code, told = train(table, schema, *words)
+    assert code == 2, told
+    assert said in told.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a,b\n", "no rows"),
+        ("a,a\n1,2\n", "no two alike"),
+        ("a,b\n1\n", "line 2 of"),
+        ("a;b\n1;2\n", "it has 'a;b'"),
+        ("b\n1\n2\n", "no column but 'b'"),
+    ],
+)
+def test_files_that_are_no_tables(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "t.csv").write_text(content)
+    told = CliRunner().invoke(app, ["train", "--csv", str(tmp_path / "t.csv"), "--target", "b", "--epsilon", "1"])
+    assert told.exit_code == 2
+    assert said in told.output + (told.stderr if told.stderr_bytes else "")
+
+
+@pytest.mark.parametrize("words", [["digits", "--csv", "x.csv"], ["digits", "--target", "y"], ["--images", "x", "--csv", "y"], []])
+def test_one_source_of_records(words: list[str]) -> None:
+    assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
