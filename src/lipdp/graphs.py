@@ -361,13 +361,11 @@ def _uncached_autocast() -> Iterator[None]:
 def _never_waiting() -> Iterator[None]:
     """Reading a value from the device is an error here. Found in a recording, it would leave CUDA's generator unusable."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # "is a prototype": not the user's concern
-        torch.cuda.set_sync_debug_mode("error")
+    _set_sync_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _set_sync_mode(before)
 
 
 @contextmanager
@@ -380,11 +378,19 @@ def may_wait(tensor: torch.Tensor) -> Iterator[bool]:
         yield False
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
+    if before:
+        _set_sync_mode(0)
     try:
         yield True
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        if before:
+            _set_sync_mode(before)
+
+
+def _set_sync_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # "is a prototype": not the user's concern
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager
