@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 
 import numpy as np
 import pytest
@@ -376,3 +377,18 @@ def test_dropout_on_cuda_follows_the_seed():
     assert torch.allclose(results[1], results[2])
     assert torch.allclose(results[0], results[2], rtol=1e-4, atol=1e-6)
     assert not torch.allclose(results[2], results[3])
+
+
+def test_constants_are_asked_in_the_rehearsal_and_answered_so_in_the_recording(monkeypatch):
+    """Two dimensions as long as the batch: which of them counts the records is not to be guessed while a graph is recorded."""
+    numbers = torch.arange(3)
+    asked = [(numbers[:, None].expand(3, 3), True), (numbers.expand(3, 3), False), (numbers[:, None].expand(3, 3), True)]
+    expected = numbers[:, None].expand(3, 3)
+    answers = graphs._rehearsed.set(deque())
+    try:
+        assert [graphs.holds(part, expected) for part, _ in asked] == [answer for _, answer in asked]
+        monkeypatch.setattr(graphs, "_is_captured", lambda tensor: True)
+        assert [graphs.holds(part, expected) for part, _ in asked] == [answer for _, answer in asked]
+        assert not graphs.holds(expected, expected)  # nobody asked before
+    finally:
+        graphs._rehearsed.reset(answers)

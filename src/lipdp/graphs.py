@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,9 +35,9 @@ __all__ = [
     "Staged",
     "Watched",
     "fingerprint",
+    "holds",
     "is_large",
     "is_recording",
-    "may_wait",
     "through",
 ]
 
@@ -52,6 +52,7 @@ _BRANCHES = 6  # streams for work side by side
 
 
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
+_rehearsed: ContextVar[deque[bool] | None] = ContextVar("rehearsed", default=None)
 
 
 def is_recording() -> bool:
@@ -245,7 +246,7 @@ def _record(
     buffers = [part.detach().clone().requires_grad_(part.requires_grad) for part in inputs]
     stream = _side_stream(device)
     numbers = torch.cuda.get_rng_state(device)
-    token = _recording.set(True)
+    token, answers = _recording.set(True), _rehearsed.set(deque())
     try:
         with _uncached_autocast(), _passing_workspaces():
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -263,6 +264,7 @@ def _record(
         return recording
     finally:
         _recording.reset(token)
+        _rehearsed.reset(answers)
         torch.cuda.set_rng_state(numbers, device)
 
 
@@ -368,23 +370,29 @@ def _never_waiting() -> Iterator[None]:
         _set_sync_mode(before)
 
 
-@contextmanager
-def may_wait(tensor: torch.Tensor) -> Iterator[bool]:
-    """Whether a value of it that is the same in every call can be read: not while it is recorded, but in the rehearsal before."""
-    if not tensor.is_cuda:
-        yield True
-        return
-    if torch.cuda.is_current_stream_capturing():
-        yield False
-        return
-    before = torch.cuda.get_sync_debug_mode()
+def holds(constant: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a tensor that is the same in every call has these values.
+
+    While it is recorded that can't be asked: then the answers are those of the rehearsal just before, in their order.
+    """
+    rehearsed = _rehearsed.get()
+    if _is_captured(constant):
+        return rehearsed.popleft() if rehearsed else False
+    before = torch.cuda.get_sync_debug_mode() if constant.is_cuda else 0
     if before:
         _set_sync_mode(0)
     try:
-        yield True
+        answer = torch.equal(constant, expected)
     finally:
         if before:
             _set_sync_mode(before)
+    if rehearsed is not None:
+        rehearsed.append(answer)
+    return answer
+
+
+def _is_captured(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _set_sync_mode(mode: int | str) -> None:

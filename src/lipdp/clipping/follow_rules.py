@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lipdp.graphs import may_wait
+from lipdp.graphs import holds
 
 __all__ = ["At", "Call", "Mixed", "Rule", "State", "rule_of"]
 
@@ -377,13 +377,7 @@ def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: 
 def _counts(numbers: torch.Tensor, dim: int) -> bool:
     """Whether they are 0, 1, 2, … along ``dim``, the same at all other places."""
     expected = torch.arange(numbers.shape[dim], device=numbers.device, dtype=numbers.dtype)
-    return _are(numbers, expected.reshape([-1 if d == dim else 1 for d in range(numbers.ndim)]).expand_as(numbers))
-
-
-def _are(constant: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they are these; while a CUDA graph is recorded it can't be asked, and was in the rehearsal just before."""
-    with may_wait(constant) as can_ask:
-        return not can_ask or torch.equal(constant, expected)
+    return holds(numbers, expected.reshape([-1 if d == dim else 1 for d in range(numbers.ndim)]).expand_as(numbers))
 
 
 def _names_records(numbers: torch.Tensor, records: int) -> bool:
@@ -503,7 +497,7 @@ def _bag(call: Call) -> Any:
         raise Mixed("bags of other lengths")
     each = tokens.numel() // bags
     expected = torch.arange(bags, device=offsets.device, dtype=offsets.dtype) * each
-    if not _are(offsets, expected):
+    if not holds(offsets, expected):
         raise Mixed("bags of other lengths")
     if at.runs % each:
         raise Mixed("bags of several records")
