@@ -104,7 +104,10 @@ def test_a_run_that_ended_early_spent_less(copy) -> None:
     assert read_run(copy).epsilon == whole.epsilon  # result.json says otherwise, and who says less is not believed
     assert read_run(copy).steps == whole.steps
     result = json.loads((copy / "result.json").read_text())
-    (copy / "result.json").write_text(json.dumps(result | {"steps": int(history["metrics"]["step"][-1])}))
+    early = result | {"steps": int(history["metrics"]["step"][-1])}
+    (copy / "result.json").write_text(json.dumps(early))
+    assert read_run(copy).epsilon == whole.epsilon  # it says so still, and who says more is believed
+    (copy / "result.json").write_text(json.dumps(early | {"epsilon": 0.01}))
     part = read_run(copy)
     assert 0 < part.epsilon < whole.epsilon
     assert part.steps < whole.steps

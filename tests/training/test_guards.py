@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import lipdp
 from lipdp import losses
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.training import guards
 
 from .common import Spy, engine_of, free, planned, same, small, toy, weights
 
@@ -124,16 +126,18 @@ def test_copies_hold_their_own_parameters():
         engine.optimizer.step()
 
 
-def test_nothing_is_left_behind_for_other_peoples_optimisers():
-    gc.collect()
+def test_nothing_is_left_behind_for_other_peoples_optimisers(monkeypatch):
+    monkeypatch.setattr(guards, "_held", weakref.WeakSet())  # engines of other tests may be alive
+    monkeypatch.setattr(guards, "_hook", [])
+    others = set(_global_optimizer_pre_hooks)
     engine = engine_of(free())
-    assert _global_optimizer_pre_hooks
+    assert set(_global_optimizer_pre_hooks) - others
     engine.close()
     del engine
     gc.collect()
     other = free()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert not _global_optimizer_pre_hooks
+    assert set(_global_optimizer_pre_hooks) == others
 
 
 # ---------------------------------------------------------------------------------------------------------------- batches
