@@ -5,7 +5,7 @@
 
 Both train all parameters with SGD in training mode (dropout as configured), from random weights of a configuration, on the same
 batch, in microbatches of as many rows. *Ordinary*: loss, backward, optimiser, in eager PyTorch. *Book-keeping*: the whole step of
-the engine: clipped sum over all seats of a Poisson sample of as many records on average (1,152 for 1,024), checks, digests, noise
+the engine: clipped sum over all seats of a Poisson sample of as many records on average (1,088 for 1,024), checks, digests, noise
 of ChaCha20, optimiser. *Sum only*: the clipped sum of as many rows as the ordinary step has. TF32 is allowed to all on CUDA. Time
 is the median over steps after a warm-up, the device waited for at the end of each block; memory is the peak of what was allocated
 in those steps (``first``: with the self-checks of the first step). Where dp-accounting is not installed, ε is not computed (a step
