@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from lipdp import _backward, _sums
+from lipdp import _backward, _sums, _sums_kernel
 from lipdp._backward import LongSums, gradients
 from lipdp._sums import (
     AREA,
@@ -87,11 +87,13 @@ def test_records_apart(length, records):
     """A record whose terms are huge and cancel leaves no trace in the sum of the others."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(records, length, 6, generator=generator), torch.rand(records, length, 5, generator=generator)
-    assert torch.allclose(contract_apart(a, b), torch.einsum("btp,btd->pd", a.double(), b.double()), rtol=1e-5)
-    a[1], b[1] = 0.0, 1.0
-    without = contract_apart(a, b)
+    weights = torch.rand(records, generator=generator)
+    expected = torch.einsum("b,btp,btd->pd", weights.double(), a.double(), b.double())
+    assert torch.allclose(contract_apart(a, b, weights), expected, rtol=1e-5)
+    a[1], b[1], weights = 0.0, 1.0, torch.ones(records)
+    without = contract_apart(a, b, weights)
     a[1, 0], a[1, 1] = 1.3e12, -1.3e12  # exactly 0 in all
-    assert torch.equal(contract_apart(a, b), without)
+    assert torch.equal(contract_apart(a, b, weights), without)
     together = (a.flatten(0, 1).T @ b.flatten(0, 1)).double()
     assert float((together - without).norm()) > 1.0  # added up with the others it does
 
@@ -283,3 +285,53 @@ def test_all_blocks_at_once_are_as_exact_as_one_after_another(rows, monkeypatch)
         found = _sums._all_blocks(a.T, b)
         assert found.dtype == torch.float64
         assert float((found - expected).abs().max() / expected.max()) <= BLOCK * U
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the kernels are not run")
+@pytest.mark.parametrize(("rows", "length", "p", "d"), [(7, 2, 5, 130), (40, 128, 96, 200), (300, 33, 17, 16), (3, 700, 260, 9)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_outer_products_on_a_gpu(rows, length, p, d, turned):
+    """Σ_i w_i·Σ_t a_it ⊗ b_it as in float64, for factors in either layout; a record that cancels leaves nothing behind."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(rows, length, size, device="cuda", generator=generator) for size in (p, d))
+    if turned:
+        a, b = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, b))
+    weights = torch.rand(rows, device="cuda", generator=generator)
+    assert _sums_kernel.available(a, b)
+    expected = torch.einsum("b,btp,btd->pd", weights.double(), a.double(), b.double())
+    assert float((_sums_kernel.outer_sums(a, b, weights, "tf32x3") - expected).norm() / expected.norm()) < 3e-6
+    assert float((_sums_kernel.outer_sums(a, b, weights, "tf32") - expected).norm() / expected.norm()) < 3e-3
+    a[1], b[1] = 0.0, 1.0
+    without = contract_apart(a, b, weights)
+    a[1, 0], a[1, 1] = 2.0**40, -(2.0**40)
+    assert torch.equal(contract_apart(a, b, weights), without)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the kernels are not run")
+@pytest.mark.parametrize("apart", [0, 1, 2])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "side", "kernel", "stride", "padding", "dilation", "groups"),
+    [(3, 32, 17, 3, 1, 1, 1, 1), (24, 70, 8, 3, 1, 1, 1, 2), (64, 64, 9, 5, 2, 2, 1, 1), (8, 16, 12, 3, 1, 0, 2, 4)],
+)
+def test_convolutions_on_a_gpu(channels, outputs, side, kernel, stride, padding, dilation, groups, last, apart):
+    """The gradient of a kernel as torch has it in float64, however many rows make up a record, in both layouts."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(outputs, channels // groups, kernel, kernel, device="cuda", dtype=torch.float64, generator=generator)
+    x = torch.randn(38, channels, side, side, device="cuda", generator=generator)
+    size = torch.nn.functional.conv2d(x.double(), weight, None, stride, padding, dilation, groups).shape
+    delta = torch.randn(size, device="cuda", generator=generator)
+    if last:
+        x, delta = (t.contiguous(memory_format=torch.channels_last) for t in (x, delta))
+    settings = ((stride, stride), (padding, padding), (dilation, dilation), groups)
+    expected = torch.ops.aten.convolution_backward(
+        delta.double(), x.double(), weight, None, *map(list, settings[:3]), False, [0, 0], groups, [False, True, False]
+    )[1]
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        for allowed, limit in ((False, 3e-6), (True, 3e-3)):
+            torch.backends.cudnn.allow_tf32 = allowed
+            computed = convolution_sums(delta, x, tuple(weight.shape), *settings, apart=apart)
+            assert float((computed - expected).norm() / expected.norm()) < limit
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

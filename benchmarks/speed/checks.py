@@ -33,7 +33,7 @@ def engine_of(name: str, method: str, batch: int, device: torch.device) -> lipdp
         accountant="rdp", method=method, precision="tf32" if device.type == "cuda" else None, **settings,
     )  # fmt: skip
     shape = {} if clipless else {"input_shape": PAIRS[name].shape}
-    return lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan, microbatch_size=batch, **shape)
+    return lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan, **shape)
 
 
 def without_checks(engine: lipdp.PrivacyEngine) -> None:

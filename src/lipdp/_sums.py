@@ -162,10 +162,15 @@ def _adds_blocks_last(like: torch.Tensor, a_down: bool, b_across: bool) -> bool:
     return _added_last[key]
 
 
-def contract_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Σ_i Σ_t a_it ⊗ b_it, (B, T, p) and (B, T, d) → (p, d) in float64: every record by itself, then all of them."""
+def contract_apart(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Σ_i w_i·Σ_t a_it ⊗ b_it, (B, T, p) and (B, T, d) → (p, d) in float64: every record by itself, then all of them."""
     a, b = _single(a), _single(b)
     records, length, p, d = *a.shape, b.shape[2]
+    weights = weights.to(a.dtype)
+    if length > 1 and records and _sums_kernel.available(a, b):
+        return _sums_kernel.outer_sums(a, b, weights)
+    scale = weights[:, None, None]
+    a, b = (a * scale, b) if p <= d else (a, b * scale)
     if length <= 1:
         return contract(a.flatten(0, 1), b.flatten(0, 1))
     total = torch.zeros(p, d, dtype=wide(a), device=a.device)
@@ -210,7 +215,7 @@ def convolution_sums(
     rows = len(x)
     size = apart or max(1, math.isqrt(AREA // positions) if positions <= AREA else rows)
     if rows > size and not transposed and _sums_kernel.available(delta, x) and len(stride) <= 2:
-        return _sums_kernel.convolution_sums(delta, x, shape, stride, padding, dilation, groups, size)
+        return _sums_kernel.convolution_sums(delta, x, shape, stride, padding, dilation, groups, size, apart=bool(apart))
     settings = (list(stride), list(padding), list(dilation), transposed, list(output_padding or [0] * len(stride)))
 
     def gradients(cotangents: torch.Tensor, inputs: torch.Tensor, sets: int = 1) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""The gradient of a convolution's kernel on a GPU: a few records at a time in float32, in registers, all of them in float64."""
+"""Gradients of dense layers and of convolutions' kernels on a GPU: a few records at a time in float32, all of them in float64.
+
+Where every record is added up by itself, it never leaves the registers: sums in float64 lie beside it, and what is written is one
+sum for some hundred programs. (Written record by record, as a batched matrix product does, gradients took two thirds of the time of
+a clipped step of BERT.) Tensor cores read TF32 numbers with positions side by side only, so factors are turned first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import torch
 
 from lipdp.errors import LipdpNotice
 
-__all__ = ["Tiles", "available", "convolution_sums"]
+__all__ = ["Tiles", "available", "convolution_sums", "outer_sums"]
 
 
 class Tiles(NamedTuple):
@@ -29,10 +34,14 @@ class Tiles(NamedTuple):
 
 # Measured on an H200. Two warps keep the compiler from instructions that want both factors with positions side by side.
 _TILES, _NARROW = Tiles(64, 128, 32, 2, 3, False), Tiles(64, 32, 32, 4, 3, True)
+# Every record by itself, positions side by side.
+_APART, _NARROW_APART = Tiles(64, 64, 32, 4, 3, True), Tiles(32, 32, 32, 1, 3, True)
 _FEW = 32  # reads of a narrow product
 # Entries that a program of the last sum adds up, and parts at a time.
 _ENTRIES, _PARTS = 128, 16
-_AT_ONCE = 2**25  # numbers of all parts that lie in memory at a time
+_AT_ONCE = 2**25  # numbers of all parts, or of both factors turned, that lie in memory at a time
+_PROGRAMS = 1056  # that are started, about, where each adds up many records: eight for each multiprocessor of an H200
+_SIDE, _PLACES, _TURNED = 128, 32, 32  # of a tile of outer products, what it is summed over at a time, of a tile that is turned
 _tried: dict[torch.device, bool] = {}
 
 
@@ -78,7 +87,14 @@ def _works(device: torch.device) -> bool:
             2,
             [False, True, False],
         )[1]
-        trouble = "" if torch.allclose(computed, expected, rtol=1e-4, atol=1e-3) else "it does not compute what it should"
+        same = torch.allclose(computed, expected, rtol=1e-4, atol=1e-3)
+        apart = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 1, apart=True, precision="tf32x3")
+        same &= torch.allclose(apart, expected, rtol=1e-4, atol=1e-3)
+        a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
+        weights = torch.linspace(0.5, 1.5, 5, device=device)
+        products = torch.einsum("i,itp,itd->pd", weights.double(), a.double(), b.double())
+        same &= torch.allclose(outer_sums(a, b, weights, "tf32x3"), products, rtol=1e-4, atol=1e-3)
+        trouble = "" if same else "it does not compute what it should"
     except Exception as error:  # a compiler that is missing or does not fit
         trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if trouble:
@@ -101,27 +117,34 @@ def convolution_sums(
     groups: int,
     together: int,
     *,
+    apart: bool = False,
     precision: str | None = None,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; ``together`` rows are added up in float32. In float64."""
+    """Σ_i Σ_t δ_it ⊗ patch_it of a convolution of one or two axes; ``together`` rows at most are added up in float32. In float64.
+
+    ``apart``: the rows that are added up together are one record, so they are many; else a few in all.
+    """
     more = 2 - len(stride)
     ones, none = (1,) * more, (0,) * more
+    if apart:
+        x, delta = x.contiguous(), delta.contiguous()
     x = x.reshape(*x.shape[:2], *ones, *x.shape[2:])
     delta = delta.reshape(*delta.shape[:2], *ones, *delta.shape[2:])
     kernel = (*ones, *shape[2:])
     outputs, channels, reads = delta.shape[1] // groups, x.shape[1] // groups, math.prod(shape[1:])
-    tiles = tiles or (_NARROW if reads <= _FEW else _TILES)
+    wide, narrow = (_APART, _NARROW_APART) if apart else (_TILES, _NARROW)
+    tiles = narrow if reads <= _FEW else wide
     tile_p, tile_d = _power(outputs, 16, tiles.outputs), _power(reads, 16, tiles.reads)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
     size = groups * outputs * reads
-    at_once = together * max(1, _AT_ONCE // max(1, size))  # rows whose parts lie in memory at a time
-    total = torch.zeros(groups * outputs, reads, dtype=torch.float64, device=x.device)
+    each = _share(-(-len(x) // together), groups * tiles_p * tiles_d) * together if apart else together
+    at_once = len(x) if apart else together * max(1, _AT_ONCE // max(1, size))  # rows whose parts lie in memory at a time
+    total = torch.zeros(size, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         for start in range(0, len(x), at_once):
             rows = min(at_once, len(x) - start)
-            parts = -(-rows // together)
-            partial = torch.empty(parts, size, dtype=torch.float32, device=x.device)
+            parts = -(-rows // each)
+            partial = torch.empty(parts, size, dtype=torch.float64 if apart else torch.float32, device=x.device)
             _triton().convolution_sums[(parts * groups * tiles_p * tiles_d,)](
                 x[start:],
                 delta[start:],
@@ -135,9 +158,10 @@ def convolution_sums(
                 *(*ones, *dilation),
                 groups,
                 rows,
-                together,
+                each,
                 tiles_p * tiles_d,
                 tiles_d,
+                TOGETHER=together,
                 CHANNELS=channels,
                 OUTPUTS=outputs,
                 COLUMNS=delta.shape[3],
@@ -148,10 +172,76 @@ def convolution_sums(
                 D=tile_d,
                 T=tiles.positions,
                 SWAPPED=tiles.swapped,
+                WIDE=apart,
                 PRECISION=precision or ("tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"),
                 num_warps=tiles.warps,
                 num_stages=tiles.stages,
             )
-            _triton().add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
+            _add_up(partial, total)
     by_tap = total.reshape(shape[0], *kernel, channels)  # reads are numbered tap by tap
     return by_tap.movedim(-1, 1).reshape(tuple(shape))
+
+
+def _share(units: int, tiles: int) -> int:
+    """How many units of rows a program adds up, by shapes alone: that many programs are enough for a GPU."""
+    return -(-units // max(1, min(units, _PROGRAMS // tiles)))
+
+
+def _add_up(partial: torch.Tensor, total: torch.Tensor) -> None:
+    """Adds all parts to the total, in float64."""
+    parts, size = len(partial), total.numel()
+    _triton().add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
+
+
+def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = None, precision: str | None = None) -> torch.Tensor:
+    """Σ_i w_i·Σ_t a_it ⊗ b_it, (B, T, p) and (B, T, d) → (p, d): every record by itself in float32, all of them in float64."""
+    rows, places, p, d = *a.shape, b.shape[2]
+    total = torch.zeros(p, d, dtype=torch.float64, device=a.device)
+    tile_p, tile_d = _power(p, 16, _SIDE), _power(d, 16, _SIDE)
+    tiles_p, tiles_d = -(-p // tile_p), -(-d // tile_d)
+    at_once = max(1, _AT_ONCE // max(1, places * (p + d)))
+    of_a = weights if p <= d else None  # the smaller factor is weighted
+    of_b = None if p <= d else weights
+    with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
+        for start in range(0, rows, at_once):
+            part = slice(start, start + at_once)
+            one, other = (
+                _turned(a[part], None if of_a is None else of_a[part]),
+                _turned(b[part], None if of_b is None else of_b[part]),
+            )
+            count = len(one)
+            each = _share(count, 2 * tiles_p * tiles_d)  # large tiles: half as many programs
+            partial = torch.empty(-(-count // each), p, d, dtype=torch.float64, device=a.device)
+            _triton().outer_sums[(len(partial) * tiles_p * tiles_d,)](
+                one,
+                other,
+                partial,
+                count,
+                each,
+                places,
+                p,
+                d,
+                tiles_p * tiles_d,
+                tiles_d,
+                P=tile_p,
+                D=tile_d,
+                T=_PLACES,
+                PRECISION=precision or ("tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"),
+                num_warps=8 if tile_p * tile_d == _SIDE**2 else 4,
+                num_stages=3,
+            )
+            _add_up(partial, total)
+    return total
+
+
+def _turned(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """(B, T, p) → (B, p, T), contiguous, each row times its weight."""
+    rows, places, entries = x.shape
+    if weights is None and x.transpose(1, 2).is_contiguous():
+        return x.transpose(1, 2)
+    out = torch.empty(rows, entries, places, dtype=x.dtype, device=x.device)
+    grid = (rows, -(-places // _TURNED), -(-entries // _TURNED))
+    _triton().turn[grid](
+        x, x if weights is None else weights, out, *x.stride(), places, entries, WEIGHTED=weights is not None, N=_TURNED
+    )
+    return out

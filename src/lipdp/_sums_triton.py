@@ -1,11 +1,11 @@
-"""The Triton kernel behind :mod:`lipdp._sums_kernel`. Imported only where Triton is installed and used."""
+"""The Triton kernels behind :mod:`lipdp._sums_kernel`. Imported only where Triton is installed and used."""
 
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
-__all__ = ["add_up", "convolution_sums"]
+__all__ = ["add_up", "convolution_sums", "outer_sums", "turn"]
 
 
 @triton.jit
@@ -31,9 +31,10 @@ def convolution_sums(
     dilation_w,
     groups,
     rows,
-    together,
+    each,
     tiles,
     tiles_d,
+    TOGETHER: tl.constexpr,
     CHANNELS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -44,11 +45,14 @@ def convolution_sums(
     D: tl.constexpr,
     T: tl.constexpr,
     SWAPPED: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile (P outputs × D reads) of one group's gradient, over ``together`` rows, in float32.
+    """One tile (P outputs × D reads) of one group's gradient over ``each`` rows.
 
-    Reads are numbered with the channel as the fast axis: it is the one that lies side by side in channels-last memory.
+    WIDE: T positions are added up in float32, which never belong to more than ``TOGETHER`` rows, and everything else in float64.
+    Else ``each`` is ``TOGETHER``, and all of it is added up in float32. Reads are numbered with the channel as the fast axis: it is
+    the one that lies side by side in channels-last memory.
     """
     number, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     part, group = number // groups, number % groups
@@ -60,16 +64,19 @@ def convolution_sums(
     is_tap = tap < KH * KW
     images = x + (group * CHANNELS + channel).to(tl.int64) * x_channel
     cotangents = delta + (group * OUTPUTS + p).to(tl.int64) * delta_channel
-    first = part * together
-    count = tl.minimum(rows - first, together) * POSITIONS
+    first = part * each
+    here = tl.minimum(rows - first, each)
+    UNIT: tl.constexpr = (TOGETHER * POSITIONS + T - 1) // T * T
+    KIND: tl.constexpr = tl.float64 if WIDE else tl.float32
     if SWAPPED:  # noqa: SIM108
-        gradient = tl.zeros((D, P), dtype=tl.float32)
+        gradient = tl.zeros((D, P), dtype=KIND)
     else:
-        gradient = tl.zeros((P, D), dtype=tl.float32)
-    for start in range(0, count, T):
-        k = start + tl.arange(0, T)
-        inside = k < count
-        row, t = (first + k // POSITIONS).to(tl.int64), k % POSITIONS
+        gradient = tl.zeros((P, D), dtype=KIND)
+    for start in range(0, (here + TOGETHER - 1) // TOGETHER * UNIT, T):
+        k = start % UNIT + tl.arange(0, T)
+        before = start // UNIT * TOGETHER
+        inside = k < tl.minimum(here - before, TOGETHER) * POSITIONS
+        row, t = (first + before + k // POSITIONS).to(tl.int64), k % POSITIONS
         line, column = t // COLUMNS, t % COLUMNS
         at = row * delta_row + line * delta_line + column * delta_pixel
         a = tl.load(cotangents[None, :] + at[:, None], mask=(p < OUTPUTS)[None, :] & inside[:, None], other=0.0)
@@ -77,7 +84,11 @@ def convolution_sums(
         j = (column * stride_w)[:, None] + tap_w[None, :]
         read = (i >= 0) & (i < height) & (j >= 0) & (j < width) & inside[:, None] & is_tap[None, :]
         b = tl.load(images[None, :] + (row * x_row)[:, None] + i * x_line + j * x_pixel, mask=read, other=0.0)
-        if SWAPPED:
+        if WIDE and SWAPPED:
+            gradient += tl.dot(tl.trans(b), a, input_precision=PRECISION).to(tl.float64)
+        elif WIDE:
+            gradient += tl.dot(tl.trans(a), b, input_precision=PRECISION).to(tl.float64)
+        elif SWAPPED:
             gradient = tl.dot(tl.trans(b), a, gradient, input_precision=PRECISION)
         else:
             gradient = tl.dot(tl.trans(a), b, gradient, input_precision=PRECISION)
@@ -99,3 +110,59 @@ def add_up(partial, total, parts, size, N: tl.constexpr, K: tl.constexpr):
         values = tl.load(partial + k[:, None].to(tl.int64) * size + n[None, :], mask=read, other=0.0)
         entries += tl.sum(values.to(tl.float64), 0)
     tl.store(total + n, entries, mask=n < size)
+
+
+@triton.jit
+def turn(x, weights, out, row, place, entry, places, entries, WEIGHTED: tl.constexpr, N: tl.constexpr):
+    """(rows, places, entries) → (rows, entries, places), each row times its weight: one tile of N × N of one row."""
+    number = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1) * N + tl.arange(0, N)
+    e = tl.program_id(2) * N + tl.arange(0, N)
+    inside = (t < places)[:, None] & (e < entries)[None, :]
+    values = tl.load(x + number * row + t[:, None].to(tl.int64) * place + e[None, :].to(tl.int64) * entry, mask=inside, other=0.0)
+    if WEIGHTED:
+        values = values * tl.load(weights + number)
+    at = (number * entries + e[:, None].to(tl.int64)) * places + t[None, :]
+    tl.store(out + at, tl.trans(values), mask=(e < entries)[:, None] & (t < places)[None, :])
+
+
+@triton.jit
+def outer_sums(
+    a,
+    b,
+    partial,
+    rows,
+    each,
+    places,
+    p_size,
+    d_size,
+    tiles,
+    tiles_d,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile (P × D) of Σ_i a_i·b_iᵀ over ``each`` rows: every row by itself in float32, all of them in float64.
+
+    a: (rows, p, places), b: (rows, d, places), with places side by side in memory: what tensor cores read as it is.
+    """
+    part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    p = (tile // tiles_d) * P + tl.arange(0, P)
+    d = (tile % tiles_d) * D + tl.arange(0, D)
+    first = part * each
+    at_p, at_d = p.to(tl.int64) * places, d.to(tl.int64) * places
+    total = tl.zeros((P, D), dtype=tl.float64)
+    for number in range(0, tl.minimum(rows - first, each)):
+        row = (first + number).to(tl.int64)
+        of_a = a + row * p_size * places + at_p
+        of_b = b + row * d_size * places + at_d
+        gradient = tl.zeros((P, D), dtype=tl.float32)
+        for start in range(0, places, T):
+            t = start + tl.arange(0, T)
+            one = tl.load(of_a[:, None] + t[None, :], mask=(p < p_size)[:, None] & (t < places)[None, :], other=0.0)
+            other = tl.load(of_b[:, None] + t[None, :], mask=(d < d_size)[:, None] & (t < places)[None, :], other=0.0)
+            gradient = tl.dot(one, tl.trans(other), gradient, input_precision=PRECISION)
+        total += gradient.to(tl.float64)
+    out = partial + (part * p_size + p).to(tl.int64)[:, None] * d_size + d[None, :]
+    tl.store(out, total, mask=(p < p_size)[:, None] & (d < d_size)[None, :])

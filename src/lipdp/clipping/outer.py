@@ -144,10 +144,7 @@ class OuterSum(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Matrix products over positions; the smaller factor is weighted."""
-        delta, x = accumulating(self.cotangents, self.inputs)
-        scale = weights.to(delta.dtype)[:, None, None]
-        delta, x = (delta * scale, x) if delta.shape[2] <= x.shape[2] else (delta, x * scale)
-        return contract_apart(delta, x).reshape(self.shape)
+        return contract_apart(self.cotangents, self.inputs, weights).reshape(self.shape)
 
     def rounding(self) -> torch.Tensor:
         """See :func:`sum_rounding`."""
@@ -170,17 +167,21 @@ def kernel_margin(terms: int, dtype: torch.dtype) -> float:
     return 4 * gamma(terms + 8, dtype)
 
 
-def sum_margin(positions: int, dtype: torch.dtype) -> float:
-    """2·γ_T: what T-term sums in two orders can differ by, of Σ_t‖δ_t‖‖x_t‖ ≤ ‖δ‖_F‖x‖_F."""
-    return 2 * gamma(positions + 1, dtype)
+def sum_margin(positions: int, dtype: torch.dtype, device: torch.device) -> float:
+    """2·γ_T: what T-term sums in two orders can differ by, of Σ_t‖δ_t‖‖x_t‖ ≤ ‖δ‖_F‖x‖_F; on a GPU tensor cores release one."""
+    once = gamma(positions + 1, dtype)
+    return once + (kernel_margin(positions, dtype) if device.type == "cuda" else once)
 
 
 def sum_rounding(of_delta: torch.Tensor, of_x: torch.Tensor, positions: int, dtype: torch.dtype, coarse: float) -> torch.Tensor:
     """2·γ_T·‖δ‖_F‖x‖_F for T-term sums, as measured and as released; with TF32 also 2·4·2⁻¹¹·‖δ‖_F‖x‖_F. All (B,), from squares.
 
+    On a GPU the released one has tensor cores' rounding (:func:`sum_margin`).
+
+
     Factors cut off to TF32, (1+e)δ_t ⊗ (1+e')x_t with |e|, |e'| ≤ 2⁻¹⁰, are off by Σ_t(e+e')δ_t⊗x_t, at most 2·2⁻¹⁰·‖δ‖_F‖x‖_F.
     """
-    return (sum_margin(positions, dtype) + 8 * coarse) * (of_delta * of_x).sqrt()
+    return (sum_margin(positions, dtype, of_delta.device) + 8 * coarse) * (of_delta * of_x).sqrt()
 
 
 def _materialised(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "check_batch",
     "check_dataset",
     "check_finite",
+    "divided",
     "entries_of",
     "even_rows",
     "gather",
@@ -304,17 +305,21 @@ def entries_of(dataset: Dataset[Any]) -> int:
 
 
 def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False, ranks: int = 1) -> int:
-    """Rows of a microbatch such that a Poisson batch, at four deviations above its mean, fills a few of them evenly on each rank.
+    """Rows of a microbatch such that a step's seats fill a few of them evenly on each rank.
 
     ``entries`` is the size of the largest activation of one example, where it is known; ``whole``: all records are in every batch,
     so its size does not vary.
     """
-    most = usual_seats(batch_size, whole=whole)
     limit = _MOST_ROWS
     if device.type == "cpu":
         least, usual, largest = _ROWS_ON_CPU
         limit = usual if entries is None else min(max(least, _ENTRIES_ON_CPU // max(1, entries)), largest)
-    return math.ceil(most / (ranks * math.ceil(most / (ranks * limit))))
+    return divided(usual_seats(batch_size, whole=whole), limit, ranks)
+
+
+def divided(seats: int, limit: int, ranks: int = 1) -> int:
+    """Rows of a microbatch, at most ``limit``, such that as few as possible hold all seats, and none is computed nearly empty."""
+    return math.ceil(seats / (ranks * math.ceil(seats / (ranks * limit))))
 
 
 def rows_at_once(entries: int, device: torch.device) -> int:

@@ -35,7 +35,7 @@ from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, data_marks, record_run
 from lipdp.training.averaging import make_average
-from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, even_rows, gather
+from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, divided, even_rows, gather
 from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
@@ -106,7 +106,8 @@ class PrivacyEngine:
             augmentation come from a secret key of the operating system, and no two runs are the same.
         reproducible: draw everything from ``seed``, so that the run can be repeated. It is then *not private*: whoever knows or
             guesses the seed can subtract the noise. :attr:`private`, histories and reports say so. For tests and benchmarks.
-        microbatch_size: rows that go through the model at once; caps the memory. It changes no result but rounding.
+        microbatch_size: rows that go through the model at once, at most; caps the memory. It changes no result but rounding. (A
+            step of 1,024 records on average has 1,088 seats: at most 1,024 at once are two microbatches of 544.)
         device: where to compute; by default where the model is.
         ema_decay: keep an exponential moving average of the weights (post-processing, free); see :meth:`averaged`.
         tail_average: average the weights of this last fraction of the run instead, each with the same weight.
@@ -172,7 +173,14 @@ class PrivacyEngine:
             self.device = next(iter(self._parameters.values())).device
             if self.device.type == "cpu":
                 keep_freed_memory()
-            self._rows, self._asked_rows = microbatch_size, microbatch_size
+            seats = usual_seats(plan.batch_size, whole=plan.sampling_rate == 1)
+            copies = 1 if augmentation is None else augmentation.copies
+            self._asked_rows = (
+                None
+                if microbatch_size is None
+                else min(microbatch_size, copies * divided(seats, max(1, microbatch_size // copies)))
+            )
+            self._rows = self._asked_rows
             self.microbatch_size = self._microbatch_size()
             self._query.rehearse(self.microbatch_size)
             if isinstance(self.loss, torch.nn.Module):
@@ -195,7 +203,7 @@ class PrivacyEngine:
         self._resumed = False
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
         self._on_one_device = all(t.device == self.device for t in self._values)
-        self._seating = Seating(usual_seats(plan.batch_size, whole=plan.sampling_rate == 1))
+        self._seating = Seating(seats)
         self._drawn = 0  # batches drawn so far
         self._public = bool(public)
         self._clipped_share: float | None = None

@@ -47,28 +47,34 @@ class HeldState:
     """
 
     def __init__(self, model: torch.nn.Module, *, trained: bool) -> None:
-        self._places: list[_Place] = []
-        self._weights: list[_Place] = []
-        self._names: list[_Names] = []
-        for name, module in model.named_modules():
-            prefix = f"{name}." if name else ""
-            self._places += [_Place(prefix + key, module._buffers, key) for key, t in module._buffers.items() if t is not None]
-            for key, parameter in module._parameters.items():
-                if parameter is not None and (trained or not parameter.requires_grad):
-                    listed = self._weights if parameter.requires_grad else self._places
-                    listed.append(_Place(prefix + key, module._parameters, key))
-            holders = (module._buffers, module._parameters, module._modules, *_state_hooks(module))
-            self._names += [_Names(prefix, module, holder, frozenset(holder)) for holder in holders]
         self._model, self._own_code = model, trained
         self._foreign_before: set[str] = set()
         self._kept: list[torch.Tensor] = []
         self._objects: list[torch.nn.Parameter] = []
         self._forms: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._kept_weights: dict[torch.device, torch.Tensor] = {}
+        self._find()
+
+    def _find(self) -> None:
+        """Where the model keeps what, and under which names."""
+        self._places: list[_Place] = []
+        self._weights: list[_Place] = []
+        self._names: list[_Names] = []
+        for name, module in self._model.named_modules():
+            prefix = f"{name}." if name else ""
+            self._places += [_Place(prefix + key, module._buffers, key) for key, t in module._buffers.items() if t is not None]
+            for key, parameter in module._parameters.items():
+                if parameter is not None and (self._own_code or not parameter.requires_grad):
+                    listed = self._weights if parameter.requires_grad else self._places
+                    listed.append(_Place(prefix + key, module._parameters, key))
+            holders = (module._buffers, module._parameters, module._modules, *_state_hooks(module))
+            self._names += [_Names(prefix, module, holder, frozenset(holder)) for holder in holders]
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Remember the present values; they come back if the block raises."""
+        """Remember the present values, of what the model has now; they come back if the block raises."""
+        if any(names.holder.keys() != names.known for names in self._names if names.holder or names.known):
+            self._find()
         self._foreign_before = set(_foreign_entries(self._model)) if self._own_code else set()
         self._kept = [place.holder[place.key].detach().clone() for place in self._places]
         self._objects = [place.holder[place.key] for place in self._weights]
@@ -100,7 +106,7 @@ class HeldState:
 
     def _added(self) -> list[tuple[_Names, Any]]:
         """What modules have been given since, but buffers that are not persistent."""
-        grown = [names for names in self._names if len(names.holder) != len(names.known) or names.holder.keys() != names.known]
+        grown = [names for names in self._names if names.holder and names.holder.keys() != names.known]
         return [
             (names, key) for names in grown for key, value in names.holder.items()
             if key not in names.known and value is not None and not self._is_passing(names, key)
