@@ -39,7 +39,8 @@ _APART, _NARROW_APART = Tiles(64, 64, 32, 4, 3, True), Tiles(32, 32, 32, 1, 3, T
 _FEW = 32  # reads of a narrow product
 # Entries that a program of the last sum adds up, and parts at a time.
 _ENTRIES, _PARTS = 128, 16
-_AT_ONCE = 2**25  # numbers of all parts, or of both factors turned, that lie in memory at a time
+_AT_ONCE = 2**25  # numbers of all parts that lie in memory at a time
+_AT_ONCE_TURNED = 2**26  # and of both factors, turned
 _PROGRAMS = 1056  # that are started, about, where each adds up many records: eight for each multiprocessor of an H200
 _SIDE, _PLACES, _TURNED = 128, 32, 32  # of a tile of outer products, what it is summed over at a time, of a tile that is turned
 _tried: dict[torch.device, bool] = {}
@@ -199,7 +200,8 @@ def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = 
     total = torch.zeros(p, d, dtype=torch.float64, device=a.device)
     tile_p, tile_d = _power(p, 16, _SIDE), _power(d, 16, _SIDE)
     tiles_p, tiles_d = -(-p // tile_p), -(-d // tile_d)
-    at_once = max(1, _AT_ONCE // max(1, places * (p + d)))
+    at_once = max(1, _AT_ONCE_TURNED // max(1, places * (p + d)))
+    at_once = -(-rows // max(1, -(-rows // at_once)))
     of_a = weights if p <= d else None  # the smaller factor is weighted
     of_b = None if p <= d else weights
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]

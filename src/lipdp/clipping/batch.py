@@ -79,11 +79,13 @@ class Flag:
     """One number on its way from the device: read without waiting for what was launched after it."""
 
     def __init__(self) -> None:
+        self.sent: torch.Tensor | None = None  # where it is computed
         self._value: torch.Tensor | None = None
         self._event: Any = None
 
     def __call__(self, value: torch.Tensor) -> None:
         """Send for it."""
+        self.sent = value
         if value.device.type != "cuda":
             self._value = value
             return

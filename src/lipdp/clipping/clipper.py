@@ -497,10 +497,22 @@ class Pending:
     flag: Flag
     before: list[Clipped] = field(default_factory=list)
 
+    @property
+    def fine(self) -> torch.Tensor | bool:
+        """Whether all gradients are finite; on a GPU it may still be computed."""
+        return True if self.flag.sent is None else ~self.flag.sent
+
+    @uncompiled
+    def expected(self) -> Clipped:
+        """What it is if :attr:`fine`, without waiting. Good until the clipper begins with another batch."""
+        return self._with(self.computed)
+
     @uncompiled
     def finish(self) -> Clipped:
         """Wait for it. Sums that an example without a finite gradient has spoiled are computed again, without it."""
-        computed = self.clipper.repair(self.batch, self.groups, self.bounds) if self.flag.read() else self.computed
+        return self._with(self.clipper.repair(self.batch, self.groups, self.bounds) if self.flag.read() else self.computed)
+
+    def _with(self, computed: _Computed) -> Clipped:
         parts = [*self.before, Clipped(*computed[:3], self.groups, self.batch.keep, self.bounds)]
         return parts[0] if len(parts) == 1 else _joined(parts)
 

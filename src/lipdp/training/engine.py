@@ -434,26 +434,27 @@ class PrivacyEngine:
         """What the data say, computed by the model that was proved: to be released, and not before this returns.
 
         On CUDA a proved program is launched at once, and all that follows from its sums behind it (:mod:`lipdp.training.update`);
-        everything else happens while they run: whether the model still is the one that was proved is looked at, on the host and,
-        for the values of weights, on the device; so is whether the last projection found them finite, whether the sums are, and
-        whether the forward pass left the model's state alone. The host waits once, for all of them, before it goes on; where one
-        is no, what was computed is thrown away. It has to wait: a record whose gradient is not finite must be left out of the sum,
-        and no other record with it, or it would change all that the others say.
+        behind clipped sums, their noise. Everything else happens while they run: whether the model still is the one that was proved
+        is looked at, on the host and, for the values of weights, on the device; so is whether the last projection found them
+        finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for all of
+        them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient is not
+        finite must be left out of the sum, and no other record with it, or it would change all that the others say.
         """
         number = self.steps
-        runs_ahead = self.device.type == "cuda" and self._query.recorded
+        runs_ahead = self.device.type == "cuda"
+        recorded = runs_ahead and self._query.recorded
         unchanged: Flag = True
         if not runs_ahead and (unchanged := self._look()) is False:
             self._prove_again()
             unchanged = True
         settings = self._mechanism.at(number)
         trained = self._trained(settings)
-        with self._streams.model(number, on_host=not runs_ahead) as begin, self._state.held():
+        with self._streams.model(number, on_host=not recorded) as begin, self._state.held():
             copies = self._copies(number)
             turn = self._turn(settings, number, begin, copies)
             asked = dataclasses.replace(batch, copies=copies, settings=self._watch.settings, turn=turn)
             alone = runs_ahead and not self._ranks.grouped
-            if alone and self._on_one_device:
+            if recorded and alone and self._on_one_device:
                 asked = dataclasses.replace(asked, beside=self._beside)
             answer = self._query.ask(trained, asked, settings.clips)
             told = bool(answer.seen)  # digests of the weights are there already

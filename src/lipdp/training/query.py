@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from lipdp._numerics import arithmetic
 from lipdp.bounds import Analysis, analyse
-from lipdp.clipping import Clipper, check_supported, clipping_groups
+from lipdp.clipping import Clipped, Clipper, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
+from lipdp.clipping.clipper import Pending
 from lipdp.clipping.verify import forget as forget_verified
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
@@ -385,28 +386,51 @@ class ClippedQuery:
         return {group.name: clips.get(group.name, group.sensitivity) for group in self.groups}
 
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
-        """Σ_i ν_i·g_i by the plan's method, microbatch by microbatch."""
+        """Σ_i ν_i·g_i by the plan's method, microbatch by microbatch. On a GPU the last one may still be computed."""
         plan, bounds = self.plan, self.bounds(clips)
         active = [group for group in self.groups if any(name in parameters for name in group.parameters)]
-        followed = [group for group in active if group.name in plan.adaptive_clips]
-        total = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()})
-        counts = {group.name: torch.zeros((), dtype=torch.float64, device=batch.device) for group in followed}
-        clipped = torch.zeros((), dtype=torch.float64, device=batch.device)
+        none = torch.zeros((), dtype=torch.float64, device=batch.device)
+        answer = Answer(
+            batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()}),
+            {group.name: none for group in active if group.name in plan.adaptive_clips},
+            (none, len(batch.targets)) if plan.clip == "clip" else None,
+        )
         clipping, size = self._clipping(batch.copies.count), max(1, batch.microbatch_size // batch.copies.count)
         norms = {group.name: bounds[group.name] for group in active}
         max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
+
+        def plus(before: Answer, part: Clipped, add: Callable[..., torch.Tensor] = torch.Tensor.add_) -> Answer:
+            """With a microbatch more."""
+            sums = {**before.sums}
+            for name, gradient in part.sums.items():  # one after another: whole numbers take twice the memory
+                sums[name] = add(sums[name], batch.turn.summand({name: gradient})[name])
+            counts = {
+                group.name: before.counts[group.name] + centred_count(part.norms[:, number], bounds[group.name], part.kept)
+                for number, group in enumerate(active)
+                if group.name in before.counts
+            }
+            clipped = before.clipped
+            if clipped is not None:
+                clipped = clipped[0] + ((part.factors < 1).any(1) & part.kept).sum(), clipped[1]
+            return Answer(sums, counts, clipped)
+
+        pending: Pending | None = None
         with _only_trained(self.model, parameters):
             own = microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats, turn=batch.turn)
             for x, y, mask in own:
                 with arithmetic(plan.precision, batch.device):
-                    found = clipping(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
-                for name, gradient in found.sums.items():  # one after another: whole numbers take twice the memory
-                    total[name] += batch.turn.summand({name: gradient})[name]
-                clipped += ((found.factors < 1).any(1) & mask).sum()
-                for number, group in enumerate(active):
-                    if group.name in counts:
-                        counts[group.name] += centred_count(found.norms[:, number], bounds[group.name], mask)
-        return Answer(total, counts, (clipped, len(batch.targets)) if plan.clip == "clip" else None)
+                    answer = answer if pending is None else plus(answer, pending.finish())
+                    pending = clipping.start(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
+        if pending is None:
+            return answer
+
+        def repaired(before: Answer = answer, pending: Pending = pending) -> Answer:
+            with _only_trained(self.model, parameters), arithmetic(plan.precision, batch.device):
+                return plus(before, pending.finish())
+
+        if batch.device.type != "cuda" or batch.turn.units is not None:
+            return repaired()
+        return replace(plus(answer, pending.expected(), torch.add), fine=pending.fine, again=repaired)
 
     def _clipping(self, copies: int) -> Clipper:
         """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""
