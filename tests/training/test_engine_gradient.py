@@ -277,3 +277,20 @@ def test_a_record_that_overflows_takes_nobody_with_it(bad, device):
             engine.step(inputs.to(device), targets.to(device))
         assert torch.allclose(sums[-1], sums[-2], atol=1e-5)
         assert float(sums[-1].norm()) > 0.1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_finite_is_told_from_what_is_not(bad: float) -> None:
+    """Entries whose sum overflows are finite; one that is not, at any place, is seen, and two that cancel to NaN are."""
+    from lipdp.training.gradients import _are_all_finite
+
+    here = torch.device("cpu")
+    huge = torch.full((3, 5), 1.7e308, dtype=torch.float64)
+    assert bool(_are_all_finite([torch.zeros(4, dtype=torch.float64), huge, -huge], here))
+    assert bool(_are_all_finite([], here))
+    for place in range(15):
+        one = torch.ones(15, dtype=torch.float64)
+        one[place] = bad
+        assert not bool(_are_all_finite([huge, one], here))
+        one[(place + 1) % 15] = -bad
+        assert not bool(_are_all_finite([one], here))

@@ -5,7 +5,8 @@ And how many examples stay below the clipping norm: the second half of adaptive 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -204,9 +205,15 @@ def microbatch_sum(
         name: zeros_like_sum(p) if g is None else g.detach().to(wide(p))
         for (name, p), g in zip(parameters.items(), gradient_of, strict=True)
     }
-    largest = torch._foreach_norm([g for g in sums.values() if g.numel()], float("inf"))
-    fine = torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=x.device)
-    return sums, fine, []
+    return sums, _are_all_finite([g for g in sums.values() if g.numel()], x.device), []
+
+
+def _are_all_finite(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Whether all entries are, on the device. A sum that is finite has finite terms; one that is not may just have overflowed."""
+    if device.type != "cpu":
+        largest = torch._foreach_norm(list(sums), float("inf"))
+        return torch.isfinite(torch.stack(largest)).all() if largest else torch.ones((), dtype=torch.bool, device=device)
+    return torch.tensor(all(math.isfinite(g.sum()) or math.isfinite(g.abs().amax()) for g in sums))
 
 
 def _added(total: Part, part: Part) -> Part:
