@@ -256,3 +256,33 @@ def test_state_that_a_forward_pass_writes_is_put_back_on_the_device() -> None:
         engine.step(*batch_of())
     assert torch.equal(model[0].note.cpu(), torch.zeros(4))
     assert sums == []
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@pytest.mark.parametrize("rows", [None, 5])
+def test_a_clipped_gradient_that_is_not_finite_is_left_out(device: str, rows: int | None) -> None:
+    """Of the sums that are released, whichever microbatch it is in: on CUDA they are noised before the host knows of it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).to(device)
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets[:, None]).square().sum(1)
+
+    plan = lipdp.plan(
+        model, loss, dataset_size=100, batch_size=12, delta=1e-3, noise_multiplier=1.0, steps=9, accountant="rdp",
+        method="bookkeeping", max_grad_norm=0.5, input_shape=(4,),
+    )  # fmt: skip
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan, microbatch_size=rows)
+    released = []
+    release = engine._release
+    engine._release = lambda asked: (released.append(asked.answer.sums), release(asked))[1]  # type: ignore[method-assign]
+    for step in range(9):
+        x, y = torch.randn(12, 4), torch.randn(12)
+        bad = torch.zeros(12, dtype=torch.bool)
+        bad[step] = step % 3 > 0
+        x[bad] = 1e30
+        expected = lipdp.clipping.clip_batch(model, loss, x[~bad].to(device), y[~bad].to(device), 0.5).sums
+        engine.step(x, y)
+        for name, total in expected.items():
+            torch.testing.assert_close(released[-1][name], total, rtol=1e-4, atol=1e-6)
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
