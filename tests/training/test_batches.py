@@ -16,7 +16,7 @@ from lipdp import losses, nn
 from lipdp._sums import MOST_ROWS
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.planning.settings import usual_seats
-from lipdp.training.batches import check_dataset, check_finite, even_rows, gather, gather_lazily, microbatches, slices
+from lipdp.training.batches import check_dataset, check_finite, divided, even_rows, gather, gather_lazily, microbatches, slices
 
 from .common import BATCH, SIZE, empty, engine_of, free, planned, small, toy
 
@@ -328,11 +328,24 @@ def test_a_whole_batch_is_one_microbatch_and_none_of_its_records_is_lost(count):
     assert torch.allclose(32 * engine.optimizer.seen[0]["1.weight"], expected, atol=1e-4)
 
 
-@given(batch=st.integers(1, 40_000), entries=st.one_of(st.none(), st.integers(1, 10**7)), whole=st.booleans())
-def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries, whole):
-    rows = even_rows(batch, torch.device("cpu"), entries, whole=whole)
+@given(
+    batch=st.integers(1, 40_000),
+    entries=st.one_of(st.none(), st.integers(1, 10**7)),
+    products=st.one_of(st.none(), st.integers(1, 10**8)),
+    whole=st.booleans(),
+)
+def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries, products, whole):
+    rows = even_rows(batch, torch.device("cpu"), entries, products, whole=whole)
     most = usual_seats(batch, whole=whole)
     assert 1 <= rows <= MOST_ROWS
     assert rows >= min(most, 32) / 2
     assert rows * -(-most // rows) < most + rows  # the last one is nearly full
-    assert entries is None or rows <= max(32, 2**20 // entries)
+    assert entries is None or rows <= max(32, 2**20 // entries, 0 if products is None else 2**26 // products)
+
+
+@pytest.mark.parametrize(
+    ("seats", "limit", "rows"), [(1088, 1024, 544), (1088, 2048, 1088), (80, 256, 80), (14, 4, 4), (5, 2, 2), (1, 1, 1)]
+)
+def test_seats_are_divided_evenly(seats, limit, rows):
+    assert divided(seats, limit) == rows
+    assert divided(seats, rows) == rows  # a state that says so is not divided again

@@ -82,6 +82,7 @@ _MOST_ROWS = 2048
 # but microbatches of small rows cost more in calls than in arithmetic (2048 rows were 1.5 to 2.5 times as fast as 256 on tables).
 _ROWS_ON_CPU = 32, 256, MOST_ROWS  # at least, where nothing is known, at most
 _ENTRIES_ON_CPU = 2**20
+_PRODUCTS_ON_CPU = 2**26
 # For passes over a whole dataset, some of them in float64.
 _ENTRIES_AT_ONCE, _ENTRIES_AT_ONCE_ELSEWHERE = 2**19, 2**26
 
@@ -304,15 +305,32 @@ def entries_of(dataset: Dataset[Any]) -> int:
     return sum(leaf.numel() for leaf in leaves(gather(dataset, torch.arange(1))[0]))
 
 
-def even_rows(batch_size: int, device: torch.device, entries: int | None = None, *, whole: bool = False, ranks: int = 1) -> int:
+def even_rows(
+    batch_size: int,
+    device: torch.device,
+    entries: int | None = None,
+    products: int | None = None,
+    *,
+    whole: bool = False,
+    ranks: int = 1,
+) -> int:
     """Rows of a microbatch such that a step's seats fill a few of them evenly on each rank.
 
-    ``entries`` is the size of the largest activation of one example, where it is known; ``whole``: all records are in every batch,
-    so its size does not vary.
+    On a processor the activations of a microbatch stay in its cache, but a microbatch is never so little work that starting it
+    would take longer: the head of wide features is.
+
+    Args:
+        batch_size: records on average.
+        device: where they are computed.
+        entries: size of the largest activation of one example, where it is known.
+        products: multiplications for one example, where they are known.
+        whole: all records are in every batch, so its size does not vary.
+        ranks: processes that share the seats.
     """
     limit = _MOST_ROWS
     if device.type == "cpu":
         least, usual, largest = _ROWS_ON_CPU
+        least = least if products is None else max(least, _PRODUCTS_ON_CPU // max(1, products))
         limit = usual if entries is None else min(max(least, _ENTRIES_ON_CPU // max(1, entries)), largest)
     return divided(usual_seats(batch_size, whole=whole), limit, ranks)
 

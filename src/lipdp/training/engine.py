@@ -540,8 +540,11 @@ class PrivacyEngine:
 
     def _microbatch_size(self) -> int:
         whole = self.plan.sampling_rate == 1
-        rows = self._rows or even_rows(self.plan.batch_size, self.device, self._query.entries, whole=whole, ranks=self._ranks.count)
-        return min(rows, self._query.most_rows)
+        query = self._query
+        rows = self._rows or even_rows(
+            self.plan.batch_size, self.device, query.entries, query.products, whole=whole, ranks=self._ranks.count
+        )
+        return min(rows, query.most_rows)
 
     def release_statistics(self, train: Any) -> None:
         """Release the statistics of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.

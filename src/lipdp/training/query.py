@@ -103,6 +103,11 @@ class Query(Protocol):
         ...
 
     @property
+    def products(self) -> int | None:
+        """Multiplications that a forward pass takes for one example, where every weight is used once."""
+        ...
+
+    @property
     def most_rows(self) -> int:
         """Records of a microbatch at most: the plan's slack covers the rounding of so many."""
         ...
@@ -193,6 +198,12 @@ class ProvedQuery:
     def entries(self) -> int | None:
         """Over all operations of the analysis."""
         return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
+
+    @property
+    def products(self) -> int | None:
+        """Of networks whose activations have one axis."""
+        flat = self._analysis is not None and all(len(layer.output) <= 1 for layer in self._analysis.layers)
+        return sum(p.numel() for p in self.model.parameters()) if flat else None
 
     @property
     def recorded(self) -> bool:
@@ -332,6 +343,11 @@ class ClippedQuery:
         return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
 
     @property
+    def products(self) -> int | None:
+        """Not known without an analysis."""
+        return None
+
+    @property
     def recorded(self) -> bool:
         """The module itself runs."""
         return False
@@ -465,6 +481,11 @@ class MixedQuery:
     def entries(self) -> int | None:
         """As the calculus says."""
         return self._proved.entries
+
+    @property
+    def products(self) -> int | None:
+        """Clipping takes more."""
+        return None
 
     @property
     def recorded(self) -> bool:
