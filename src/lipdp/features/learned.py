@@ -30,7 +30,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
 from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
+from lipdp.export import Site, lowering
 from lipdp.features.drawings import draw_images
 from lipdp.features.residual import NetworkShape
 

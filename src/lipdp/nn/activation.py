@@ -9,7 +9,7 @@ import torch
 from lipdp._pairs import available, sorted_pool
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
+from lipdp.export import Site, lowering
 from lipdp.program.fusing import Stage, stage
 from lipdp.twins import Decision, Where, twin
 

@@ -17,7 +17,7 @@ from lipdp.bounds.windows import multiplicity, padding_sides
 from lipdp.clipping.registry import Contributions, norm_rule, refuse
 from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
 from lipdp.parametrize import Constrained, Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import project_ball

@@ -10,7 +10,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
 

@@ -15,7 +15,7 @@ from lipdp.bounds.rules_weighted import weighted_transfer
 from lipdp.clipping.registry import norm_rule, refuse
 from lipdp.clipping.rules_layers import linear
 from lipdp.errors import ConfigurationError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
 from lipdp.parametrize.effective import Map
