@@ -21,7 +21,7 @@ from lipdp.export import Site, lowering, placed
 from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
 from lipdp.parametrize import Constrained, Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import project_ball
-from lipdp.parametrize.effective import Map
+from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, twin
 
 __all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]

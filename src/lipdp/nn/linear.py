@@ -18,7 +18,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed
 from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
-from lipdp.parametrize.effective import Map
+from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, keep_trained, twin
 
 __all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
