@@ -17,8 +17,7 @@ from lipdp.cli import app
 from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators import Numeric, PrivateImageClassifier, images
-from lipdp.features.learned import write_network
-from lipdp.features.residual import NetworkShape, ResidualNetwork, folded_weights
+from lipdp.features.learned import NetworkShape, ResidualNetwork, folded_weights, write_network
 
 
 def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -41,9 +41,8 @@ def train(
 
     from lipdp._checks import choose
     from lipdp.data.files import data_root
-    from lipdp.features.learned import read_network, write_network
+    from lipdp.features.learned import SHAPES, ResidualNetwork, folded_weights, read_network, write_network
     from lipdp.features.learning import Lesson, learn, learn_from
-    from lipdp.features.residual import SHAPES, ResidualNetwork, folded_weights
 
     name = choose("network", network, tuple(SHAPES))
     if output is not None and output.suffix != ".npz":
