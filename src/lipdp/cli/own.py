@@ -23,7 +23,7 @@ _SCHEMA = "schema.json"
 
 def train_images(images: Path, *, test: Path | None, features: str, **common: Any) -> None:
     """Fit :class:`lipdp.PrivateImageClassifier` on a folder or an .npz file, and judge it on what was held out or given."""
-    from lipdp.data.images import read_images
+    from lipdp.data.records import read_images
     from lipdp.estimators import PrivateImageClassifier
 
     own = _check(common, test, "--images")
