@@ -40,7 +40,7 @@ def train(
     import torch
 
     from lipdp._checks import choose
-    from lipdp.data.files import data_root
+    from lipdp.data.info import data_root
     from lipdp.features.learned import SHAPES, ResidualNetwork, folded_weights, read_network, write_network
     from lipdp.features.learning import Lesson, learn, learn_from
 

@@ -126,7 +126,7 @@ _CHECKS: dict[str, Callable[[], str]] = {"noise": _noise, "accounting": _account
 
 def _data(root: Path | None) -> list[Finding]:
     from lipdp.data import available
-    from lipdp.data.files import data_root
+    from lipdp.data.info import data_root
 
     place = data_root(root)
     there = [name for name, own in available(root).items() if own.on_disk]

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
-from lipdp.data.files import data_root
+from lipdp.data.info import data_root
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 from lipdp.features.drawings import draw_images

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
-from lipdp.data.files import data_root
+from lipdp.data.info import data_root
 from lipdp.errors import ConfigurationError, DataError, LipdpError
 from lipdp.export import Site, lowering
 from lipdp.features.drawings import leaf_images
