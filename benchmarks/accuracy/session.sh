@@ -65,7 +65,7 @@ import sys
 import torch
 import lipdp, lipdp.cli
 from lipdp import data, recipes
-from lipdp.data.info import data_root
+from lipdp.data.files import data_root
 from lipdp.features.learned import read_network
 
 if "cuda" in sys.argv[1] and not torch.cuda.is_available():

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import data
-from lipdp.data.info import data_root
+from lipdp.data.files import data_root
 from lipdp.data.text import BUCKETS, hashed_words
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "text"

@@ -34,7 +34,7 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.svm import SVC, SVR
 
 import lipdp
-from lipdp.data.info import data_root
+from lipdp.data.files import data_root
 from lipdp.estimators import Categorical, Numeric
 
 RESULTS = Path(__file__).parents[1] / "results" / "estimators" / "tables.jsonl"

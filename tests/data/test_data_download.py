@@ -14,7 +14,7 @@ import pytest
 
 from lipdp import data
 from lipdp.data import files
-from lipdp.data.info import RemoteFile, ensure
+from lipdp.data.files import RemoteFile, ensure
 from lipdp.errors import DataError
 
 BODY = bytes(range(256)) * 1000

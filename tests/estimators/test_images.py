@@ -261,9 +261,9 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_features_train_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lipdp.features import learned, residual
+    from lipdp.features import learned
 
-    monkeypatch.setitem(residual.SHAPES, "large", residual.NetworkShape((4, 6, 8), (1, 1, 1)))
+    monkeypatch.setitem(learned.SHAPES, "large", learned.NetworkShape((4, 6, 8), (1, 1, 1)))
     monkeypatch.setattr(learned, "_DRAWINGS", 16)
     file = tmp_path / "mine.npz"
     told = CliRunner().invoke(

@@ -1,4 +1,7 @@
-"""Options that several commands share, and the recipe they make: names looked up, texts made values, contradictions refused."""
+"""Options that several commands share, and the recipe they make: names looked up, texts made values, contradictions refused.
+
+And what stands behind ``--nproc``: several processes for one command, started with torchrun and joined to one group.
+"""
 
 from __future__ import annotations
 

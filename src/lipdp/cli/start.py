@@ -1,4 +1,6 @@
-"""``lipdp new`` and ``lipdp doctor``: a folder to start from, and whether this machine is ready."""
+"""``lipdp new``, ``lipdp doctor`` and ``lipdp features``: a folder to start from, whether this machine is ready, and the networks that
+learn from drawings.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from lipdp.cli import options
 from lipdp.cli.output import console, print_json, table
 from lipdp.errors import ConfigurationError
 
-__all__ = ["NEW_EXAMPLE", "app", "doctor", "new"]
+__all__ = ["NEW_EXAMPLE", "doctor", "features", "new"]
 
 Verdict = Literal["ok", "missing", "broken"]
 _CORE = ("torch", "numpy", "cryptography", "dp-accounting", "scikit-learn", "pooch", "platformdirs", "rich", "typer")
@@ -128,7 +130,7 @@ _CHECKS: dict[str, Callable[[], str]] = {"noise": _noise, "accounting": _account
 
 def _data(root: Path | None) -> list[Finding]:
     from lipdp.data import available
-    from lipdp.data.info import data_root
+    from lipdp.data.files import data_root
 
     place = data_root(root)
     there = [name for name, own in available(root).items() if own.on_disk]
@@ -207,12 +209,12 @@ def new(
     console().print(f"made {name} with {', '.join(content)}. Next: cd {name} && python train.py", markup=False, soft_wrap=True)
 
 
-app = typer.Typer(name="features", no_args_is_help=True, help="Public features: networks that learn from drawings.")
+features = typer.Typer(name="features", no_args_is_help=True, help="Public features: networks that learn from drawings.")
 _STEPS = {"large": 5401, "small": 2101}
 _VIEWS = (32, 48)
 
 
-@app.command("train")
+@features.command("train")
 def train(
     network: Annotated[str, typer.Argument(help="large (minutes on a GPU), or small, which large teaches.")],
     steps: Annotated[
@@ -232,7 +234,7 @@ def train(
     import torch
 
     from lipdp._checks import choose
-    from lipdp.data.info import data_root
+    from lipdp.data.files import data_root
     from lipdp.features.learned import SHAPES, ResidualNetwork, folded_weights, read_network, write_network
     from lipdp.features.learning import Lesson, learn, learn_from
 

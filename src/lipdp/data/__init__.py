@@ -35,7 +35,7 @@ from lipdp.data.colour import (
     rgb_to_yuv,
 )
 from lipdp.data.datasets import available, info, load, names
-from lipdp.data.info import Availability, DatasetInfo, split
+from lipdp.data.files import Availability, DatasetInfo, split
 from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
 from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
 from lipdp.data.records import Columns, Stored, read_images

@@ -1,4 +1,7 @@
-"""The datasets by name: which there are, what is public about them, and how they are loaded."""
+"""The datasets by name: which there are, what is public about them, and how they are loaded.
+
+Those of ADBench (tables for anomaly detection, two classes, and a substitute for its census table) are read here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp._checks import choose
 from lipdp.data.cifar10 import CIFAR10
-from lipdp.data.info import Availability, DatasetInfo, Loaded, RemoteFile, Source, data_root, ensure, stratified
+from lipdp.data.files import Availability, DatasetInfo, Loaded, RemoteFile, Source, data_root, ensure, stratified
 from lipdp.data.mnist import DIGITS, FASHION_MNIST, MNIST
 from lipdp.data.text import IMDB
 from lipdp.errors import DataError

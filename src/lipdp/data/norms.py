@@ -23,7 +23,7 @@ from lipdp.privacy.randomness import Stream
 __all__ = ["NOT_PRIVATE", "NormHistogram", "choose_input_bound", "input_norms", "norm_histogram"]
 
 NOT_PRIVATE = "NOT PRIVATE: computed from the records without noise. Do not publish it, unless the data are public."
-_CHUNK = 4096
+_CHUNK = 4096  # examples looked at together: the masks of a whole CIFAR-10 would need twice its memory
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 

@@ -121,12 +121,6 @@ def _refuse_mixing(
             )
 
 
-# Checks of a dataset before anything is trained on it.
-
-# Examples looked at together: the masks of a whole CIFAR-10 would need twice its memory.
-_CHUNK = 4096
-
-
 def require_finite(dataset: TensorDataset) -> None:
     """Raise a `DataError` if a floating tensor of the dataset holds a NaN or an infinity.
 

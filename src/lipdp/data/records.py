@@ -1,4 +1,8 @@
-"""Records as people keep them: named columns (Hugging Face's datasets, tokenized texts), and arrays on disk, however large."""
+"""Records as people keep them: named columns (Hugging Face's datasets, tokenized texts), arrays on disk, however large, and pictures.
+
+Pictures are in a folder with one folder for each class, or in an .npz file of two arrays; those that are to be judged need no labels
+and may lie in the folder itself.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
-from lipdp.data.info import Availability, DatasetInfo, Loaded, RemoteFile, data_root, ensure
+from lipdp.data.files import Availability, DatasetInfo, Loaded, RemoteFile, data_root, ensure
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [

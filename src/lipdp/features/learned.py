@@ -1,8 +1,8 @@
 """Features learned from drawings: what a network, taught without labels on drawn scenes alone, sees in an image.
 
-The network is a public constant, like a table of filters: no photograph and no private record had a part in it. The small one
-comes with the package; the large one is rebuilt by ``lipdp features train large``, in minutes on a GPU, and kept in the user's
-cache.
+The network is a public constant, like a table of filters: no photograph and no private record had a part in it. It is residual,
+normalised by batches while it learns and folded into plain convolutions after. The small one comes with the package; the large
+one is rebuilt by ``lipdp features train large``, in minutes on a GPU, and kept in the user's cache.
 
 Averages of a stage's maps over cells (4 × 4 of the last stage but one; 2 × 2 and 1 × 1 of the last) are skewed, as energies
 are: their square roots are taken. Then each channel is brought to mean 0 and deviation 1 and channels are decorrelated part of
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
-from lipdp.data.info import data_root
+from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 from lipdp.features.drawings import draw_images

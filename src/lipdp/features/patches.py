@@ -3,6 +3,11 @@
 A linear classifier on such features is a convolutional kernel machine, and a good one on small photographs (Coates & Ng 2011; Thiry
 et al. 2021) when the dictionary and the whitening come from the data. Here both come from drawn images
 (:mod:`lipdp.features.drawings`), so nothing is read off the data and nothing has to be paid for.
+
+Such public constants (dictionaries, scales, decorrelating matrices) follow from drawn images and settings alone: no record has a part
+in them, so nothing has to be kept safe. The first program computes them, seconds to two minutes on a processor, and says so to the
+logger ``lipdp``; they are kept in the user's cache, where the next one reads them. A file's name is a digest of what the constants
+follow from, torch's version included; a file that can't be read is computed again, and where nothing can be written nothing is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
-from lipdp.data.info import data_root
+from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError, LipdpError
 from lipdp.export import Site, lowering
 from lipdp.features.drawings import leaf_images

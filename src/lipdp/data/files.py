@@ -1,4 +1,6 @@
-"""What is said of a dataset: its description, whether it is on disk, what every source of one offers, and how it is split."""
+"""What every dataset needs: its description, where its files are, how missing ones are fetched and whether they are the published ones,
+and how records are split.
+"""
 
 from __future__ import annotations
 
