@@ -1,5 +1,5 @@
-"""``lipdp new``, ``lipdp doctor`` and ``lipdp features``: a folder to start from, whether this machine is ready, and the networks that
-learn from drawings.
+"""``lipdp new``, ``lipdp doctor`` and ``lipdp features``: a folder to start from, whether this machine is ready, the networks
+that learn from drawings.
 """
 
 from __future__ import annotations

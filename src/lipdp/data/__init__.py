@@ -36,8 +36,16 @@ from lipdp.data.colour import (
 )
 from lipdp.data.datasets import available, info, load, names
 from lipdp.data.files import Availability, DatasetInfo, split
-from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
-from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
+from lipdp.data.norms import (
+    NormHistogram,
+    Projection,
+    choose_input_bound,
+    input_norms,
+    map_inputs,
+    norm_histogram,
+    project_inputs,
+    require_finite,
+)
 from lipdp.data.records import Columns, Stored, read_images
 from lipdp.data.text import hashed_bag, reviews, windows
 

@@ -1,5 +1,5 @@
-"""What every dataset needs: its description, where its files are, how missing ones are fetched and whether they are the published ones,
-and how records are split.
+"""What every dataset needs: its description, where its files are, how missing ones are fetched, whether they are the published
+ones, and how records are split.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Records as people keep them: named columns (Hugging Face's datasets, tokenized texts), arrays on disk, however large, and pictures.
+"""Records as people keep them: named columns (Hugging Face's datasets, tokenized texts), arrays on disk, pictures.
 
-Pictures are in a folder with one folder for each class, or in an .npz file of two arrays; those that are to be judged need no labels
-and may lie in the folder itself.
+Pictures are in a folder with one folder for each class, or in an .npz file of two arrays; those that are to be judged need no
+labels and may lie in the folder itself.
 """
 
 from __future__ import annotations

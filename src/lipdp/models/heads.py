@@ -1,4 +1,4 @@
-"""Heads of plain weights between boundaries on fixed features: of images (norm at most 1) and of tables. No weight needs a constraint.
+"""Heads of plain weights between boundaries on fixed features: of images (norm at most 1) and tables. No weight needs a constraint.
 
 One of them (``scattering-certified``) stands behind non-expansive layers only, so that its decisions come with useful certificates.
 """

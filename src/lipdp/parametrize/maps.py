@@ -1,5 +1,6 @@
-"""Parametrisations θ ↦ W = π(θ) of matrices with ‖W‖₂ ≤ 1, as an alternative to projecting W back after every step; and where autograd
-stops: at W, whose gradient is bounded and noised.
+"""Parametrisations θ ↦ W = π(θ) of matrices with ‖W‖₂ ≤ 1, as an alternative to projecting W back after every step.
+
+And where autograd stops: at W, whose gradient is bounded and noised.
 
 **Why they are admissible.** Gradients taken *through* π have no useful bound: its Jacobian can be as large as 1/s_min(θ) or
 more. But they are not needed. The engine computes W once per step, lets autograd stop there, bounds and noises ∂L/∂W as for any
