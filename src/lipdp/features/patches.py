@@ -6,9 +6,9 @@ et al. 2021) when the dictionary and the whitening come from the data. Here both
 
 Such public constants (dictionaries, scales, decorrelating matrices) follow from drawn images and settings alone: no record has a
 part in them, so nothing has to be kept safe. The first program computes them, seconds to two minutes on a processor, and says so to
-the logger ``lipdp``; they are kept in the user's cache, where the next one reads them. A file's name is a digest of what the constants
-follow from, torch's version included; a file that can't be read is computed again, and where nothing can be written nothing
-is kept.
+the logger ``lipdp``; they are kept in the user's cache, where the next one reads them. A file's name is a digest of what the
+constants follow from, torch's version included; a file that can't be read is computed again, and where nothing can be written
+nothing is kept.
 """
 
 from __future__ import annotations
