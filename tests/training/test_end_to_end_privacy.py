@@ -4,8 +4,8 @@ With a learning rate of 0 the weights stay, so that each step of a run is a fres
 sampling, gradient sum, noise, division. x is the worst case that the bounds allow: an input on the sphere that the model gets
 wrong with certainty, so its gradient has the norm Δ. The statistic is the inner product with that gradient.
 
-A step is twenty draws: twenty such records, each along an axis of its own. Their gradients are orthogonal, so the statistic of each sees
-that one record and no other, and records are drawn and noised independently.
+A step is twenty draws: twenty such records, each along an axis of its own. Their gradients are orthogonal, so the statistic of each
+sees that one record and no other, and records are drawn and noised independently.
 
 An event S with P(S|D') > e^ε·P(S|D) + δ would disprove (ε, δ). Thresholds are chosen on the first half of the draws, and tested
 on the second with Clopper–Pearson limits of 99.9% each.
