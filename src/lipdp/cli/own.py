@@ -163,10 +163,10 @@ def _figures(model: Any, x: Any, y: Any) -> dict[str, float]:
 
     if not hasattr(model, "classes_"):
         return {"r2": float(model.score(x, y))}
-    found = {"accuracy": float(model.score(x, y))}
+    reached = {"accuracy": float(model.score(x, y))}
     if len(model.classes_) == 2 and len(set(y)) == 2:
-        found["auroc"] = float(roc_auc_score(y == model.classes_[1], model.decision_function(x)))
-    return found
+        reached["auroc"] = float(roc_auc_score(y == model.classes_[1], model.decision_function(x)))
+    return reached
 
 
 def _save(

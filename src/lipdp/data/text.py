@@ -53,7 +53,7 @@ COMMON_WORDS = frozenset(_COMMON.split())
 
 def words(text: str) -> Iterator[str]:
     """Runs of letters and digits, lower case, inner apostrophes kept; mark-up in angle brackets is left out."""
-    return (found.group() for found in _WORD.finditer(_TAG.sub(" ", text).lower()))
+    return (word.group() for word in _WORD.finditer(_TAG.sub(" ", text).lower()))
 
 
 def hashed_word(word: str) -> int:
