@@ -5,7 +5,7 @@
     python benchmarks/accuracy/own_images.py table                             the table of docs/accuracy.md
 
 Cases: scikit-learn's digits as they are (8 × 8) and enlarged to 28 × 28, a fifth of them to test; folders of PNGs of 5,000 and
-20,000 training images of Fashion-MNIST, read back by lipdp.data.records; CIFAR-10 with its first 2 and first 5 classes, and with
+20,000 training images of Fashion-MNIST, read back by lipdp.data.images; CIFAR-10 with its first 2 and first 5 classes, and with
 10,000 images; test sets whole, or of those classes. The classifier gets nothing but ε. The searched head stands on the same
 features, with the same δ: learning times, clips, averages, with and without a release of the mean, the best mean over two held-out
 tenths of the training part; it is then trained three times on the whole training part. Its search is not paid for. Every call reads
@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import data
-from lipdp.data.records import read_images
+from lipdp.data.images import read_images
 from lipdp.features import extract_features, split_front
 
 RESULTS = Path(__file__).parents[1] / "results/accuracy/own_images.jsonl"

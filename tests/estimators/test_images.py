@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import lipdp
 from lipdp.cli import app
-from lipdp.data.records import read_images
+from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators import Numeric, PrivateImageClassifier, images
 from lipdp.features.learned import NetworkShape, ResidualNetwork, folded_weights, write_network

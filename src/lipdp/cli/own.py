@@ -23,7 +23,7 @@ _SCHEMA = "schema.json"
 
 def train_images(images: Path, *, test: Path | None, features: str, **common: Any) -> None:
     """Fit :class:`lipdp.PrivateImageClassifier` on a folder or an .npz file, and judge it on what was held out or given."""
-    from lipdp.data.records import read_images
+    from lipdp.data.images import read_images
     from lipdp.estimators import PrivateImageClassifier
 
     own = _check(common, test, "--images")
@@ -163,10 +163,10 @@ def _figures(model: Any, x: Any, y: Any) -> dict[str, float]:
 
     if not hasattr(model, "classes_"):
         return {"r2": float(model.score(x, y))}
-    reached = {"accuracy": float(model.score(x, y))}
+    found = {"accuracy": float(model.score(x, y))}
     if len(model.classes_) == 2 and len(set(y)) == 2:
-        reached["auroc"] = float(roc_auc_score(y == model.classes_[1], model.decision_function(x)))
-    return reached
+        found["auroc"] = float(roc_auc_score(y == model.classes_[1], model.decision_function(x)))
+    return found
 
 
 def _save(

@@ -36,6 +36,7 @@ from lipdp.data.colour import (
 )
 from lipdp.data.datasets import available, info, load, names
 from lipdp.data.files import Availability, DatasetInfo, split
+from lipdp.data.images import read_images
 from lipdp.data.norms import (
     NormHistogram,
     Projection,
@@ -46,7 +47,7 @@ from lipdp.data.norms import (
     project_inputs,
     require_finite,
 )
-from lipdp.data.records import Columns, Stored, read_images
+from lipdp.data.records import Columns, Stored
 from lipdp.data.text import hashed_bag, reviews, windows
 
 __all__ = [

@@ -24,7 +24,7 @@ from sklearn.utils.validation import column_or_1d
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import positive, probability
-from lipdp.data.records import read_labels
+from lipdp.data.images import read_labels
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice
 from lipdp.privacy.budget import open_budget
 from lipdp.training import History, PrivacyPlan, fit, plan

@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp import losses, models
 from lipdp._checks import choose
-from lipdp.data.records import read_labels, read_pictures
+from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, is_place, plan_head, softmax
 from lipdp.estimators.repeats import note_rows

@@ -9,7 +9,7 @@ from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
 from lipdp.features.straighten import Straighten
 from lipdp.models.by_name import create, names, register
-from lipdp.models.heads import patches_linear, patches_mlp, scattering_certified, scattering_linear, scattering_mlp, tabular
+from lipdp.models.heads import patches_linear, patches_mlp, scattering_certified, scattering_linear, scattering_mlp
 from lipdp.models.lipschitz import lenet, mlp, resnet, resnet6, resnet10, resnet18, vgg, vgg5, vgg8, vgg11
 from lipdp.models.mixer import mixer, transformer
 from lipdp.models.plain import (
@@ -23,6 +23,7 @@ from lipdp.models.plain import (
     resized,
     tanh_cnn,
 )
+from lipdp.models.tabular import tabular
 from lipdp.models.twins import boundary_twin, plain_dense, plain_lenet, plain_mixer, plain_resnet, plain_vgg
 
 __all__ = [
