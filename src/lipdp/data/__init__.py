@@ -5,8 +5,8 @@
 >>> train_part, validation = data.split(train, 0.1)
 
 `load` looks under `root`, else under the folder named by the environment variable LIPDP_DATA, else in the user's
-cache folder; what is missing there is downloaded and checked. A dataset is one small file here plus a line in
-`datasets.py`.
+cache folder; what is missing there is downloaded and checked. A dataset is a description and what
+reads its files, plus a line in `datasets.py`.
 """
 
 from lipdp.data.augment import (
