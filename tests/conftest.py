@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 
 
 def pytest_configure() -> None:
-    """What is imported stays: nothing of it has to be looked at for garbage, neither now nor in every gc.collect() of a test."""
+    """What is imported stays: nothing of it has to be looked at for garbage, neither now nor in every gc.collect() of a test.
+
+    And what one process that a test starts has compiled, the next need not compile again.
+    """
     gc.disable()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish() -> None:

@@ -8,8 +8,8 @@ from torch import nn
 
 import lipdp.clipping as clipping
 from lipdp.clipping.contribution import Dense
+from lipdp.clipping.norm_rules import norm_rule
 from lipdp.clipping.record import recording
-from lipdp.clipping.registry import norm_rule
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, quadratic
 

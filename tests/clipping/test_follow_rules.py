@@ -6,6 +6,7 @@ argument by itself, and of all arguments of one shape together, in runs of one a
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -17,23 +18,26 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lipdp.clipping.follow import At, Following
 
-if importlib.util.find_spec("expecttest") is None:  # torch's list wants a class of it, and makes no use of it here
-    sys.modules["expecttest"] = types.ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase
-
-_FLAG = "__allow_nonbracketed_mutation_flag"  # importing torch's list forbids all later tests to set flags of backends
-_flags = torch.backends.disable_global_flags.__globals__
-_allowed = _flags[_FLAG]
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
-
-_flags[_FLAG] = _allowed
-
 # What is random by itself, or leaves memory as it was, can't be evaluated twice.
 _NOT_TWICE = ("empty", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal", "multinomial",
               "dropout", "resize", "new_empty", "rrelu", "fractional", "svd", "pca", "eig", "qr", "jiterator", "sparse",
               "cudnn", "lobpcg", "lstsq", "geqrf", "ormqr", "householder", "nested", "masked.", "kernel", "ldl")  # fmt: skip
-_OPS = [op for op in op_db if not any(part in op.name for part in _NOT_TWICE) and torch.float32 in op.supported_dtypes("cpu")]
 _SAMPLES = 2
+
+
+@functools.cache
+def operations():
+    """Torch's list, read where it is needed: it takes seconds, and a process that does not run these tests has no need of it."""
+    if importlib.util.find_spec("expecttest") is None:  # torch's list wants a class of it, and makes no use of it here
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase
+    flag = "__allow_nonbracketed_mutation_flag"  # importing torch's list forbids all later tests to set flags of backends
+    flags = torch.backends.disable_global_flags.__globals__
+    allowed = flags[flag]
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    flags[flag] = allowed
+    return [op for op in op_db if not any(part in op.name for part in _NOT_TWICE) and torch.float32 in op.supported_dtypes("cpu")]
 
 
 def placements(tensors):
@@ -127,7 +131,7 @@ def check(name, op, sample):
 def test_rules_hold(part):
     torch.manual_seed(0)
     claims = 0
-    for op in _OPS[part::8]:
+    for op in operations()[part::8]:
         samples = []
         for sample in op.sample_inputs_func(op, "cpu", torch.float32, False):  # untracked: no stack is written down for each
             first = sample.input if isinstance(sample.input, torch.Tensor) else None

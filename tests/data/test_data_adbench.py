@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lipdp import data
-from lipdp.data.adbench import ADBENCH
+from lipdp.data.datasets import ADBENCH
 from lipdp.errors import DataError
 
 REAL = os.environ.get("LIPDP_DATA")

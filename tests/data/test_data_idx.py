@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipdp.data.files import RemoteFile
-from lipdp.data.info import DatasetInfo
+from lipdp.data.files import DatasetInfo, RemoteFile
 from lipdp.data.mnist import FASHION_MNIST, MNIST, IdxImages, read_idx
 from lipdp.errors import DataError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from lipdp import data
-from lipdp.data.info import stratified
+from lipdp.data.files import stratified
 from lipdp.errors import ConfigurationError, DataError
 
 

@@ -17,8 +17,7 @@ from lipdp.cli import app
 from lipdp.data.images import read_images
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators import Numeric, PrivateImageClassifier, images
-from lipdp.features.learned import write_network
-from lipdp.features.residual import NetworkShape, ResidualNetwork, folded_weights
+from lipdp.features.learned import NetworkShape, ResidualNetwork, folded_weights, write_network
 
 
 def halves(count: int, side: int = 12, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -262,9 +261,9 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_features_train_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lipdp.features import learned, residual
+    from lipdp.features import learned
 
-    monkeypatch.setitem(residual.SHAPES, "large", residual.NetworkShape((4, 6, 8), (1, 1, 1)))
+    monkeypatch.setitem(learned.SHAPES, "large", learned.NetworkShape((4, 6, 8), (1, 1, 1)))
     monkeypatch.setattr(learned, "_DRAWINGS", 16)
     file = tmp_path / "mine.npz"
     told = CliRunner().invoke(

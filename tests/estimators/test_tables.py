@@ -48,6 +48,12 @@ def _forgotten() -> None:
     forget_rows()
 
 
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short runs, for what is not about learning."""
+    monkeypatch.setattr("lipdp.estimators.methods._STEPS", 10)
+
+
 def _rows(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rows = np.random.default_rng(seed).uniform(0, 1, (count, 3))
     return rows, (rows[:, 0] > rows[:, 1]).astype(int)
@@ -98,6 +104,7 @@ def test_ranges_are_paid_for_from_the_same_budget() -> None:
     assert "0.5 of it for ranges" in model.report()
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_a_regressor_pays_for_the_range_of_its_target() -> None:
     x, _ = _rows(2000)
     model = lipdp.PrivateRegressor(2.0, schema=UNIT).fit(x, 1e4 * x[:, 0])
@@ -105,6 +112,7 @@ def test_a_regressor_pays_for_the_range_of_its_target() -> None:
     assert -6000 < model.target_.low < 4000 < model.target_.high < 16000
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_what_is_decided_does_not_depend_on_the_rows() -> None:
     """Two tables of the same size and shape: the same model, plan and choice, whatever is in them."""
     x, y = _rows(300)
@@ -211,6 +219,7 @@ def test_arrays_of_texts_with_a_schema() -> None:
     assert model.score(rows, [0, 1] * 100) == 1
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_folds_compose_and_it_is_said() -> None:
     from lipdp.training import account
 
@@ -230,6 +239,7 @@ def test_folds_compose_and_it_is_said() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ranges of 3 columns")
+@pytest.mark.usefixtures("few_steps")
 def test_one_account_pays_for_all_fits_and_refuses_the_one_too_many(tmp_path) -> None:
     x, y = _rows(200)
     budget = lipdp.privacy.Budget(tmp_path / "b", epsilon=2.0, delta=1e-4, dataset="d")
@@ -251,6 +261,7 @@ def test_pipelines_and_clones() -> None:
     assert model.get_params()["schema"] == {0: UNIT, 1: Categorical([1])}
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_a_reproducible_fit_is_repeatable_and_says_what_it_is() -> None:
     x, y = _rows(100)
     one, two = (lipdp.PrivateClassifier(schema=UNIT, random_state=3, reproducible=True).fit(x, y) for _ in range(2))
@@ -302,6 +313,7 @@ def test_sparse_rows_are_refused() -> None:
             lipdp.PrivateClassifier(schema=schema).fit(csr_matrix(np.eye(4)), [0, 1, 0, 1])
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_one_class_may_be_all_that_occurs_where_others_are_declared() -> None:
     model = lipdp.PrivateClassifier(schema=UNIT, classes=["no", "yes"]).fit(np.zeros((200, 2)), ["no"] * 200)
     assert set(model.predict(np.zeros((3, 2)))) == {"no"}
@@ -320,6 +332,7 @@ def _checks(estimator) -> list:
 # All of scikit-learn's own checks take half a minute: a part here, all of them where LIPDP_SKLEARN_CHECKS is set.
 @pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpWarning")
 @pytest.mark.parametrize("kind", [lipdp.PrivateClassifier, lipdp.PrivateRegressor])
+@pytest.mark.usefixtures("few_steps")
 def test_checks_of_scikit_learn(kind) -> None:
     if not os.environ.get("LIPDP_SKLEARN_CHECKS"):
         done = [check(estimator) for estimator, check in _checks(kind()) if check.func.__name__ in QUICK]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lipdp.features import stacks
-from lipdp.features.kept import kept_constants
-from lipdp.features.patches import PatchFeatures, _learn_from_leaves
+from lipdp.features.patches import PatchFeatures, _learn_from_leaves, kept_constants
 
 SHAPE = (1, 12, 12)
 BLOCK = stacks.PatchBlock(patch=3, filters=6, grid=2)

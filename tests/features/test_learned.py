@@ -13,9 +13,8 @@ from torch.utils.data import TensorDataset
 import lipdp
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.features import LearnedFeatures, draw_images
-from lipdp.features.learned import _mixing, network_file, read_network, write_network
+from lipdp.features.learned import NetworkShape, ResidualNetwork, _mixing, folded_weights, network_file, read_network, write_network
 from lipdp.features.learning import Lesson, contrastive_loss, learn, learn_from, random_views
-from lipdp.features.residual import NetworkShape, ResidualNetwork, folded_weights
 
 TINY = NetworkShape((4, 6, 8), (1, 1, 1))
 LESSON = Lesson(steps=4, batch=8, view=16, canvas=16, pool=16, refresh=2, warm=1)

@@ -11,7 +11,8 @@ import torch
 
 import lipdp
 from lipdp import losses, nn
-from lipdp.bounds import analyse
+from lipdp.bounds import analyse, program_of
+from lipdp.bounds.propagate import forward_pass
 from lipdp.certify import certify
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import constraint
@@ -40,7 +41,7 @@ def grid() -> dict[str, tuple[nn.SpectralConv2d, tuple[int, ...]]]:
             arguments = (*channels, kernel, stride, padding, dilation, groups)
             try:
                 layer = nn.SpectralConv2d(*arguments, padding_mode=mode, constraint=pi)
-                analyse(layer, 1.0, input_shape=(channels[0], *size), input_norm=1.0)
+                forward_pass(program_of(layer, (channels[0], *size)), 1.0)
             except (ConfigurationError, lipdp.errors.LipdpError):
                 continue
             name = f"{type(pi).__name__}-{mode}-{kernel}-{stride}-{padding}-{dilation}-{groups}-{channels}-{size}"

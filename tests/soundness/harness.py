@@ -22,6 +22,7 @@ that a test can hold an exact rule to 99%: such a test fails if the bound is 2% 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipdp import nn
 from lipdp.bounds import analyse
-from lipdp.bounds.propagate import program_of
 from lipdp.parametrize import Constrained, effective_leaves, project_
 
 RTOL = 1e-9
@@ -137,8 +137,9 @@ class _Target:
         self.analysis = analyse(model, loss, input_shape=input_shape, input_norm=input_norm)
         self.constant = self.analysis.loss_lipschitz
         assert math.isfinite(self.constant), "attack needs a loss with a finite constant"
-        traced = program_of(model, input_shape)
-        self.root, self.graph, self.constants = traced.model, traced.graph, traced.constants
+        traced = self.analysis.program
+        self.graph = traced.graph
+        self.operations = [_Operation(node, traced.model, traced.constants) for node in traced.graph.nodes]
         self.shape = next(shapes[0] for node, shapes in traced.shapes.items() if node.op == "placeholder")
         declared = [m.norm for m in model.modules() if isinstance(m, nn.BoundedInput)]
         self.radius = input_norm if math.isfinite(input_norm) else (declared[0] if declared else 10.0)
@@ -174,9 +175,10 @@ class _Target:
         return next(node for node in self.graph.nodes if node.op == "output").args[0]  # type: ignore[return-value]
 
     def _run(self, x: Tensor) -> dict[fx.Node, Any]:
-        recorder = _Values(self.root, self.graph, self.constants)
-        recorder.run(self.tokens if self.integer else x)
-        return recorder.values
+        values: dict[fx.Node, Any] = {}
+        for operation in self.operations:
+            values[operation.node] = operation(values, self.tokens if self.integer else x)
+        return values
 
     def restart(self, start: str, generator: torch.Generator) -> None:
         """Put weights, input and cotangent at a structured or random start."""
@@ -267,10 +269,11 @@ class _Target:
             self.evaluate()
             return
         chosen = finite if focus % 2 == 0 else [finite[focus // 2 % len(finite)]]
+        bounds = torch.tensor([self.bounds[i] for i in chosen], dtype=torch.float64)
         for step in range(steps):
             values, leaves = self._values(create_graph=True)
             self._record(values)
-            objective = torch.stack([torch.log(values[i] / self.bounds[i] + 1e-6) for i in chosen]).sum()
+            objective = torch.log(torch.stack([values[i] for i in chosen]) / bounds + 1e-6).sum()
             if not objective.requires_grad:
                 return
             directions = torch.autograd.grad(objective, leaves, allow_unused=True)
@@ -281,7 +284,7 @@ class _Target:
                         continue
                     # Now and then the input and the cotangent jump: a step of power iteration, if the map is linear.
                     factor = 4.0 if number < 2 and step % 3 == 2 else rate
-                    length = leaf.norm().clamp_min(1.0 if leaf.ndim < 2 else 0.1)
+                    length = torch.linalg.vector_norm(leaf).clamp_min(1.0 if leaf.ndim < 2 else 0.1)
                     leaf.add_(direction * (factor * length / size))
                 project_(self.model)
             self.x, self.v = leaves[0].detach(), leaves[1].detach()
@@ -311,23 +314,37 @@ class _Target:
                 yield Row(kind, name, best, bound)
 
 
-class _Values(fx.Interpreter):
-    """Runs a graph and keeps the value of every node."""
+class _Operation:
+    """One node of a graph, ready to be run again and again: what torch.fx's interpreter does, without its bookkeeping."""
 
-    def __init__(self, root: torch.nn.Module, graph: fx.Graph, constants: Mapping[fx.Node, Any]) -> None:
-        super().__init__(root, garbage_collect_values=False, graph=graph)
-        self.values: dict[fx.Node, Any] = {}
-        self.constants = constants
+    def __init__(self, node: fx.Node, root: torch.nn.Module, constants: Mapping[fx.Node, Any]) -> None:
+        self.node, self.root = node, root
+        made_in_forward = node.op == "get_attr" and "_tensor_constant" in str(node.target)
+        self.constant = constants[node] if made_in_forward else None
+        self.module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        # A tensor of its own for every node, also where torch hands its input on (Identity, an item of a split): autograd then
+        # tells what reaches this node from what reaches others.
+        self.own = node not in constants and node.op not in ("placeholder", "output")
 
-    def run_node(self, n: fx.Node) -> Any:
-        made_in_forward = n.op == "get_attr" and "_tensor_constant" in str(n.target)
-        value = self.constants[n] if made_in_forward else super().run_node(n)
-        if isinstance(value, Tensor) and n not in self.constants and n.op != "output":
-            # A tensor of its own for every node, also where torch hands its input on (Identity, an item of a split):
-            # autograd then tells what reaches this node from what reaches others.
-            value = value.view_as(value) if n.op != "placeholder" else value
-        self.values[n] = value
-        return self.values[n]
+    def __call__(self, values: Mapping[fx.Node, Any], x: Tensor) -> Any:
+        """The node's value, from those before it."""
+        node, target = self.node, self.node.target
+        if self.constant is not None:
+            return self.constant
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":  # the one input; others have defaults
+            value = args[0] if args else x
+        elif node.op == "get_attr":
+            value = functools.reduce(getattr, str(target).split("."), self.root)
+        elif node.op == "output":
+            return args[0]
+        elif self.module is not None:
+            value = self.module(*args, **kwargs)
+        elif isinstance(target, str):
+            value = getattr(args[0], target)(*args[1:], **kwargs)
+        else:
+            value = target(*args, **kwargs)
+        return value.view_as(value) if self.own and isinstance(value, Tensor) else value
 
 
 def _longest_row(value: Tensor) -> Tensor:

@@ -21,20 +21,20 @@ from .common import Spy, empty, engine_of, planned, toy
 CLIP = AdaptiveClip(quantile=0.9, rate=0.3)
 
 
-def adaptive_model(clip=0.5):
+def adaptive_model(clip=0.5, width=8):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BoundedInput((6,)),
-        nn.SpectralLinear(6, 8),
+        nn.SpectralLinear(6, width),
         nn.GroupSort(2),
-        nn.SpectralLinear(8, 3),
+        nn.SpectralLinear(width, 3),
         nn.ClipGradient(clip, adaptive=True),
     )
 
 
-def plain_model():
+def plain_model(width=8):
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    return torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
 
 
 CROSS_ENTROPY = torch.nn.CrossEntropyLoss(reduction="none")
@@ -89,20 +89,18 @@ def test_when_the_clip_halves_the_noise_halves_in_the_same_step(kind):
 @pytest.mark.parametrize("kind", ["proved", "clipped"])
 def test_the_noise_that_is_really_drawn_follows_the_clip(kind):
     if kind == "proved":
-        model = adaptive_model()
-        plan, loss = planned(model, clipping=Clipping(adaptive=CLIP), steps=400), None
+        model = adaptive_model(width=80)
+        plan, loss = planned(model, clipping=Clipping(adaptive=CLIP), steps=60), None
     else:
-        model = plain_model()
-        plan, loss = clipped_plan(model, clipping=Clipping(adaptive=CLIP), steps=400), CROSS_ENTROPY
+        model = plain_model(width=80)
+        plan, loss = clipped_plan(model, clipping=Clipping(adaptive=CLIP), steps=60), CROSS_ENTROPY
     engine = engine_of(model, plan, loss=loss)
     (name,) = plan.adaptive_clips
-    for step in range(400):  # empty batches: b̃ = ½ < 0.9 on average, so the norm drifts up from step to step; pin it
-        engine._mechanism.clips[name] = 0.5 if step < 200 else 0.25
+    for step in range(60):  # empty batches: b̃ = ½ < 0.9 on average, so the norm drifts up from step to step; pin it
+        engine._mechanism.clips[name] = 0.5 if step < 30 else 0.25
         engine.step(*empty())
     key = next(iter(plan.sensitivities))
-    spread = [
-        torch.stack([g[key] for g in part]).std().item() for part in (engine.optimizer.seen[:200], engine.optimizer.seen[200:])
-    ]
+    spread = [torch.stack([g[key] for g in part]).std().item() for part in (engine.optimizer.seen[:30], engine.optimizer.seen[30:])]
     assert spread[0] / spread[1] == pytest.approx(2.0, rel=0.05)
 
 

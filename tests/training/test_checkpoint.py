@@ -333,6 +333,15 @@ def test_a_save_that_fails_during_fit_leaves_the_last_one(tmp_path, monkeypatch)
     assert same(weights(expected), weights(resumed))
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The file of a run that was killed, and the one before it."""
+    file = tmp_path_factory.mktemp("killed") / "run"
+    with pytest.raises(KilledError):
+        train(checkpoint=file, callbacks=[KillAt(10)])
+    return file.read_bytes(), previous_path(file).read_bytes()
+
+
 def damages():
     yield "truncated", lambda content: content[: len(content) // 2]
     yield "headless", lambda content: content[5:]
@@ -344,19 +353,18 @@ def damages():
 
 
 @pytest.mark.parametrize(("name", "damage"), damages())
-def test_damaged_files_are_refused_and_kept(tmp_path, name, damage):
+def test_damaged_files_are_refused_and_kept(tmp_path, killed, name, damage):
     file = tmp_path / "run"
-    with pytest.raises(KilledError):
-        train(checkpoint=file, callbacks=[KillAt(10)])
-    previous = previous_path(file).read_bytes()
-    content = damage(file.read_bytes())
+    last, previous = killed
+    content = damage(last)
     file.write_bytes(content)
+    previous_path(file).write_bytes(previous)
     with pytest.raises(CheckpointError, match="previous"):
         train(checkpoint=file, resume=True)
     assert file.read_bytes() == content
     assert previous_path(file).read_bytes() == previous
     previous_path(file).replace(file)  # the advice of the message
-    expected, _ = train()
+    expected, _ = uninterrupted()
     resumed, _ = train(checkpoint=file, resume=True)
     assert same(weights(expected), weights(resumed))
 

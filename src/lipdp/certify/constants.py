@@ -17,8 +17,7 @@ from lipdp.bounds import Analysis, Shape, analyse, certified_norm
 from lipdp.bounds.propagate import backward_pass, forward_pass, program_of
 from lipdp.bounds.rounding import forward_error
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
-from lipdp.export.lowering import Lowering, find_lowering, used_weight
-from lipdp.export.plain import Builder, Seen, check_same, lower
+from lipdp.export import Builder, Lowering, Seen, check_same, find_lowering, lower, used_weight
 from lipdp.parametrize import Constrained
 from lipdp.program import Program, check_program, describe
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, features, mechanism, report, show, start, sweep, train
+from lipdp.cli import account, audit, mechanism, report, show, start, sweep, train
 from lipdp.cli.output import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -40,7 +40,7 @@ app.command("epsilon", epilog=account.EPSILON_EXAMPLE)(account.epsilon)
 app.command("calibrate", epilog=account.CALIBRATE_EXAMPLE)(account.calibrate)
 app.add_typer(account.app, name="budget")
 app.add_typer(mechanism.app, name="mechanism")
-app.add_typer(features.app, name="features")
+app.add_typer(start.features, name="features")
 app.command("new", epilog=start.NEW_EXAMPLE)(start.new)
 app.command("doctor")(start.doctor)
 app.command("data", epilog=show.DATA_EXAMPLE)(show.data)

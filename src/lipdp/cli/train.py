@@ -14,10 +14,19 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.audit import MODEL, audit_recipe
-from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
+from lipdp.cli.options import (
+    check_budget,
+    configured,
+    dataset_info,
+    drawing,
+    is_rank,
+    joined,
+    shared_seed,
+    start_ranks,
+    training_size,
+)
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
 from lipdp.cli.own import train_images, train_table
-from lipdp.cli.ranks import is_rank, joined, shared_seed, start_ranks
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
 if TYPE_CHECKING:

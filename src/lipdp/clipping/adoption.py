@@ -14,7 +14,7 @@ import torch
 
 from lipdp.clipping.fallback import own_parameters
 from lipdp.clipping.layouts import Layouts
-from lipdp.clipping.registry import find_norm_rule, find_watched_forward
+from lipdp.clipping.norm_rules import find_norm_rule, find_watched_forward
 
 __all__ = ["Replayed", "TrainedLayers", "place_of_gradients", "replayed_modules", "take_larger", "trained_layers"]
 

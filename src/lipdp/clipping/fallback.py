@@ -27,7 +27,7 @@ from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
 from lipdp.clipping.follow import At, Following, NotApartError
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, Where
-from lipdp.clipping.registry import Contributions
+from lipdp.clipping.norm_rules import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.graphs import is_recording
 

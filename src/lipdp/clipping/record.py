@@ -28,8 +28,7 @@ from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
 from lipdp.clipping.follow import At, Following
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
-from lipdp.clipping.outer import combine
-from lipdp.clipping.registry import (
+from lipdp.clipping.norm_rules import (
     Contributions,
     NormRule,
     find_norm_rule,
@@ -38,6 +37,7 @@ from lipdp.clipping.registry import (
     is_at_once,
     watched_forward,
 )
+from lipdp.clipping.outer import combine
 from lipdp.clipping.spread import copies_for_all, swapped
 from lipdp.errors import DataError, UnsupportedError
 

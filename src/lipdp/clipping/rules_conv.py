@@ -15,8 +15,8 @@ from lipdp._sums import convolution_sums
 from lipdp.clipping import kernels
 from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, squared
 from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, weighted, zeroed
+from lipdp.clipping.norm_rules import Contributions, norm_rule
 from lipdp.clipping.outer import OuterSum, kernel_margin, sum_rounding
-from lipdp.clipping.registry import Contributions, norm_rule
 from lipdp.errors import UnsupportedError
 
 __all__ = ["ConvSum", "patches"]

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from lipdp.clipping.arithmetic import Squares
 from lipdp.clipping.contribution import Contribution, PositionSum, Scatter, summed
+from lipdp.clipping.norm_rules import Contributions, norm_rule, refuse
 from lipdp.clipping.outer import OuterSum
-from lipdp.clipping.registry import Contributions, norm_rule, refuse
 from lipdp.errors import UnsupportedError
 
 __all__ = ["affine", "linear", "positions"]

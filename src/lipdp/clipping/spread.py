@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lipdp.clipping.registry import find_norm_rule, find_watched_forward
+from lipdp.clipping.norm_rules import find_norm_rule, find_watched_forward
 
 __all__ = ["ROW", "Spreading", "copies_for_all", "spreadable", "swapped"]
 

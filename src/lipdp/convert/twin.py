@@ -21,7 +21,7 @@ from lipdp.bounds import analyse
 from lipdp.bounds.calculus import find_function_rule, has_rule
 from lipdp.bounds.propagate import way_out
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
-from lipdp.export.plain import Builder, Seen, record, token_dtype
+from lipdp.export import Builder, Seen, record, token_dtype
 from lipdp.program import describe, trace_graph
 from lipdp.twins import Decision, Outcome, Where, find_twin, twin
 

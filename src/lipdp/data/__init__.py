@@ -5,8 +5,8 @@
 >>> train_part, validation = data.split(train, 0.1)
 
 `load` looks under `root`, else under the folder named by the environment variable LIPDP_DATA, else in the user's
-cache folder; what is missing there is downloaded and checked. A dataset is one small file here plus a line in
-`datasets.py`.
+cache folder; what is missing there is downloaded and checked. A dataset is a description and what
+reads its files, plus a line in `datasets.py`.
 """
 
 from lipdp.data.augment import (
@@ -35,10 +35,18 @@ from lipdp.data.colour import (
     rgb_to_yuv,
 )
 from lipdp.data.datasets import available, info, load, names
+from lipdp.data.files import Availability, DatasetInfo, split
 from lipdp.data.images import read_images
-from lipdp.data.info import Availability, DatasetInfo, split
-from lipdp.data.norms import NormHistogram, choose_input_bound, input_norms, norm_histogram
-from lipdp.data.preprocess import Projection, map_inputs, project_inputs, require_finite
+from lipdp.data.norms import (
+    NormHistogram,
+    Projection,
+    choose_input_bound,
+    input_norms,
+    map_inputs,
+    norm_histogram,
+    project_inputs,
+    require_finite,
+)
 from lipdp.data.records import Columns, Stored
 from lipdp.data.text import hashed_bag, reviews, windows
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import TensorDataset
 
-from lipdp.data.files import RemoteFile, ensure
-from lipdp.data.info import Availability, Bytes, DatasetInfo, Loaded, images_dataset
+from lipdp.data.files import Availability, Bytes, DatasetInfo, Loaded, RemoteFile, ensure, images_dataset
 from lipdp.errors import DataError
 
 __all__ = ["CIFAR10", "CifarBatches", "read_batch"]

@@ -1,4 +1,6 @@
-"""Where files are, how missing ones are fetched, and whether they are the published ones."""
+"""What every dataset needs: its description, where its files are, how missing ones are fetched, whether they are the published
+ones, and how records are split.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["ENVIRONMENT_VARIABLE", "RemoteFile", "data_root", "download_bar", "ensure", "verify"]
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "Availability",
+    "Bytes",
+    "DatasetInfo",
+    "Loaded",
+    "RemoteFile",
+    "Source",
+    "data_root",
+    "download_bar",
+    "ensure",
+    "images_dataset",
+    "split",
+    "stratified",
+    "verify",
+]
 
 ENVIRONMENT_VARIABLE = "LIPDP_DATA"
 
@@ -145,12 +170,6 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
-# The progress bar of a download, shown on a terminal only.
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-
 class _Bar:
     """The four names that pooch asks of a progress bar, in terms of rich."""
 
@@ -200,3 +219,159 @@ def download_bar(description: str) -> Iterator[_Bar | Literal[False]]:
         yield bar
     finally:
         bar.close()
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What is public about a dataset, known without reading a record of it.
+
+    Attributes:
+        name: what :func:`lipdp.data.load` calls it.
+        classes: how many there are; labels are 0 … classes−1.
+        shape: of one example, e.g. (channels, rows, columns).
+        train_size: examples of the training part.
+        test_size: examples of the test part.
+        class_names: in the order of the labels.
+        licence: as its publishers state it, if they do.
+        citation: the publication to cite.
+        source: where it comes from, mostly an address.
+    """
+
+    name: str
+    classes: int
+    shape: tuple[int, ...]
+    train_size: int
+    test_size: int
+    class_names: tuple[str, ...]
+    licence: str
+    citation: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a dataset can be loaded without the network, and where it is or would be put.
+
+    Attributes:
+        name: of the dataset.
+        on_disk: whether its files are there; what is in them is not looked at.
+        path: the folder or file, there or to come; ``None``: it comes with an installed package.
+    """
+
+    name: str
+    on_disk: bool
+    path: Path | None
+
+
+Loaded = tuple[TensorDataset, TensorDataset, DatasetInfo]
+
+
+class Source(Protocol):
+    """One dataset: how it is described, found and read. `datasets.SOURCES` lists them."""
+
+    @property
+    def info(self) -> DatasetInfo:
+        """The description; its name is the one given to `load`."""
+
+    def availability(self, root: Path) -> Availability:
+        """Whether every file is there; looks at names only, reads nothing."""
+
+    def load(self, root: Path, *, download: bool) -> Loaded:
+        """Read it, after fetching what is missing if `download`."""
+
+
+def images_dataset(images: Bytes, labels: Bytes, *, largest: int, size: int, info: DatasetInfo) -> TensorDataset:
+    """Grey levels 0…`largest` to float32 in [0, 1], labels to int64; refuses what contradicts `info`."""
+    if images.shape != (size, *info.shape) or labels.shape != (size,):
+        raise DataError(
+            f"{info.name}: got images of shape {images.shape} and labels of shape {labels.shape}, but {size} examples "
+            f"of shape {info.shape} should be there. Delete the files of this dataset and load it again."
+        )
+    if size and (int(labels.max()) >= info.classes or int(images.max()) > largest):
+        raise DataError(
+            f"{info.name}: a label reaches {labels.max()} and a pixel {images.max()}, but labels end at "
+            f"{info.classes - 1} and pixels at {largest}. Delete the files of this dataset and load it again."
+        )
+    # div_ in place: the float images are four times the file, one copy of them is enough.
+    pixels = torch.from_numpy(images).to(torch.float32).div_(largest)
+    return TensorDataset(pixels, torch.from_numpy(labels).to(torch.int64))
+
+
+# Set a part of the training data aside, to choose hyper-parameters without looking at the test set.
+
+
+def split(dataset: TensorDataset, fraction: float, seed: int = 0, stratify: bool = True) -> tuple[TensorDataset, TensorDataset]:
+    """Split into `train, validation`; `fraction` is the share of the validation part.
+
+    The choice depends on `seed` alone (and on the labels if `stratify`, which keeps the classes' shares; the labels
+    are the last tensor). The seed is public: it is no source of privacy. Examples keep their order.
+
+    A privacy guarantee speaks of the examples trained on: neighbouring datasets are two *training parts* that differ
+    in one example. What is chosen by looking at the validation part has no guarantee towards its examples.
+
+    Args:
+        dataset: its last tensor holds the labels, one class per example, if `stratify`.
+        fraction: the share of the validation part, between 0 and 1; each part gets at least one example, or it is an error.
+        seed: a whole number, 0 or more.
+        stratify: keep the shares of the classes in both parts, as far as whole examples allow.
+
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> train, validation = split(TensorDataset(torch.rand(100, 3), torch.arange(100) % 2), 0.2)
+    >>> len(train), len(validation)
+    (80, 20)
+    """
+    if not isinstance(dataset, TensorDataset):
+        raise ConfigurationError(
+            f"split takes a torch.utils.data.TensorDataset, not a {type(dataset).__name__}: put the examples in tensors."
+        )
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+        raise ConfigurationError(
+            f"fraction={fraction!r} is not the share of a validation part: give a number between 0 and 1, e.g. 0.1."
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigurationError(f"seed={seed!r} is not a seed: give an integer, 0 or more.")
+    size = len(dataset)
+    if not 0 < round(fraction * size) < size:
+        raise ConfigurationError(
+            f"fraction={fraction!r} of {size} examples leaves {round(fraction * size)} for validation: both parts need "
+            "at least one example. Choose another fraction or bring more data."
+        )
+    labels = dataset.tensors[-1]
+    if not stratify:
+        labels = torch.zeros(size, dtype=torch.int64)
+    elif labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        raise ConfigurationError(
+            f"the last tensor of the dataset, {labels.dtype} of shape {tuple(labels.shape)}, does not hold one class "
+            "per example, so the split cannot be stratified by it. Pass stratify=False."
+        )
+    train, validation = stratified(labels, float(fraction), seed)
+    return (
+        TensorDataset(*(tensor[train] for tensor in dataset.tensors)),
+        TensorDataset(*(tensor[validation] for tensor in dataset.tensors)),
+    )
+
+
+def stratified(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the two parts, each ascending; the second has round(fraction × size) of them.
+
+    Each class gives the floor of its share, and those with the largest remainders one more (ties: the smaller class
+    index), so that the shares of the classes are as even as whole examples allow.
+    """
+    values = labels.detach().cpu().numpy()
+    _, classes = np.unique(values, return_inverse=True)
+    shares = np.bincount(classes) * fraction
+    # A share of 1.9999999998 is a 2 spoilt by rounding.
+    taken = np.floor(shares + 1e-9).astype(np.int64)
+    left = round(fraction * len(values)) - int(taken.sum())
+    taken[np.argsort(-(shares - taken), kind="stable")[:left]] += 1
+    # Numpy keeps the raw stream of a bit generator forever, but not that of shuffle or permutation: a published
+    # split must not move when numpy is updated.
+    order = np.argsort(np.random.PCG64(seed).random_raw(len(values)), kind="stable")
+    chosen = np.zeros(len(values), dtype=np.bool_)
+    for index, count in enumerate(taken):
+        chosen[order[classes[order] == index][:count]] = True
+    return torch.from_numpy(np.flatnonzero(~chosen)), torch.from_numpy(np.flatnonzero(chosen))

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lipdp.data.files import RemoteFile, ensure
-from lipdp.data.info import Availability, Bytes, DatasetInfo, Loaded, images_dataset, stratified
+from lipdp.data.files import Availability, Bytes, DatasetInfo, Loaded, RemoteFile, ensure, images_dataset, stratified
 from lipdp.errors import DataError
 
 __all__ = ["DIGITS", "FASHION_MNIST", "MNIST", "SPLIT_SEED", "Digits", "IdxImages", "read_idx"]

@@ -22,8 +22,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
-from lipdp.data.files import RemoteFile, data_root, ensure
-from lipdp.data.info import Availability, DatasetInfo, Loaded
+from lipdp.data.files import Availability, DatasetInfo, Loaded, RemoteFile, data_root, ensure
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [
@@ -54,7 +53,7 @@ COMMON_WORDS = frozenset(_COMMON.split())
 
 def words(text: str) -> Iterator[str]:
     """Runs of letters and digits, lower case, inner apostrophes kept; mark-up in angle brackets is left out."""
-    return (found.group() for found in _WORD.finditer(_TAG.sub(" ", text).lower()))
+    return (word.group() for word in _WORD.finditer(_TAG.sub(" ", text).lower()))
 
 
 def hashed_word(word: str) -> int:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
+from lipdp.export import Site, lowering
 
 __all__ = ["Asinh", "Constant", "Landmarks", "RandomFourier", "RandomReLU"]
 

@@ -10,7 +10,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
+from lipdp.export import Site, lowering
 
 __all__ = ["Compress", "Compression", "FromGrid", "Mix", "SideBySide", "ToGrid", "Window", "window"]
 

@@ -1,8 +1,8 @@
 """Features learned from drawings: what a network, taught without labels on drawn scenes alone, sees in an image.
 
-The network is a public constant, like a table of filters: no photograph and no private record had a part in it. The small one
-comes with the package; the large one is rebuilt by ``lipdp features train large``, in minutes on a GPU, and kept in the user's
-cache.
+The network is a public constant, like a table of filters: no photograph and no private record had a part in it. It is residual,
+normalised by batches while it learns and folded into plain convolutions after. The small one comes with the package; the large
+one is rebuilt by ``lipdp features train large``, in minutes on a GPU, and kept in the user's cache.
 
 Averages of a stage's maps over cells (4 × 4 of the last stage but one; 2 × 2 and 1 × 1 of the last) are skewed, as energies
 are: their square roots are taken. Then each channel is brought to mean 0 and deviation 1 and channels are decorrelated part of
@@ -17,24 +17,136 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
 from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
+from lipdp.export import Site, lowering
 from lipdp.features.drawings import draw_images
-from lipdp.features.residual import NetworkShape
 
-__all__ = ["LearnedFeatures", "Network", "network_file", "read_network", "write_network"]
+__all__ = [
+    "SHAPES",
+    "LearnedFeatures",
+    "Network",
+    "NetworkShape",
+    "ResidualNetwork",
+    "folded_weights",
+    "network_file",
+    "read_network",
+    "write_network",
+]
+
+
+@dataclass(frozen=True)
+class NetworkShape:
+    """Sizes of a network: channels of its stages, and residual blocks of each. Every stage but the first halves the image."""
+
+    widths: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Sequence[int]]) -> NetworkShape:
+        """From plain data, as a file holds it."""
+        return cls(tuple(map(int, given["widths"])), tuple(map(int, given["blocks"])))
+
+    def plain(self) -> dict[str, Sequence[int]]:
+        """As plain data."""
+        return asdict(self)
+
+
+SHAPES = {
+    "large": NetworkShape((128, 256, 512), (2, 2, 2)),
+    "small": NetworkShape((48, 128, 256), (1, 1, 1)),
+}
+"""By the names that features="…" knows."""
+
+
+class _NormedConvolution(nn.Module):
+    """A convolution without bias, then batch normalisation: what learns."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.convolution(x))
+        return y
+
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias of the convolution that does the same in evaluation mode."""
+        norm = self.norm
+        assert norm.running_var is not None
+        assert norm.running_mean is not None
+        factor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        return self.convolution.weight * factor[:, None, None, None], norm.bias - norm.running_mean * factor
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int, learning: bool) -> nn.Module:
+    if learning:
+        return _NormedConvolution(inputs, outputs, kernel, stride)
+    return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, learning: bool) -> None:
+        super().__init__()
+        self.first = _convolution(inputs, outputs, 3, stride, learning)
+        self.second = _convolution(outputs, outputs, 3, 1, learning)
+        same = inputs == outputs and stride == 1
+        self.short: nn.Module = nn.Identity() if same else _convolution(inputs, outputs, 1, stride, learning)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.second(F.relu(self.first(x))) + self.short(x))
+
+
+class ResidualNetwork(nn.Module):
+    """Stages of residual blocks behind one 3 × 3 convolution of three channels.
+
+    Args:
+        shape: its sizes.
+        learning: with batch normalisation. Otherwise plain convolutions, for the weights of :func:`folded_weights`.
+    """
+
+    def __init__(self, shape: NetworkShape, *, learning: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.stem = _convolution(3, shape.widths[0], 3, 1, learning)
+        self.stages, inputs = nn.ModuleList(), shape.widths[0]
+        for number, (width, blocks) in enumerate(zip(shape.widths, shape.blocks, strict=True)):
+            strides = [2 if number else 1] + [1] * (blocks - 1)
+            layers = [_Block(width if j else inputs, width, stride, learning) for j, stride in enumerate(strides)]
+            self.stages.append(nn.Sequential(*layers))
+            inputs = width
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Images (batch, 3, height, width) around 0 → the maps of every stage, none of them negative."""
+        maps, y = [], F.relu(self.stem(x))
+        for stage in self.stages:
+            y = stage(y)
+            maps.append(y)
+        return maps
+
+
+def folded_weights(network: ResidualNetwork) -> dict[str, torch.Tensor]:
+    """The weights of the network without normalisation that does the same in evaluation mode."""
+    weights: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, part in network.named_modules():
+            if isinstance(part, _NormedConvolution):
+                weights[f"{name}.weight"], weights[f"{name}.bias"] = (value.detach().float().cpu() for value in part.folded())
+    return weights
+
 
 # What is read off: (stage counted from the last, cells along each side).
 _TAPS = ((-2, 4), (-1, 2), (-1, 1))
@@ -242,7 +354,7 @@ def write_network(
     Args:
         file: ends in .npz.
         shape: of the network.
-        weights: of its convolutions, see :func:`lipdp.features.residual.folded_weights`.
+        weights: of its convolutions, see :func:`lipdp.features.learned.folded_weights`.
         view: pixels along each side of its images.
         about: where it comes from.
         device: where to compute.

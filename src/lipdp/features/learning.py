@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import draw_images
-from lipdp.features.residual import NetworkShape, ResidualNetwork
+from lipdp.features.learned import NetworkShape, ResidualNetwork
 
 __all__ = ["Lesson", "learn", "learn_from", "random_views"]
 

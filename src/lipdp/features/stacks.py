@@ -21,11 +21,10 @@ from lipdp import nn
 from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import leaf_images, texture_images
-from lipdp.features.kept import kept_constants
 from lipdp.features.kernels import RandomReLU
 from lipdp.features.layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
 from lipdp.features.learned import LearnedFeatures
-from lipdp.features.patches import Dictionary, PatchFeatures
+from lipdp.features.patches import Dictionary, PatchFeatures, kept_constants
 from lipdp.features.scattering import Colour, Padding, Scattering2d
 from lipdp.features.straighten import Straightening, straighten_layers
 

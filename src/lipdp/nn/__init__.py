@@ -1,6 +1,6 @@
 """Layers shaped like torch.nn, each with a rule in the calculus of bounds."""
 
-from lipdp.nn.activation import FullSort, GroupSort, MaxMin
+from lipdp.nn.activation import Abs, BoundedPReLU, FullSort, GroupSort, Householder, LayerScale, MaxMin
 from lipdp.nn.attention import LipschitzAttention, TransformerBlock
 from lipdp.nn.boundary import Boundary, BoundedInput, ClipGradient
 from lipdp.nn.container import ConcatResidual, ConvexMix, ConvexResidual, Flatten, Residual, Sequential
@@ -14,7 +14,6 @@ from lipdp.nn.embedding import (
     TokenMean,
 )
 from lipdp.nn.fourier_conv import FourierConv2d
-from lipdp.nn.learned import Abs, BoundedPReLU, Householder, LayerScale
 from lipdp.nn.linear import FrobeniusLinear, L1Linear, SpectralLinear
 from lipdp.nn.norms import GroupNorm, LayerCentering, LayerNorm, Normalize, RMSNorm, Standardize
 from lipdp.nn.pooling import (

@@ -14,7 +14,7 @@ from lipdp._numerics import wide
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.clipping.follow import rows_first
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering, narrowed, widened
+from lipdp.export import Site, lowering, narrowed, widened
 
 __all__ = ["Boundary", "BoundedInput", "ClipGradient"]
 

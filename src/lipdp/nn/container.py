@@ -9,8 +9,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
-from lipdp.export.plain import export
+from lipdp.export import Site, export, lowering
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
 

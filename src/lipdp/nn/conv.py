@@ -14,14 +14,14 @@ from lipdp.bounds import Call, Transfer, rule, times
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
 from lipdp.bounds.windows import multiplicity, padding_sides
-from lipdp.clipping.registry import Contributions, norm_rule, refuse
+from lipdp.clipping.norm_rules import Contributions, norm_rule, refuse
 from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
 from lipdp.parametrize import Constrained, Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import project_ball
-from lipdp.parametrize.effective import Map
+from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, twin
 
 __all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]

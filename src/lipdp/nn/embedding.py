@@ -9,7 +9,7 @@ import torch
 
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering, narrowed, placed, widened
+from lipdp.export import Site, lowering, narrowed, placed, widened
 from lipdp.nn.container import Sequential
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_rows

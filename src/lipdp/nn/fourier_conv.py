@@ -12,7 +12,7 @@ from lipdp.bounds import Call, Transfer, conv_norm_fft, rule, times
 from lipdp.bounds.operator_norm import grid_factor, grid_for
 from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity, weighted_transfer
 from lipdp.errors import ConfigurationError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.nn.conv import plain_conv
 from lipdp.nn.linear import checked_bias_norm, orthogonal_
 from lipdp.parametrize import Constrained

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import weighted_transfer
-from lipdp.clipping.registry import norm_rule, refuse
+from lipdp.clipping.norm_rules import norm_rule, refuse
 from lipdp.clipping.rules_layers import linear
 from lipdp.errors import ConfigurationError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
-from lipdp.parametrize.effective import Map
+from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, keep_trained, twin
 
 __all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]

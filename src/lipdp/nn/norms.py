@@ -11,7 +11,7 @@ import torch
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.bounds.rules_norms import Affine, centred_rows, channel_groups, normalised_transfer, plain_rows
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering, placed
+from lipdp.export import Site, lowering, placed
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_box
 from lipdp.twins import Decision, Where, twin

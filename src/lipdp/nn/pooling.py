@@ -14,7 +14,7 @@ from lipdp.bounds.calculus import has_rule
 from lipdp.bounds.rules_weighted import channels_and_spatial
 from lipdp.bounds.windows import as_tuple, multiplicity
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export.lowering import Site, lowering
+from lipdp.export import Site, lowering
 from lipdp.program.fusing import Stage, stage
 from lipdp.twins import Decision, Where, twin
 

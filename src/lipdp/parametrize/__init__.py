@@ -7,8 +7,17 @@ import torch
 from lipdp.parametrize import constraint
 from lipdp.parametrize.constraint import Bjorck, Constraint, Spectral
 from lipdp.parametrize.convolution import CircularFFT, ConvGeometry, ConvParametrisation
-from lipdp.parametrize.effective import Reparametrised, effective_leaves, pull_back
-from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Parametrisation, Polar
+from lipdp.parametrize.maps import (
+    Cayley,
+    DifferentiableBjorck,
+    Householder,
+    MatrixExp,
+    Parametrisation,
+    Polar,
+    Reparametrised,
+    effective_leaves,
+    pull_back,
+)
 from lipdp.parametrize.orthogonal_conv import AOC, BCOP, SOC
 
 __all__ = [
