@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lipdp._numerics import deferred_checks, is_deferring
-from lipdp.digest import content_digest
+from lipdp.digest import Tag
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import reachable_tensors, storages
 from lipdp.graphs import Branches, GraphedFunction, Watched
@@ -154,7 +154,12 @@ class ModelWatch:
         return [self.settings, self._digest_here()], words
 
     def _digest_here(self) -> bytes:
-        return content_digest(*(t for t in self._tensors[1] if t.device.type == "cpu"))
+        """Of the entries, end to end, under a key of this process; types and shapes are among the settings."""
+        tag = Tag(_KEY)
+        for tensor in self._tensors[1]:
+            if tensor.device.type == "cpu":
+                tag.update(tensor)
+        return tag.finish()
 
     def digest_elsewhere(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
         """Two words for all tensors of one kind, end to end; their shapes are among the settings.
