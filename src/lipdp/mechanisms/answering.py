@@ -310,7 +310,7 @@ def _among_steps(problem: Problem, step: float) -> Mechanism:
     """A quantile by ranks among the numbers that there can be, by permute-and-flip: it needs no prior, and has no place between."""
     lattice = Lattice.of_steps(problem.low, problem.high, step)
     if lattice.last >= 20_000:
-        return IntervalMechanism.plain(problem)  # nearly all numbers
+        return IntervalMechanism.deep(problem)  # nearly all numbers
     values = torch.tensor([lattice.value(place) for place in range(lattice.last + 1)], dtype=torch.float64)
     utility = RankUtility(((values - problem.low) / problem.width).clamp(0, 1), problem.query.p * problem.n)
     title = f"permute-and-flip by rank among the {len(values)} multiples of {step:g}"

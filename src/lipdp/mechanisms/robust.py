@@ -46,8 +46,9 @@ _NUMBERS = 4_000_000  # records drawn at a time
 _STEPS = 250  # of fitting a base measure and shifts
 _KINDS: tuple[NoiseKind, ...] = ("laplace", "staircase")
 _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
-_START = 0.02  # of the measure lie on each end of the range, to begin with
+_START, _ATOMS = 0.02, 0.1  # of the measure lie on each end of the range, and on all numbers by depth, to begin with
 _ENDS = (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.035, 0.05, 0.07, 0.1)  # … and what else is tried
+_NEAR = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)
 _CLEAR = 400.0  # ε times the records beyond a quantile above which only the noise on its rank counts, and nothing is fitted
 _FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
 
@@ -115,7 +116,7 @@ def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, 
     """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
     if problem.query.kind == "quantile":
         if problem.epsilon * min(problem.rank(), problem.n - problem.rank()) >= _CLEAR:
-            return _plain_quantile(problem)
+            return _by_depth(problem)
         return _by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = _plain(problem, "laplace")
@@ -312,26 +313,28 @@ def _by_intervals(problem: Problem, belief: Distribution, robustness: float, cou
     for _ in range(3):  # what is left of it is attacked again
         pool.attack(_held(fit, pool, robustness))
     best = _held(fit, pool, robustness)
-    if pool.score(best) >= pool.score(plain):
-        best = plain
+    if pool.score(best) >= pool.score(IntervalMechanism.deep(problem)):
+        return _by_depth(problem)
     (loss, loss_at), (ratio, ratio_at) = pool.largest(best), pool.worst(best)
-    robust = Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=_is_even(best, robustness))
-    return robust.of_plain() if best is plain else robust
+    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=_is_even(best, robustness))
 
 
-def _plain_quantile(problem: Problem) -> Robust:
-    """The mechanism that assumes nothing, with its largest loss on columns of zeros and ones around the quantile's rank."""
-    plain, rank = IntervalMechanism.plain(problem), math.floor(problem.rank())
+def _by_depth(problem: Problem) -> Robust:
+    """Without a belief: nowhere worse than the textbook's, with its largest loss on columns of zeros and ones around the rank."""
+    plain, rank = IntervalMechanism.deep(problem), math.floor(problem.rank())
     first = [rank + k for k in range(-3, 4) if 0 < rank + k < problem.n]
     corners = [(f"{k} of {problem.n} records at {problem.low:.4g}, the others at {problem.high:.4g}", k, 0.0, 1.0) for k in first]
     losses = torch.cat([plain.losses(part) for part in _in_two(corners, problem.n)])
     high = int(losses.argmax())
-    everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(losses[high])
-    return Robust(plain, plain, 1.0, most, most, everywhere, corners[high][0], proved=True)
+    everywhere, most = "every dataset: no wrong number is likelier than with the plain mechanism", float(losses[high])
+    return Robust(plain, IntervalMechanism.plain(problem), 1.0, most, most, everywhere, corners[high][0], proved=True)
 
 
 def _is_even(mechanism: IntervalMechanism, robustness: float) -> bool:
-    """Whether each probability is at most 1 + τ times the plain one's: no shift, no ends, and tilts within 1 + τ."""
+    """Whether each wrong number's chance is at most 1 + τ times the plain one's: no shift, no ends, and tilts within 1 + τ.
+
+    Further copies of all numbers are even, and make none but the quantile likelier.
+    """
     spread = int(mechanism.tilt.max()) <= (1 + robustness) * int(mechanism.tilt.min())
     return spread and not bool(mechanism.shift.any()) and not any(mechanism.ends)
 
@@ -347,14 +350,17 @@ def _far_ends(problem: Problem) -> tuple[bool, bool]:
 
 def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
     """The best part of a fit, with its own ends or others, that keeps to 1 + τ on the pool; the plain one at the last."""
-    scale = float(fit.tilt.max())
-    logs, own = (fit.tilt.to(torch.float64) / scale).log(), [end / scale for end in fit.ends]
+    problem, scale = fit.problem, float(fit.tilt.max())
+    logs, own, atoms = (fit.tilt.to(torch.float64) / scale).log(), [end / scale for end in fit.ends], fit.atoms / scale
+    others = list(itertools.product(*(_ENDS if far else _NEAR for far in _far_ends(problem))))
     tried = [
-        IntervalMechanism.tilted(fit.problem, (part * logs).exp(), part * fit.shift, ends=ends)
+        IntervalMechanism.tilted(problem, (part * logs).exp(), part * fit.shift, ends=ends, atoms=atoms)
         for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-        for ends in ([part * end for end in own], *itertools.product(*(_ENDS if far else (0.0,) for far in _far_ends(fit.problem))))
-    ]  # the last ones are even, and the first of these is the plain one
-    tried += [IntervalMechanism.tilted(fit.problem, (part * logs).exp(), 0 * fit.shift) for part in (1.0, 0.6, 0.3)]
+        for ends in ([part * end for end in own], *others)
+    ]
+    tried += [IntervalMechanism.tilted(problem, (part * logs).exp(), 0 * fit.shift, atoms=atoms) for part in (1.0, 0.6, 0.3)]
+    tried += [replace(IntervalMechanism.deep(problem), ends=(round(low * 2**30), round(high * 2**30))) for low, high in others]
+    # The first of the last ones has no ends: it keeps to the bound on every dataset.
     return next(one for one in sorted(tried, key=pool.score) if pool.worst(one)[0] <= 1 + _MARGIN * robustness)
 
 
@@ -366,8 +372,8 @@ def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> Interval
     scale = float(own.quantile(0.1).sqrt())
     logs = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
     moves = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
-    more = torch.full((2,), math.log(_START), dtype=torch.float64, requires_grad=True)
-    nothing, allowed = torch.zeros(2, dtype=torch.float64), torch.tensor(_far_ends(base.problem), dtype=torch.float64)
+    more = torch.tensor([_START, _START, _ATOMS], dtype=torch.float64).log().requires_grad_()
+    nothing, allowed = torch.zeros(3, dtype=torch.float64), torch.tensor([*_far_ends(base.problem), 1.0], dtype=torch.float64)
     optimiser = torch.optim.Adam([logs, moves, more], lr=0.03)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.03, total_steps=_STEPS, pct_start=0.1)
     for _ in range(_STEPS):
@@ -384,7 +390,8 @@ def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> Interval
         optimiser.step()
         schedule.step()
     shifts = (scale * moves).detach() if squared else torch.zeros(PARTS, dtype=torch.float64)
-    return IntervalMechanism.tilted(base.problem, logs.detach().exp(), shifts, ends=(allowed * more.detach().exp()).tolist())
+    low, high, atoms = (allowed * more.detach().exp()).tolist()
+    return IntervalMechanism.tilted(base.problem, logs.detach().exp(), shifts, ends=(low, high), atoms=atoms)
 
 
 class _Seen:
@@ -405,7 +412,7 @@ class _Seen:
         self._measure()
 
     def _measure(self) -> None:
-        even = torch.cat([torch.ones(PARTS, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)])
+        even = torch.cat([torch.ones(PARTS, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)])
         self.plain = self.profile.losses(even).clamp(min=_FLOOR)
         self.best = torch.minimum(self.plain, self.noisy)
 
