@@ -43,6 +43,7 @@ from lipdp.mechanisms.questions import (
     query_of,
 )
 from lipdp.mechanisms.spending import Spending
+from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
@@ -261,7 +262,7 @@ def _part(
     if kind in ("histogram", "count"):
         return Counts(question, edges_of(question, problem), problem, 1 if kind == "count" else 2)
     mechanism = find(query_of(question) if levels is None else Query("quantile", levels[0]))
-    if isinstance(mechanism, CentredMechanism):
+    if isinstance(mechanism, CentredMechanism | SquaresMechanism):
         return Single(questions, mechanism, 0.0, "noise")  # each release says its own error
     if isinstance(mechanism, BeyondMechanism):
         return Single(questions, mechanism, mechanism.error(CONFIDENCE) * problem.scale, "noise")

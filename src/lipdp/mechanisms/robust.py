@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms import beyond, centred
+from lipdp.mechanisms import beyond, centred, squares
 from lipdp.mechanisms.distributions import Distribution, World, draw, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
@@ -127,7 +127,7 @@ def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, 
     truths, means, counts = (torch.cat(part) for part in zip(*parts, strict=True))
     found = _on_the_query(problem, truths, robustness)
     if problem.query.kind == "variance":
-        return _about_a_centre(found, means, truths, robustness)
+        return _by_mean_and_variance(found, means, truths, robustness)
     return _by_records_beyond(found, means, counts, robustness)
 
 
@@ -190,8 +190,8 @@ def _on_the_query(problem: Problem, belief: Tensor, robustness: float) -> Robust
     return Robust(chosen, best, float(ratios[at]), float(losses[high]), plain_loss, where(at), where(high), proved=True)
 
 
-def _about_a_centre(found: Robust, means: Tensor, variances: Tensor, robustness: float) -> Robust:
-    """The variance about a private centre, if one keeps to 1 + τ on all datasets and is better under the belief."""
+def _by_mean_and_variance(found: Robust, means: Tensor, variances: Tensor, robustness: float) -> Robust:
+    """The variance from noisy sums, or about a private centre: the best under the belief that keeps to 1 + τ on all datasets."""
     problem = found.mechanism.problem
     at_means, at_variances = centred.grid()
     plain = [_plain(problem, noise) for noise in _KINDS]
@@ -201,8 +201,11 @@ def _about_a_centre(found: Robust, means: Tensor, variances: Tensor, robustness:
         return float(losses.mean() / believed.mean() + (losses / believed).mean())
 
     assert isinstance(found.mechanism, AdditiveMechanism)
-    best, score_of_best, made = None, score(truth_losses(found.mechanism, variances)), least
-    for one in centred.candidates(problem):
+    best: squares.SquaresMechanism | centred.CentredMechanism | None = None
+    score_of_best, made = score(truth_losses(found.mechanism, variances)), least
+    candidates: list[squares.SquaresMechanism | centred.CentredMechanism]
+    candidates = [*squares.candidates(problem), *centred.candidates(problem)]
+    for one in candidates:
         losses, own = one.losses_of(at_means, at_variances), score(one.losses_of(means, variances))
         if own < score_of_best and float((losses / least).max()) <= 1 + _MARGIN * robustness:
             best, score_of_best, made = one, own, losses
