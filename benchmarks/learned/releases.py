@@ -212,7 +212,9 @@ def show() -> None:
                 ratios = np.array([max(row["joint"], 1e-12) / max(row[other], 1e-12) for row in own])
                 cells.append(f"{np.median(ratios):.2f} ({np.quantile(ratios, 0.95):.2f})")
             print(f"| {kind} | {epsilon:g} | {len(own)} | {' | '.join(cells)} |")
-    print("\n| table | ε | moments, δ = 0 | moments, δ = 10⁻⁶ | `release_line`, δ = 0 | AdaSSP, δ = 10⁻⁶ | OpenDP Theil-Sen, δ = 0 |")
+    print(
+        "\n| table | ε | moments, δ = 0 | moments, δ = 10⁻⁶ | `release_line`, δ = 0 | AdaSSP, δ = 10⁻⁶ | OpenDP Theil-Sen, δ = 0 |"
+    )
     print("|---|---|---|---|---|---|---|")
     for row in held["regression"]:
         values = [f"{row[way]:.3g}" if way in row else "–" for way in ("pure", "gaussian", "line", "adassp", "theil-sen")]

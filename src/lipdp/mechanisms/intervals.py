@@ -13,7 +13,7 @@ A belief enters by what is public or free: ``tilt`` multiplies the copies of eac
 answers from it, and ``ends`` are more copies of the two ends, where zeros, full marks and clamped values lie.
 
 **Depth.** A distance of 0 says that r is the quantile, not how surely: one record more or less, or a hundred. The *signed* distance
-max(#{x < r} − np, np − #{x ≤ r}) is −k where k records have to move before r is no longer the quantile; it moves by at most one, too.
+max(#{x < r} − np, np − #{x ≤ r}) is −k where k records have to move before r is no quantile any more; it moves by one at most, too.
 Further copies of each candidate (``atoms``, and those for the ends) are weighed by it, down to −C: a value that holds many records
 draws as many more answers, and numbers that hold none have a signed distance that is no less than the other one. So, with nothing
 but such copies (:meth:`IntervalMechanism.deep`), every candidate but the quantile itself is less likely than with the textbook's
@@ -356,7 +356,9 @@ class IntervalMechanism(Mechanism):
         index, number = release_block([(block.distance + self.deepest, block.copies) for block in blocks], problem.exact_epsilon)
         block = blocks[index]
         # The first copies of a block that is an end are those for being one.
-        chosen = block.first if number < block.extra else own.candidate(block.first, block.last, (number - block.extra) // block.each)
+        chosen = (
+            block.first if number < block.extra else own.candidate(block.first, block.last, (number - block.extra) // block.each)
+        )
         moved = 0.0 if block.deep else float(self.shift[block.part])
         unit = (float(own.values(torch.tensor(chosen))) - problem.low) / problem.width
         return torch.tensor(min(max(unit + moved, 0.0), 1.0), dtype=torch.float64)

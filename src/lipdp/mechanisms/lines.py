@@ -1,6 +1,6 @@
 """A line through two columns, y ≈ a + b·x: from noisy moments, or by medians over pairs of records.
 
-**Pairs.** Two records make a line, and so a value at each of two public places of x. The medians of these values over many pairs are
+**Pairs.** Two records make a line, and so a value at each of two public places of x. Medians of these values over many pairs are
 two points of a line that few strange records do not move (Theil and Sen; with private medians: Dwork and Lei, Alabi et al.). Pairs
 are matched by numbers of records alone, k times, so a record is in k pairs at most: a median that is ε/2k-DP in pairs is ε/2-DP in
 records, and both are ε-DP. k costs nothing: k times as many values, whose ranks are noised k times as much; and it gains what one
