@@ -214,10 +214,8 @@ def answer(
     if adjacency == "add_remove":
         if distribution is not None:
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")
-        if epsilon is None or delta:
-            raise ConfigurationError("delta and rho are for a public number of records: give epsilon alone, or use replace_one.")
-        problem = Problem.of("mean", epsilon, 2, bounds)
-        opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step)
+        problem = Problem.of("mean", 1.0 if epsilon is None else epsilon, 2, bounds)
+        opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step, delta, rho)
         return release_all([opened], [x], budget=budget, clamp=clamp)[0]
     try:
         size = len(x)
