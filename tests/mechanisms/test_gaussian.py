@@ -161,10 +161,10 @@ OPEN = ("count", "mean", "sum", "std", "histogram:0,2,5,10", "count:1,4")
 
 
 def test_no_record_more_moves_the_sums_further_than_the_noise_is_for():
-    own = OpenPlan(None, -2.0, 10.0, OPEN, rho=0.5)
+    own = OpenPlan(None, 0.0, 10.0, OPEN, rho=0.5)
     generator, furthest = torch.Generator().manual_seed(2), 0.0
-    for value in [-2.0, 10.0, 4.0, 0.0, 2.0, 2.0 - 1e-9, 7.3, float(12 * torch.rand(1, generator=generator) - 2)]:
-        base = 12 * torch.rand(6, dtype=torch.float64, generator=generator) - 2
+    for value in [0.0, 10.0, 4.0, 5.0, 2.0, 2.0 - 1e-9, 7.3, float(10 * torch.rand(1, generator=generator))]:
+        base = 10 * torch.rand(6, dtype=torch.float64, generator=generator)
         pair = []
         for data in (base, torch.cat([base, base.new_tensor([value])])):
             totals = [own._total(own.checked(data, False), what) for what in own._by_noise.sizes]

@@ -23,7 +23,9 @@ from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Lattice
 from lipdp.mechanisms.mechanism import AdditiveMechanism
 from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.robust import plain_mechanisms, robust_mechanism, truth_losses
+from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.statistics import QueryStatistic
+from lipdp.mechanisms.truths import on_the_query
 from lipdp.privacy.quantile import quantile_probabilities
 
 SMALL = Settings(robust=250)
@@ -73,7 +75,7 @@ def continuous_loss(problem: Problem, x: Tensor) -> float:
 )
 def test_no_worse_than_laplace_noise_on_any_column(query: str, epsilon: float, n: int) -> None:
     mechanism = learned(query, epsilon, n)
-    assert isinstance(mechanism, AdditiveMechanism | BeyondMechanism | CentredMechanism)
+    assert isinstance(mechanism, AdditiveMechanism | BeyondMechanism | CentredMechanism | SquaresMechanism)
     for name, x in columns(n).items():
         t = mechanism.problem.unit(x)[None]
         added = isinstance(mechanism, AdditiveMechanism)
@@ -120,7 +122,8 @@ def test_atoms_are_answered_exactly() -> None:
 @pytest.mark.parametrize(("query", "epsilon"), [("mean", 0.15), ("variance", 0.3)])
 def test_the_worst_case_is_that_of_all_truths(query: str, epsilon: float) -> None:
     """Recomputed here on other truths, with other draws, against both plain noises."""
-    found = robust_mechanism(Problem.of(query, epsilon, 50, (0, 10)), Everyday(0, 10), 0.25, 300, 1)
+    problem = Problem.of(query, epsilon, 50, (0, 10))
+    found = on_the_query(problem, problem.query(draw(Everyday(0, 10), problem, 300, 1)), 0.25)
     assert found.proved
     assert isinstance(found.mechanism, AdditiveMechanism)
     most = 0.25 if query == "variance" else 1.0

@@ -149,6 +149,11 @@ class Profile:
         cost = self.cost if shift is None else self.cost + 2 * shift * self.error + shift**2 * self.mass
         return (tilt * cost).sum(1) / (tilt * self.mass).sum(1)
 
+    def losses_of_many(self, tilts: Tensor, shifts: Tensor) -> Tensor:
+        """Expected losses (batch, many) for rows of tilts and of shifts (0 where there are none), (many, columns)."""
+        cost = self.cost @ tilts.T + 2 * (self.error @ (tilts * shifts).T) + self.mass @ (tilts * shifts**2).T
+        return cost / (self.mass @ tilts.T)
+
     def join(self, other: Profile) -> Profile:
         """Of both batches."""
         pairs = ((self.mass, other.mass), (self.error, other.error), (self.cost, other.cost))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -83,14 +82,22 @@ def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMec
     logs, own, atoms = (fit.tilt.to(torch.float64) / scale).log(), [end / scale for end in fit.ends], fit.atoms / scale
     others = list(itertools.product(*(_ENDS if far else _NEAR for far in _far_ends(problem))))
     tried = [
-        IntervalMechanism.tilted(problem, (part * logs).exp(), part * fit.shift, ends=ends, atoms=atoms)
+        ((part * logs).exp(), part * fit.shift, ends, atoms)
         for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
         for ends in ([part * end for end in own], *others)
     ]
-    tried += [IntervalMechanism.tilted(problem, (part * logs).exp(), 0 * fit.shift, atoms=atoms) for part in (1.0, 0.6, 0.3)]
-    tried += [replace(IntervalMechanism.deep(problem), ends=(round(low * 2**30), round(high * 2**30))) for low, high in others]
-    # The first of the last ones has no ends: it keeps to the bound on every dataset.
-    return next(one for one in sorted(tried, key=pool.score) if pool.worst(one)[0] <= 1 + MARGIN * robustness)
+    tried += [((part * logs).exp(), 0 * fit.shift, (0.0, 0.0), atoms) for part in (1.0, 0.6, 0.3)]
+    tried += [(0 * logs + 2.0**-30, 0 * fit.shift, ends, 1.0) for ends in others]  # by depth alone
+    tilts = torch.stack([torch.cat([tilt, tilt.new_tensor([*ends, atoms])]) for tilt, _, ends, atoms in tried])
+    shifts = torch.stack([torch.cat([shift, shift.new_zeros(3)]) for _, shift, _, _ in tried])
+    worst, order = pool.worst_of(tilts, shifts), pool.scores(tilts, shifts).argsort().tolist()
+    for place in order:
+        if float(worst[place]) <= 1 + MARGIN * robustness:
+            tilt, shift, ends, atoms = tried[place]
+            made = IntervalMechanism.tilted(problem, tilt, shift, ends=ends, atoms=atoms)
+            if pool.worst(made)[0] <= 1 + MARGIN * robustness:  # with whole tilts
+                return made
+    return IntervalMechanism.deep(problem)  # which keeps to the bound on every dataset
 
 
 def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
@@ -229,11 +236,24 @@ class _Pool:
         self.hostile.add(seen)
         self.parameters = torch.cat([self.parameters, parameters])
 
+    def scores(self, tilts: Tensor, shifts: Tensor) -> Tensor:
+        """Under the belief, in all and dataset by dataset; and what is lost to noise on the query if all records are at an end.
+
+        Of mechanisms by rows of their tilts and shifts.
+        """
+        losses = self.believed.profile.losses_of_many(tilts, shifts)
+        behind = self.edges.profile.losses_of_many(tilts, shifts) / self.edges.best[:, None]
+        own = losses.mean(0) / self.believed.plain.mean() + (losses / self.believed.best[:, None]).mean(0)
+        return own + _BEHIND * behind.clamp(min=1).sum(0)
+
     def score(self, mechanism: IntervalMechanism) -> float:
-        """Under the belief, in all and dataset by dataset; and what is lost to noise on the query if all records are at an end."""
-        losses, behind = self.believed.of(mechanism), self.edges.of(mechanism) / self.edges.best
-        own = float(losses.mean() / self.believed.plain.mean() + (losses / self.believed.best).mean())
-        return own + _BEHIND * float(behind.clamp(min=1).sum())
+        """Of one."""
+        shifts = torch.zeros_like(mechanism.tilts) if mechanism.shifts is None else mechanism.shifts
+        return float(self.scores(mechanism.tilts[None], shifts[None]))
+
+    def worst_of(self, tilts: Tensor, shifts: Tensor) -> Tensor:
+        """The largest ratio to the plain mechanism of each."""
+        return (self.hostile.profile.losses_of_many(tilts, shifts) / self.hostile.plain[:, None]).amax(0)
 
     def attack(self, mechanism: IntervalMechanism, rounds: int = 3) -> None:
         """Add datasets near those on which it does worst."""
