@@ -185,6 +185,8 @@ def test_an_open_plan_spends_delta_where_gaussian_noise_is_less(epsilon, delta):
     reached = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
     assert 0.99 * delta < reached <= delta
     assert own.describe()["delta"] == delta
+    answers = answer([1.0, 7.0, 2.0], list(questions), (0, 10), epsilon, delta=delta, adjacency="add_remove")
+    assert all(0 < one.epsilon < epsilon for one in answers)
     assert OpenPlan(epsilon, 0.0, 10.0, ("count",), delta=1e-12).describe()["delta"] == 0.0
 
 

@@ -165,7 +165,7 @@ class OpenPlan:
             return None
         if self.rho is None and std >= math.sqrt(2) * sum(self._weights.values()) / float(least_of(self._problem.epsilon)):
             return None
-        return _Gaussian(dict(zip(names, sizes, strict=True)), multiplier, std, epsilon)
+        return _Gaussian(dict(zip(names, sizes, strict=True)), multiplier, std, own.epsilon, epsilon)
 
     def costs(self, paying: Adjacency) -> list[Any]:
         """What a budget is charged."""
@@ -244,7 +244,7 @@ class OpenPlan:
         }
 
     def _by_sums(self, question: str, noisy: dict[str, _Noisy]) -> Answer:
-        epsilon = None if self._by_noise is not None else sum(self.shares[what] for what in _NEEDS[question])
+        epsilon = self._share(_NEEDS[question])
         if question in ("count", "sum"):
             own = noisy[question]
             least = 0.0 if question == "count" else -math.inf
@@ -254,6 +254,12 @@ class OpenPlan:
         each = 1 - (1 - CONFIDENCE) / len(_NEEDS[question])
         tried = [self._moment(question, *corner) for corner in _corners([noisy[what].ends(each) for what in _NEEDS[question]])]
         return Answer(question, value, (min(tried), max(tried)), "noise", epsilon)
+
+    def _share(self, needs: Sequence[str]) -> float | None:
+        """ε of what a question needs, as if it were split evenly where one noise is on all; None for ρ."""
+        if self._by_noise is None:
+            return sum(self.shares[what] for what in needs)
+        return None if self._by_noise.epsilon is None else self._by_noise.epsilon * len(needs) / len(self._by_noise.sizes)
 
     def _moment(self, question: str, count: float, first: float, second: float = 0.0) -> float:
         """Mean, variance or std of such sums, in the user's units."""
@@ -274,7 +280,7 @@ class OpenPlan:
             yield Answer(question, value, None, "none", spent / len(ranked))
 
     def _by_counts(self, question: str, noisy: list[_Noisy]) -> Answer:
-        values, error, spent = [max(own.value, 0.0) for own in noisy], noisy[0].error(CONFIDENCE), self.shares.get(question)
+        values, error, spent = [max(own.value, 0.0) for own in noisy], noisy[0].error(CONFIDENCE), self._share((question,))
         if question.startswith("histogram"):
             return Answer(question, values, (-error, error), "noise", spent)
         return Answer(question, values[0], (max(values[0] - error, 0.0), values[0] + error), "noise", spent)
@@ -291,11 +297,12 @@ class _Total:
 
 @dataclass(frozen=True)
 class _Gaussian:
-    """Names and sizes of what gets noise, σ, the noise's standard deviation on each number, and ε of the quantiles."""
+    """Names and sizes of what gets noise, σ, the noise's standard deviation on each number, ε of the noise and of the quantiles."""
 
     sizes: dict[str, int]
     multiplier: float
     std: float
+    epsilon: float | None
     quantiles: float | None
 
 
