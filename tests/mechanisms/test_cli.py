@@ -190,5 +190,10 @@ def test_answer_with_a_private_number_of_rows(files: Path) -> None:
     code, text = invoke(*words, *asked)
     assert code == 0, text
     assert "adding or removing one record" in text
+    code, text = invoke(*words, *asked[:-2], "--rho", 0.5, "--json")
+    assert code == 0, text
+    concentrated = json.loads(text.strip().splitlines()[-1])["answers"]
+    assert [one["value"] for one in concentrated] == pytest.approx([2000, 44.5, 44.5, 65], abs=12)
+    assert concentrated[0]["epsilon"] is None
     assert invoke(*words[:-1], "both", *asked)[0] == 2
     assert invoke(*words, *asked, "--belief", files / "people.csv")[0] == 2

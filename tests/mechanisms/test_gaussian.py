@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 import lipdp
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.mechanisms import GaussianPlan, JointQuantiles, Plan, Spending, answer, plan
+from lipdp.mechanisms import GaussianPlan, JointQuantiles, OpenPlan, Plan, Spending, answer, plan
 from lipdp.mechanisms.gaussian import SQUARES, split
 from tests.many import examples
 
@@ -134,8 +134,6 @@ def test_quantiles_alone_and_what_makes_no_sense():
     for wrong in ({}, {"epsilon": 1.0, "rho": 1.0}, {"rho": 1.0, "delta": 1e-6}, {"epsilon": 1.0, "delta": 1.0}, {"rho": -1.0}):
         with pytest.raises(ConfigurationError):
             answer(x, "mean", (0, 10), **wrong)
-    with pytest.raises(ConfigurationError, match="public number"):
-        answer(x, "mean", (0, 10), rho=1.0, adjacency="add_remove")
     own = planned(["median", "count:0,5"])
     with pytest.raises(ConfigurationError, match="cost more"):
         GaussianPlan(Spending(None, rho=0.1), own.problem, own.questions, own.joint)
@@ -155,3 +153,73 @@ def test_mean_and_sum_variance_and_std_have_one_release_in_common():
     assert std.value**2 == pytest.approx(variance.value)
     assert total.interval[1] == pytest.approx(40 * mean.interval[1])
     assert sum(one.epsilon for one in (total, count, mean, std, variance)) == pytest.approx(0.6)
+
+
+# --- a private number of records -----------------------------------------------------------------------------------------------
+
+OPEN = ("count", "mean", "sum", "std", "histogram:0,2,5,10", "count:1,4")
+
+
+def test_no_record_more_moves_the_sums_further_than_the_noise_is_for():
+    own = OpenPlan(None, 0.0, 10.0, OPEN, rho=0.5)
+    generator, furthest = torch.Generator().manual_seed(2), 0.0
+    for value in [0.0, 10.0, 4.0, 5.0, 2.0, 2.0 - 1e-9, 7.3, float(10 * torch.rand(1, generator=generator))]:
+        base = 10 * torch.rand(6, dtype=torch.float64, generator=generator)
+        pair = []
+        for data in (base, torch.cat([base, base.new_tensor([value])])):
+            totals = [own._total(own.checked(data, False), what) for what in own._by_noise.sizes]
+            pair.append(np.array([step / total.most for total in totals for step in total.steps]))
+        furthest = max(furthest, float(np.linalg.norm(pair[0] - pair[1])))
+    groups = len(own._by_noise.sizes)
+    assert groups == 6
+    assert furthest <= math.sqrt(groups) * (1 + 2.0**-20)
+    assert furthest > 0.9 * math.sqrt(groups)  # no record is in all cells
+    assert groups / (2 * own._by_noise.std**2) <= 0.5  # ρ of a move by √G
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 1e-6), (0.2, 1e-3)])
+def test_an_open_plan_spends_delta_where_gaussian_noise_is_less(epsilon, delta):
+    questions = (*OPEN, "count:0,5", "count:5,8", "histogram:0,1,10")
+    own = OpenPlan(epsilon, 0.0, 10.0, questions, delta=delta)
+    mu = math.sqrt(len(own._by_noise.sizes)) / own._by_noise.std
+    reached = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+    assert 0.99 * delta < reached <= delta
+    assert own.describe()["delta"] == delta
+    answers = answer([1.0, 7.0, 2.0], list(questions), (0, 10), epsilon, delta=delta, adjacency="add_remove")
+    assert all(0 < one.epsilon < epsilon for one in answers)
+    assert OpenPlan(epsilon, 0.0, 10.0, ("count",), delta=1e-12).describe()["delta"] == 0.0
+
+
+def test_open_answers_for_rho_hold_and_are_paid_for(tmp_path):
+    x = np.random.default_rng(0).uniform(0, 10, 4000)
+    exact = {
+        "count": 4000.0,
+        "mean": x.mean(),
+        "sum": x.sum(),
+        "variance": x.var(),
+        "std": x.std(),
+        "count:2,4": ((x >= 2) & (x < 4)).sum(),
+    }
+    held = 0
+    for _ in range(30):
+        for one in answer(x, list(exact), (0, 10), rho=0.05, adjacency="add_remove"):
+            held += one.interval[0] <= exact[one.question] <= one.interval[1]
+            assert one.epsilon is None
+    assert held >= 160  # of 180
+    budget = lipdp.privacy.Budget(tmp_path / "b", epsilon=5.0, delta=1e-5, dataset="d", adjacency="add_remove")
+    asked = ["count", "mean", "median", "p90", "histogram:0,5,10"]
+    count, mean, median, p90, histogram = answer(x, asked, (0, 10), rho=0.2, adjacency="add_remove", budget=budget)
+    assert (count.value, mean.value, median.value, p90.value) == pytest.approx((4000, 5, 5, 9), rel=0.1)
+    assert histogram.value == pytest.approx([2000, 2000], rel=0.1)
+    own = OpenPlan(None, 0.0, 10.0, tuple(asked), rho=0.2)
+    gaussian = len(own._by_noise.sizes) / (2 * own._by_noise.std**2)
+    assert gaussian + own.shares["quantiles"] ** 2 / 8 <= 0.2
+    assert gaussian + own.shares["quantiles"] ** 2 / 8 > 0.1999
+    assert 0 < budget.spent < 5
+    for few in ([], [3.0]):
+        assert all(
+            0 <= one.value <= 500 for one in answer(few, ["count", "mean", "median"], (0, 10), rho=0.5, adjacency="add_remove")
+        )
+    for wrong in ({}, {"epsilon": 1.0, "rho": 1.0}, {"rho": 1.0, "delta": 1e-6}, {"epsilon": 1.0, "delta": 1.0}, {"rho": -1.0}):
+        with pytest.raises(ConfigurationError):
+            answer(x, "mean", (0, 10), adjacency="add_remove", **wrong)

@@ -16,7 +16,7 @@ import torch
 
 from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, LipdpError
-from lipdp.mechanisms import BudgetLedger, Problem, learn_columns, learn_vector, load, load_columns, load_vector
+from lipdp.mechanisms import BudgetLedger, Problem, learn_columns, learn_vector, load, load_columns, load_vector, squares
 from lipdp.mechanisms import mechanism as module
 from lipdp.mechanisms.experts import additive, constant, moments, rank_utility, selection
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
@@ -25,6 +25,7 @@ from lipdp.mechanisms.networks import LaplaceNetwork, UtilityNetwork
 from lipdp.mechanisms.paper import laplace_mechanism, utility_mechanism
 from lipdp.mechanisms.postprocess import Network, Plain, Sample, Table
 from lipdp.mechanisms.problem import Query
+from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility
 from lipdp.mechanisms.vector import VectorMechanism
@@ -67,7 +68,9 @@ def made(name):
         decoder = Plain(1.0, Table((axis,), 0.01 * axis.sin()))
         return AdditiveMechanism(mean, "x", QueryStatistic(mean.query, N), "laplace", decoder), load
     if name == "interval":
-        return IntervalMechanism.tilted(median, torch.linspace(1, 2, PARTS), 0.01 * torch.ones(PARTS), True), load
+        return IntervalMechanism.tilted(median, torch.linspace(1, 2, PARTS), 0.01 * torch.ones(PARTS), True, (0.1, 0.2), 0.5), load
+    if name == "squares":
+        return SquaresMechanism.of(variance, 8, 0.25, 48), load
     if name == "split":
         return learn_vector(["mean", "variance"], 2.0, N, BOUNDS, settings=TINY), load_vector
     if name == "joint":
@@ -90,6 +93,7 @@ NAMES = (
     "utility network",
     "plain",
     "interval",
+    "squares",
     "split",
     "joint",
     "columns",
@@ -123,6 +127,18 @@ def check_part(part):
     if isinstance(part, SelectionMechanism):
         moved = (part.utility.integers(one) - part.utility.integers(other)).abs()
         assert int(moved.max()) <= part.utility.sensitivity
+    if isinstance(part, SquaresMechanism):
+        check_part(part.other)
+        pairs = zip(part.statistic(one), part.statistic(other), strict=True)
+        assert max(abs(a[0] - b[0]) + abs(a[1] - b[1]) for a, b in pairs) <= part.moves
+
+
+def noised_for(part):
+    """The sensitivities that a release of it may draw noise for."""
+    if isinstance(part, SquaresMechanism):
+        return [part.moves, part.other.statistic.sensitivity]
+    own = getattr(part, "statistic", getattr(part, "utility", None))
+    return [] if own is None else [own.sensitivity]
 
 
 def harmless(monkeypatch, folder, mechanism):
@@ -134,8 +150,7 @@ def harmless(monkeypatch, folder, mechanism):
 
     def noted(function):
         def call(kind, values, sensitivity, epsilon, sampler="auto"):
-            known = [getattr(part, "statistic", getattr(part, "utility", None)) for part in parts]
-            assert sensitivity in [own.sensitivity for own in known if own is not None]
+            assert sensitivity in [own for part in parts for own in noised_for(part)]
             spent.append(epsilon)
             if kind == "staircase" and epsilon > 20:
                 return values  # exact draws take a second and more at such an epsilon
@@ -146,6 +161,7 @@ def harmless(monkeypatch, folder, mechanism):
     with monkeypatch.context() as patched:
         for name in ("release_noise", "release_selection"):
             patched.setattr(module, name, noted(getattr(module, name)))
+        patched.setattr(squares, "release_noise", noted(squares.release_noise))
         n, low, high = (getattr(parts[0].problem, name) for name in ("n", "low", "high"))
         if n <= 10**5:
             x = low + (high - low) * torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

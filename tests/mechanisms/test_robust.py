@@ -23,7 +23,9 @@ from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Lattice
 from lipdp.mechanisms.mechanism import AdditiveMechanism
 from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.robust import plain_mechanisms, robust_mechanism, truth_losses
+from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.statistics import QueryStatistic
+from lipdp.mechanisms.truths import on_the_query
 from lipdp.privacy.quantile import quantile_probabilities
 
 SMALL = Settings(robust=250)
@@ -73,7 +75,7 @@ def continuous_loss(problem: Problem, x: Tensor) -> float:
 )
 def test_no_worse_than_laplace_noise_on_any_column(query: str, epsilon: float, n: int) -> None:
     mechanism = learned(query, epsilon, n)
-    assert isinstance(mechanism, AdditiveMechanism | BeyondMechanism | CentredMechanism)
+    assert isinstance(mechanism, AdditiveMechanism | BeyondMechanism | CentredMechanism | SquaresMechanism)
     for name, x in columns(n).items():
         t = mechanism.problem.unit(x)[None]
         added = isinstance(mechanism, AdditiveMechanism)
@@ -120,7 +122,8 @@ def test_atoms_are_answered_exactly() -> None:
 @pytest.mark.parametrize(("query", "epsilon"), [("mean", 0.15), ("variance", 0.3)])
 def test_the_worst_case_is_that_of_all_truths(query: str, epsilon: float) -> None:
     """Recomputed here on other truths, with other draws, against both plain noises."""
-    found = robust_mechanism(Problem.of(query, epsilon, 50, (0, 10)), Everyday(0, 10), 0.25, 300, 1)
+    problem = Problem.of(query, epsilon, 50, (0, 10))
+    found = on_the_query(problem, problem.query(draw(Everyday(0, 10), problem, 300, 1)), 0.25)
     assert found.proved
     assert isinstance(found.mechanism, AdditiveMechanism)
     most = 0.25 if query == "variance" else 1.0
@@ -221,7 +224,7 @@ def test_exact_losses_are_those_of_its_releases(loss: str) -> None:
     shift = (
         torch.linspace(0.03, -0.03, PARTS, dtype=torch.float64) if loss == "squared" else torch.zeros(PARTS, dtype=torch.float64)
     )
-    mechanism = IntervalMechanism.tilted(problem, tilt, shift, True)
+    mechanism = IntervalMechanism.tilted(problem, tilt, shift, True, ends=(2e-3, 1e-4), atoms=0.5)
     x = torch.tensor([0.0, 0, 0, 2, 2.5, 2.5, 4, 7.77, 8, 9, 9, 10])
     t = problem.unit(x)[None]
     answers = torch.tensor([mechanism.release(x) for _ in range(700)], dtype=torch.float64)
@@ -232,29 +235,66 @@ def test_exact_losses_are_those_of_its_releases(loss: str) -> None:
     assert float(costs.mean()) == pytest.approx(mechanism.expected_loss(x[None]), abs=5 * error)
 
 
-def test_neighbours_have_probabilities_within_epsilon() -> None:
-    """From the blocks that a release draws from: every candidate's exact probability, on worst-case neighbours."""
+def _law(mechanism: IntervalMechanism, places: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Where runs of candidates begin, and the chances of one copy of theirs: shifted, by depth, and for being an end, (runs, 3)."""
+    blocks = list(mechanism._blocks(places.sort().values.numpy()))
+    assert [blocks[0].first, blocks[-1].last] == [mechanism.lattice.first, mechanism.lattice.last]
+    weights = [math.exp(-mechanism.epsilon / 2 * float(block.distance)) for block in blocks]
+    total = sum(weight * block.copies for weight, block in zip(weights, blocks, strict=True))
+    starts = np.unique([block.first for block in blocks])
+    chances = np.zeros((len(starts), 3))
+    for weight, block in zip(weights, blocks, strict=True):
+        row = chances[np.searchsorted(starts, block.first)]
+        row[int(block.deep)] += weight * (mechanism.atoms if block.deep else int(mechanism.tilt[block.part])) / total
+        row[2] += weight * block.extra / total
+    return starts, chances
+
+
+@pytest.mark.parametrize("kind", ["tilted", "deep", "ends"])
+def test_neighbours_have_probabilities_within_epsilon(kind: str) -> None:
+    """From the blocks that a release draws from: every answer's exact chance, on hostile neighbours (ties, ends)."""
     problem = Problem.of("p25", 0.9, 8, (0.0, 1.0))
-    mechanism = IntervalMechanism.tilted(problem, torch.linspace(1, 3, PARTS), torch.zeros(PARTS), True)
-    generator = torch.Generator().manual_seed(4)
-
-    def log_chances(places: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        blocks = list(mechanism._blocks(places.numpy()))
-        weights = [math.exp(-0.45 * float(distance)) for distance, *_ in blocks]
-        total = sum(w * copies for w, (_, copies, _, _) in zip(weights, blocks, strict=True))
-        assert [blocks[0][2], blocks[-1][3]] == [mechanism.lattice.first, mechanism.lattice.last]
-        return np.array([first for _, _, first, _ in blocks]), np.log(np.array(weights) / total)
-
-    worst = 0.0
-    for _ in range(60):
-        x = torch.randint(mechanism.lattice.last + 1, (8,), generator=generator)
+    even, nothing = torch.ones(PARTS), torch.zeros(PARTS)
+    mechanism = {
+        "tilted": IntervalMechanism.tilted(problem, torch.linspace(1, 3, PARTS), nothing, True),
+        "deep": IntervalMechanism.deep(problem),
+        "ends": IntervalMechanism.tilted(problem, even, nothing + 0.01, ends=(0.3, 2.0), atoms=0.5),
+    }[kind]
+    generator, last, worst = torch.Generator().manual_seed(4), mechanism.lattice.last, 0.0
+    for number in range(150):
+        values = torch.randint(last + 1, (3,), generator=generator)
+        few = torch.cat([values, torch.tensor([0, last])])[torch.randint(5, (8,), generator=generator)]
+        x = few if number % 3 else torch.randint(last + 1, (8,), generator=generator)
         other = x.clone()
-        other[0] = int(torch.randint(mechanism.lattice.last + 1, (1,), generator=generator))
-        (starts, chance), (others, there) = log_chances(x), log_chances(other)
+        other[0] = int(torch.cat([values, torch.tensor([0, last])])[int(torch.randint(5, (1,), generator=generator))])
+        (starts, chance), (others, there) = _law(mechanism, x), _law(mechanism, other)
         merged = np.union1d(starts, others)
         here = chance[np.searchsorted(starts, merged, side="right") - 1]
-        worst = max(worst, np.abs(here - there[np.searchsorted(others, merged, side="right") - 1]).max())
-    assert 0.5 < worst <= 0.9
+        away = there[np.searchsorted(others, merged, side="right") - 1]
+        there_are = here[:, :2].any(0)
+        assert bool(((here[:, :2] > 0) == there_are).all())
+        assert bool(((away[:, :2] > 0) == there_are).all())
+        at_ends = np.isin(merged, [0, last])  # the others have no copies for being one
+        assert bool(((here[:, 2] > 0) == (away[:, 2] > 0))[at_ends].all())
+        known = (here > 0) & (away > 0)
+        known[~at_ends, 2] = False
+        worst = max(worst, np.abs(np.log(here[known] / away[known])).max())
+    assert 0.5 < worst <= 0.9 + 1e-9
+
+
+@pytest.mark.parametrize(("level", "epsilon", "n"), [("median", 1.0, 60), ("p10", 1.0, 200), ("p90", 2.0, 41)])
+def test_by_depth_no_dataset_loses_and_no_wrong_number_is_likelier(level: str, epsilon: float, n: int) -> None:
+    problem = Problem.of(level, epsilon, n, (0.0, 1.0))
+    deep, plain = IntervalMechanism.deep(problem), IntervalMechanism.plain(problem)
+    t = torch.cat([draw(World(0, 1), problem, 400, 8), (draw(World(0, 1), problem, 400, 9) * 7).round() / 7])
+    ratios = deep.losses(t) / plain.losses(t).clamp(min=1e-13)
+    assert float(ratios.max()) <= 1 + 1e-6
+    assert float(ratios.min()) < 0.5  # ties are what it gains from
+    for row in t[::80]:
+        places = deep.lattice.places(row)
+        (starts, chance), (_, before) = _law(deep, places), _law(plain, places)
+        right = starts == int(deep.lattice.places(problem.query(row[None]))[0])
+        assert bool((chance[:, :2].sum(1) <= before[:, :2].sum(1) * (1 + 1e-6))[~right].all())
 
 
 def test_the_draw_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,13 +314,13 @@ def test_the_draw_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    for mechanism in (learned("p90", 0.3, 50), learned("mean", 0.3, 50)):
+    for mechanism in (learned("p90", 0.3, 50), learned("mean", 1.5, 500)):
         mechanism.save(tmp_path / "m")
         again = load(tmp_path / "m")
         t = draw(World(0, 10), mechanism.problem, 20, 1)
         assert torch.equal(again.losses(t, 2), mechanism.losses(t, 2))
         assert again.describe() == mechanism.describe()
-    assert 0 <= load(tmp_path / "m").release(torch.zeros(50)) <= 10
+    assert 0 <= load(tmp_path / "m").release(torch.zeros(500)) <= 10
     with pytest.raises(ConfigurationError, match="opendp"):
         learned("p90", 0.3, 50).release(torch.zeros(50), sampler="opendp")
     with pytest.raises(ConfigurationError, match="ranks answer quantiles"):

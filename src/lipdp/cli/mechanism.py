@@ -167,11 +167,6 @@ def answer(
         raise ConfigurationError("--belief is for a public number of rows: leave it out, or use --adjacency replace_one")
     if (epsilon is None) == (rho is None):
         raise ConfigurationError("give --epsilon (and a --delta, if Gaussian noise may be used), or --rho: one of the two")
-    if adjacency == "add_remove" and (epsilon is None or delta):
-        raise ConfigurationError(
-            "--delta and --rho are for a public number of rows: use --adjacency replace_one, or leave them out"
-        )
-
     lows, highs = (_for_each(name, given, len(column)) for name, given in (("--low", low), ("--high", high)))
     account = open_budget(budget)
     values = [read_column(data, name, encoding) for name in column]
@@ -181,8 +176,8 @@ def answer(
     settings = mechanisms.Settings.quick() if quick else None
     plans: list[mechanisms.Plan | mechanisms.GaussianPlan | mechanisms.OpenPlan] = []
     for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
-        if adjacency == "add_remove" and share is not None:
-            plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step))
+        if adjacency == "add_remove":
+            plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step, part, concentrated))
             continue
         if not as_json:
             console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")

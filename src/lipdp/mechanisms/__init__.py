@@ -10,6 +10,7 @@ from lipdp.mechanisms.files import BudgetLedger
 from lipdp.mechanisms.gaussian import GaussianPlan
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
+from lipdp.mechanisms.lines import Line, release_line
 from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.questions import Answer
@@ -26,6 +27,7 @@ __all__ = [
     "Everyday",
     "GaussianPlan",
     "JointQuantiles",
+    "Line",
     "Mechanism",
     "Mixture",
     "Moments",
@@ -47,6 +49,7 @@ __all__ = [
     "load_columns",
     "load_vector",
     "plan",
+    "release_line",
     "release_moments",
     "release_query",
 ]

@@ -43,6 +43,7 @@ from lipdp.mechanisms.questions import (
     query_of,
 )
 from lipdp.mechanisms.spending import Spending
+from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
@@ -213,10 +214,8 @@ def answer(
     if adjacency == "add_remove":
         if distribution is not None:
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")
-        if epsilon is None or delta:
-            raise ConfigurationError("delta and rho are for a public number of records: give epsilon alone, or use replace_one.")
-        problem = Problem.of("mean", epsilon, 2, bounds)
-        opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step)
+        problem = Problem.of("mean", 1.0 if epsilon is None else epsilon, 2, bounds)
+        opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step, delta, rho)
         return release_all([opened], [x], budget=budget, clamp=clamp)[0]
     try:
         size = len(x)
@@ -261,7 +260,7 @@ def _part(
     if kind in ("histogram", "count"):
         return Counts(question, edges_of(question, problem), problem, 1 if kind == "count" else 2)
     mechanism = find(query_of(question) if levels is None else Query("quantile", levels[0]))
-    if isinstance(mechanism, CentredMechanism):
+    if isinstance(mechanism, CentredMechanism | SquaresMechanism):
         return Single(questions, mechanism, 0.0, "noise")  # each release says its own error
     if isinstance(mechanism, BeyondMechanism):
         return Single(questions, mechanism, mechanism.error(CONFIDENCE) * problem.scale, "noise")
@@ -310,7 +309,7 @@ def _among_steps(problem: Problem, step: float) -> Mechanism:
     """A quantile by ranks among the numbers that there can be, by permute-and-flip: it needs no prior, and has no place between."""
     lattice = Lattice.of_steps(problem.low, problem.high, step)
     if lattice.last >= 20_000:
-        return IntervalMechanism.plain(problem)  # nearly all numbers
+        return IntervalMechanism.deep(problem)  # nearly all numbers
     values = torch.tensor([lattice.value(place) for place in range(lattice.last + 1)], dtype=torch.float64)
     utility = RankUtility(((values - problem.low) / problem.width).clamp(0, 1), problem.query.p * problem.n)
     title = f"permute-and-flip by rank among the {len(values)} multiples of {step:g}"

@@ -37,7 +37,7 @@ from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, density, draw_noise, release_noise
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["SHARES", "CentredMechanism", "CentredState"]
+__all__ = ["SHARES", "CentredMechanism", "CentredState", "candidates", "exponential_cells", "grid"]
 
 SHARES, REACHES = (0.02, 0.035, 0.05, 0.065, 0.075, 0.085, 0.095, 0.12, 0.16), (1.5, 2.5, 4.0, 5.5, 7.0, 9.0)
 """Shares of ε that may go to the centre, and how far from it, in scales of its noise, the mean is corrected for."""
@@ -129,7 +129,7 @@ class CentredMechanism(Mechanism):
         Over the centre's noise cell by cell; over the variance's by its partial moments: limited to [0, ¼], the answer is F + s·Z
         between two values of Z, and one of the ends outside.
         """
-        away, chance = _exponential_cells()
+        away, chance = exponential_cells()
         away = self.centre_scale * torch.cat([away, -away])
         centre, h, v = (means[:, None] + away).clamp(0, 1), self.half_width / _PLACES, variances[:, None]
         widest = torch.maximum(centre, 1 - centre) + h
@@ -217,7 +217,7 @@ def _places(t: Tensor) -> Tensor:
     return (t.clamp(0, 1) * _PLACES).round().to(torch.int64)
 
 
-def _exponential_cells() -> tuple[Tensor, Tensor]:
+def exponential_cells() -> tuple[Tensor, Tensor]:
     """A standard exponential variable: the mean of each of 72 cells, and their chances."""
     edges = torch.cat([torch.arange(41, dtype=torch.float64) / 10, 4 + torch.arange(1, 33, dtype=torch.float64) / 2])
     low, high = edges[:-1], torch.cat([edges[1:-1], torch.tensor([math.inf], dtype=torch.float64)])

@@ -11,6 +11,13 @@ do not depend on the data. So each weight, and their sum, move by a factor of at
 
 A belief enters by what is public or free: ``tilt`` multiplies the copies of each of 48 parts of the range, ``shift`` is added to
 answers from it, and ``ends`` are more copies of the two ends, where zeros, full marks and clamped values lie.
+
+**Depth.** A distance of 0 says that r is the quantile, not how surely: one record more or less, or a hundred. The *signed* distance
+max(#{x < r} − np, np − #{x ≤ r}) is −k where k records have to move before r is no quantile any more; it moves by one at most, too.
+Further copies of each candidate (``atoms``, and those for the ends) are weighed by it, down to −C: a value that holds many records
+draws as many more answers, and numbers that hold none have a signed distance that is no less than the other one. So, with nothing
+but such copies (:meth:`IntervalMechanism.deep`), every candidate but the quantile itself is less likely than with the textbook's
+weights: the loss is at most as large, on every dataset.
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ _MILLION = 6  # decimal digits of the range in its finest step
 _COPIES = 2**80  # in all, before tilts,
 _ROUND, _MOST = _COPIES // 10, _COPIES // 10**4  # on round numbers, at most; and for each of a level
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
+_CAP = 64  # C·ε: depth counts up to a factor of exp(32), which outweighs all other numbers together
 _NUMBERS = 1_500_000  # in one intermediate tensor
 
 
@@ -125,7 +133,8 @@ class Lattice:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a dataset makes of the mechanism, part by part, before tilt and shift: all (batch, PARTS + 2), the two ends last.
+    """What a dataset makes of the mechanism, part by part, before tilt and shift: all (batch, PARTS + 3), then the two ends, then
+    the further copies of all candidates, which are weighed by depth as those of the ends are.
 
     ``mass`` is the weight of the answers in a part, ``error`` and ``cost`` are Σ weight·(r − q) and Σ weight·loss there (unit
     scale). With tilts θ and shifts s, the expected squared loss is Σ θ(cost + 2s·error + s²·mass) ÷ Σ θ·mass.
@@ -140,6 +149,11 @@ class Profile:
         cost = self.cost if shift is None else self.cost + 2 * shift * self.error + shift**2 * self.mass
         return (tilt * cost).sum(1) / (tilt * self.mass).sum(1)
 
+    def losses_of_many(self, tilts: Tensor, shifts: Tensor) -> Tensor:
+        """Expected losses (batch, many) for rows of tilts and of shifts (0 where there are none), (many, columns)."""
+        cost = self.cost @ tilts.T + 2 * (self.error @ (tilts * shifts).T) + self.mass @ (tilts * shifts**2).T
+        return cost / (self.mass @ tilts.T)
+
     def join(self, other: Profile) -> Profile:
         """Of both batches."""
         pairs = ((self.mass, other.mass), (self.error, other.error), (self.cost, other.cost))
@@ -149,13 +163,14 @@ class Profile:
 @dataclass(frozen=True)
 class IntervalMechanism(Mechanism):
     """The exponential mechanism of this module. ``tilt`` (PARTS,) are whole numbers, ``shift`` (PARTS,) is in unit scale; ``ends``
-    are to the tilts as the further copies of an end are to all of an even measure.
+    are to the tilts as the further copies of an end are to all of an even measure, ``atoms`` as those of each candidate to its own.
     """
 
     tilt: Tensor
     shift: Tensor
     rounds: bool = False
     ends: tuple[int, int] = (0, 0)
+    atoms: int = 0
     kind: ClassVar[str] = "interval"
 
     def __post_init__(self) -> None:
@@ -167,10 +182,10 @@ class IntervalMechanism(Mechanism):
             self.tilt.shape[0] != PARTS
             or self.shift.shape[0] != PARTS
             or not 1 <= int(self.tilt.min()) <= int(self.tilt.max()) <= 2**30
-            or not 0 <= min(self.ends) <= max(self.ends) <= 2**30
+            or not 0 <= min(*self.ends, self.atoms) <= max(*self.ends, self.atoms) <= 2**30
         ):
             raise ConfigurationError(
-                f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, as many shifts, and two ends of 0 to 2^30."
+                f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, as many shifts, and two ends and atoms of 0 to 2^30."
             )
         if self.problem.n >= 2**50:
             raise ConfigurationError(f"n is {self.problem.n}: ranks are exact below 2^50.")
@@ -182,28 +197,45 @@ class IntervalMechanism(Mechanism):
         return cls(problem, title, torch.ones(PARTS, dtype=torch.int64), torch.zeros(PARTS, dtype=torch.float64), rounds)
 
     @classmethod
+    def deep(cls, problem: Problem) -> IntervalMechanism:
+        """Without any belief, by depth: on no dataset worse than the plain one."""
+        plain = cls.plain(problem)
+        return replace(plain, title="exponential mechanism on all numbers, by depth", atoms=2**30)
+
+    @classmethod
     def tilted(
-        cls, problem: Problem, tilt: Tensor, shift: Tensor, rounds: bool = False, ends: Sequence[float] = (0.0, 0.0)
+        cls,
+        problem: Problem,
+        tilt: Tensor,
+        shift: Tensor,
+        rounds: bool = False,
+        ends: Sequence[float] = (0.0, 0.0),
+        atoms: float = 0.0,
     ) -> IntervalMechanism:
         """With tilts (any positive numbers; only their ratios count) and shifts; ``rounds``: round numbers come first.
 
-        ``ends``: the further copies of each end, an even base measure of tilt 1 being 1 in all.
+        ``ends``, ``atoms``: the further copies of each end, and of all candidates, an even base measure of tilt 1 being 1 in all.
         """
-        scale = 2**30 / max(float(tilt.max()), *ends)
+        scale = 2**30 / max(float(tilt.max()), *ends, atoms)
         whole = (tilt * scale).round().to(torch.int64).clamp(min=1)
-        low, high = (round(end * scale) for end in ends)
+        low, high, all_ = (round(more * scale) for more in (*ends, atoms))
         title = "exponential mechanism on all numbers, learned base measure and answers"
-        return cls(problem, title, whole, shift.to(torch.float64), rounds, (low, high))
+        return cls(problem, title, whole, shift.to(torch.float64), rounds, (low, high), all_)
 
     @property
     def tilts(self) -> Tensor:
         """Of all columns of a profile."""
-        return torch.cat([self.tilt, torch.tensor(self.ends)]).to(torch.float64)
+        return torch.cat([self.tilt, torch.tensor([*self.ends, self.atoms])]).to(torch.float64)
 
     @property
     def shifts(self) -> Tensor | None:
-        """Likewise; what is drawn for being an end is one. Where the loss counts records there is none."""
-        return torch.cat([self.shift, torch.zeros(2, dtype=torch.float64)]) if self.problem.loss == "squared" else None
+        """Likewise; what is drawn by depth is the answer. Where the loss counts records there is none."""
+        return torch.cat([self.shift, torch.zeros(3, dtype=torch.float64)]) if self.problem.loss == "squared" else None
+
+    @cached_property
+    def deepest(self) -> int:
+        """C: from this depth on, records more count no more."""
+        return math.ceil(_CAP / self.problem.exact_epsilon)
 
     @cached_property
     def lattice(self) -> Lattice:
@@ -247,8 +279,8 @@ class IntervalMechanism(Mechanism):
         again = torch.cat([torch.zeros(batch, 1, dtype=torch.bool), ends[:, 1:] == ends[:, :-1]], 1)
         first = torch.cat([torch.where(again, ends + 1, ends), ends + 1], 1)
         last = torch.cat([ends, behind - 1], 1)
-        distance = torch.cat([torch.maximum(below - rank, rank - upto).clamp(min=0), (upto - rank).abs()], 1)
-        weight = torch.exp(-(self.epsilon / 2) * distance)
+        signed = torch.cat([torch.maximum(below - rank, rank - upto), (upto - rank).abs()], 1)
+        weight, deep = self._weights(signed)
         count, error, square = self._moments(first, last, truth[:, None])
         if problem.loss == "quantile":
             square = count * self._between(t, truth, first, last)
@@ -257,15 +289,21 @@ class IntervalMechanism(Mechanism):
         def summed(values: Tensor) -> Tensor:
             return values.new_zeros(batch, PARTS).scatter_add_(1, part, weight * values)
 
-        parts = [summed(count), summed(error), summed(square)]
-        return Profile(*(torch.cat(pair, 1) for pair in zip(parts, self._at_the_ends(t, data, truth, start), strict=True)))
+        parts = [summed(values) for values in (count, error, square)]
+        whole = [(deep * values).sum(1, keepdim=True) for values in (count, error, square)]
+        return Profile(*(torch.cat(own, 1) for own in zip(parts, self._at_the_ends(t, data, truth, start), whole, strict=True)))
+
+    def _weights(self, signed: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the textbook, and by depth, from signed distances."""
+        half = self.epsilon / 2
+        return torch.exp(-half * signed.clamp(min=0)), torch.exp(-half * signed.clamp(min=-self.deepest))
 
     def _at_the_ends(self, t: Tensor, data: Tensor, truth: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weight, error and cost of each end by itself, (batch, 2)."""
         own, problem, rank = self.lattice, self.problem, self.problem.rank()
         places = torch.tensor([own.first, own.last]).expand(t.shape[0], -1).contiguous()
         below, upto = (start + torch.searchsorted(data, places, right=right) for right in (False, True))
-        weight = torch.exp(-(self.epsilon / 2) * torch.maximum(below - rank, rank - upto).clamp(min=0))
+        _, weight = self._weights(torch.maximum(below - rank, rank - upto))
         away = ((own.values(places) - problem.low) / problem.width).clamp(0, 1) - truth[:, None]
         cost = away**2 if problem.loss == "squared" else self._between(t, truth, places, places)
         return weight, weight * away, weight * cost
@@ -320,24 +358,18 @@ class IntervalMechanism(Mechanism):
     def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
         own, problem = self.lattice, self.problem
         blocks = list(self._blocks(own.places(problem.low + problem.width * t[0]).numpy()))
-        distances = [(distance, copies) for distance, copies, _, _ in blocks]
-        index, number = release_block(distances, problem.exact_epsilon)
-        _, _, place, last = blocks[index]
-        part = int(torch.searchsorted(self.edges, torch.tensor(place), right=True)) - 1
-        extra = self._extra(place) if place == last else 0  # the first copies of an end are those for being one
-        chosen = place if number < extra else own.candidate(place, last, (number - extra) // int(self.tilt[part]))
-        moved = 0.0 if number < extra else float(self.shift[part])
+        index, number = release_block([(block.distance + self.deepest, block.copies) for block in blocks], problem.exact_epsilon)
+        block = blocks[index]
+        # The first copies of a block that is an end are those for being one.
+        chosen = (
+            block.first if number < block.extra else own.candidate(block.first, block.last, (number - block.extra) // block.each)
+        )
+        moved = 0.0 if block.deep else float(self.shift[block.part])
         unit = (float(own.values(torch.tensor(chosen))) - problem.low) / problem.width
         return torch.tensor(min(max(unit + moved, 0.0), 1.0), dtype=torch.float64)
 
-    def _extra(self, place: int) -> int:
-        """The further copies of an end; 0 for any other candidate."""
-        return _COPIES * sum(
-            more for end, more in zip((self.lattice.first, self.lattice.last), self.ends, strict=True) if end == place
-        )
-
-    def _blocks(self, data: npt.NDArray[np.int64]) -> Iterator[tuple[Fraction, int, int, int]]:
-        """(distance to the wanted rank, copies, first, last) of blocks that make up all candidates, in order.
+    def _blocks(self, data: npt.NDArray[np.int64]) -> Iterator[_Block]:
+        """Blocks that make up all copies of all candidates, in order.
 
         Values so far from the quantile that every candidate near them has the same, least weight make no blocks of their own.
         """
@@ -348,21 +380,43 @@ class IntervalMechanism(Mechanism):
         near = (upto - counts <= float(rank) + reach) & (upto >= float(rank) - reach)
         ranks = {int(v): (int(b - c), int(b)) for v, c, b in zip(values[near], counts[near], upto[near], strict=True)}
         edges, tilts = self.edges.tolist(), self.tilt.tolist()
+        extras = {own.first: _COPIES * self.ends[0], own.last: _COPIES * self.ends[1]}
         ends = sorted(ranks.keys() | set(edges) | {own.last})
         seen = min(below for below, _ in ranks.values())
         for place, behind in zip(ends, [*ends[1:], own.last + 1], strict=True):
-            tilt = tilts[bisect.bisect_right(edges, place) - 1]
+            part = bisect.bisect_right(edges, place) - 1
             below, seen = ranks.get(place, (seen, seen))
-            copies = own.copies(place, place) * tilt + self._extra(place)
-            yield max(below - rank, rank - seen, Fraction(0)), copies, place, place
-            if behind - 1 > place:
-                yield abs(seen - rank), own.copies(place + 1, behind - 1) * tilt, place + 1, behind - 1
+            here, open_ = own.copies(place, place), own.copies(place + 1, behind - 1) if behind - 1 > place else 0
+            signed, away, extra = max(below - rank, rank - seen), abs(seen - rank), extras.get(place, 0)
+            yield _Block(max(signed, Fraction(0)), here * tilts[part], tilts[part], place, place, part)
+            deep = self.atoms * here + extra
+            yield _Block(max(signed, Fraction(-self.deepest)), deep, max(self.atoms, 1), place, place, part, extra, deep=True)
+            if open_:
+                yield _Block(away, open_ * tilts[part], tilts[part], place + 1, behind - 1, part)
+                yield _Block(away, open_ * self.atoms, max(self.atoms, 1), place + 1, behind - 1, part, deep=True)
 
     def _noised(self) -> str:
         return "the choice among all numbers of the range, by the exponential mechanism on ranks (factor 1/2)"
 
     def _state(self) -> dict[str, Any]:
-        return {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds, "ends": list(self.ends)}
+        return {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds, "ends": list(self.ends), "atoms": self.atoms}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Copies of candidates first … last that weigh the same: ``each`` of every copy in the lattice, after ``extra`` ones of an end.
+
+    ``deep``: by signed distances, and not shifted.
+    """
+
+    distance: Fraction
+    copies: int
+    each: int
+    first: int
+    last: int
+    part: int
+    extra: int = 0
+    deep: bool = False
 
 
 @dataclass(frozen=True)
@@ -373,7 +427,8 @@ class IntervalState:
     shift: Annotated[Tensor, Array(1, torch.float64)]
     rounds: bool
     ends: tuple[Annotated[int, Range(least=0, most=2**30)], Annotated[int, Range(least=0, most=2**30)]] = (0, 0)
+    atoms: Annotated[int, Range(least=0, most=2**30)] = 0
 
     def build(self, problem: Problem, title: str, report: dict[str, Any]) -> IntervalMechanism:
         """The mechanism."""
-        return IntervalMechanism(problem, title, self.tilt, self.shift, self.rounds, self.ends, report=report)
+        return IntervalMechanism(problem, title, self.tilt, self.shift, self.rounds, self.ends, self.atoms, report=report)

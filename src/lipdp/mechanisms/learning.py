@@ -161,7 +161,7 @@ def _compare_robust(problem: Problem, belief: Distribution, robustness: float, w
     new, old = (torch.cat(losses) for losses in zip(*parts, strict=True))
     ratios, ones = new / old.clamp(min=1e-13), torch.ones_like(old)  # below, it is the lattice's rounding
     surely = _beats(new, old) or (_beats(ratios, ones) and not _beats(old, new))
-    better = found.mechanism is not found.plain and surely
+    better = found.mechanism is not found.plain and (surely or (found.proved and found.ratio <= 1))
     scale = problem.loss_scale
     losses = {id(found.mechanism): float(new.mean()) * scale, id(found.plain): float(old.mean()) * scale}
     shared: dict[str, Any] = {

@@ -363,7 +363,7 @@ class _SelectionState:
 
 @dataclass(frozen=True)
 class _Content:
-    kind: Literal["constant", "additive", "selection", "interval", "centred", "beyond"]
+    kind: Literal["constant", "additive", "selection", "interval", "centred", "squares", "beyond"]
     problem: Problem
     title: str
     report: dict[str, Any]
@@ -374,9 +374,10 @@ def _state_of(kind: str) -> type:
     from lipdp.mechanisms.beyond import BeyondState  # mechanisms themselves: they import this module
     from lipdp.mechanisms.centred import CentredState
     from lipdp.mechanisms.intervals import IntervalState
+    from lipdp.mechanisms.squares import SquaresState
 
     kinds: dict[str, type] = {"constant": _ConstantState, "additive": _AdditiveState, "selection": _SelectionState}
-    return {**kinds, "interval": IntervalState, "centred": CentredState, "beyond": BeyondState}[kind]
+    return {**kinds, "interval": IntervalState, "centred": CentredState, "squares": SquaresState, "beyond": BeyondState}[kind]
 
 
 def load(path: str | os.PathLike[str]) -> Mechanism:

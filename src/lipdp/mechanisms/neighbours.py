@@ -12,6 +12,7 @@ from torch import Tensor
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
+from lipdp.mechanisms.squares import SquaresMechanism
 
 __all__ = ["check_moves", "neighbours"]
 
@@ -42,6 +43,9 @@ def check_moves(mechanism: Mechanism) -> None:
     elif isinstance(mechanism, SelectionMechanism):
         moved = int((mechanism.utility.integers(one) - mechanism.utility.integers(other)).abs().max())
         allowed = mechanism.utility.sensitivity
+    elif isinstance(mechanism, SquaresMechanism):
+        sums = zip(mechanism.statistic(one), mechanism.statistic(other), strict=True)
+        moved, allowed = max(abs(a[0] - b[0]) + abs(a[1] - b[1]) for a, b in sums), mechanism.moves
     elif isinstance(mechanism, CentredMechanism):
         for centre in (0, 2**29, 2**30 - 1, 2**30):
             pairs = zip(mechanism.statistic(one, centre), mechanism.statistic(other, centre), strict=True)

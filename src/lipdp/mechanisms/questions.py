@@ -18,6 +18,7 @@ from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, least_of, parse_query
+from lipdp.mechanisms.squares import SquaresMechanism
 
 __all__ = [
     "CONFIDENCE",
@@ -70,7 +71,7 @@ class Single:
     def respond(self, t: Tensor) -> list[Answer]:
         """Its answers about a unit dataset."""
         own, error = self.mechanism, self.error
-        if isinstance(own, CentredMechanism):
+        if isinstance(own, CentredMechanism | SquaresMechanism):
             unit, off = own.respond_within(t, CONFIDENCE)
             value, error = float(own.problem.answer(unit)), off * own.problem.scale
         else:

@@ -1,0 +1,195 @@
+"""Means and variances that gain from a belief: all datasets are all truths, or all pairs of two numbers.
+
+The query itself is noised, so the loss of a dataset depends on its truth q alone: L(q) = E(D(q + Z) − q)², Z the noise and D the
+decoder. All datasets are all q ∈ [0, most]: their worst ratio to the plain mechanism is the maximum of a function of one variable,
+and is computed. D is the plain answer plus a shift, found as the Bayes answer under belief + λ, λ ≥ 0 an adversary's prior that
+grows where the ratio is above 1 + τ (the dual of: least expected loss, ratio at most 1 + τ everywhere). A mean from Σφ(x_i) gains
+nothing at such a τ when nε is large: a φ that is not linear is biased by n times its curvature on some dataset, and the noise is
+only 1/ε. What gains is noise that depends on the data (:mod:`lipdp.mechanisms.beyond`, and for the variance
+:mod:`lipdp.mechanisms.squares` and :mod:`lipdp.mechanisms.centred`), where losses are functions of two variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lipdp.mechanisms import beyond, centred, squares
+from lipdp.mechanisms.bounded import KINDS, MARGIN, Robust, largest, noisy_query, truth_losses
+from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.noise import NoiseKind, density
+from lipdp.mechanisms.postprocess import Table
+from lipdp.mechanisms.problem import Problem
+
+__all__ = ["by_mean_and_variance", "by_records_beyond", "on_the_query"]
+
+_TRUTHS, _AXIS, _REACH = 301, 601, 12.0
+_FINE = 0.004  # noise scales (÷ range) below which a belief has nothing to say, and no shift is fitted
+
+
+def on_the_query(problem: Problem, belief: Tensor, robustness: float) -> Robust:
+    """Noise on the query, answers shifted by a belief, which is given as a sample of truths."""
+    plain = {noise: noisy_query(problem, noise) for noise in KINDS}
+    most = largest(problem)
+    truths = torch.linspace(0, most, _TRUTHS, dtype=torch.float64)
+    fine = torch.linspace(0, most, 2 * _TRUTHS + 1, dtype=torch.float64)
+    least = torch.stack([truth_losses(each, truths) for each in plain.values()]).amin(0)  # the better one, for each truth
+    least_fine = torch.stack([truth_losses(each, fine) for each in plain.values()]).amin(0)
+    chances = _smoothed(belief.clamp(0, most), truths)
+
+    def expected(mechanism: AdditiveMechanism) -> float:
+        return float((chances * truth_losses(mechanism, truths)).sum())
+
+    best = min(plain.values(), key=expected)
+    candidates = [best]
+    if best.statistic.sensitivity * best.statistic.unit / problem.epsilon > _FINE * most:
+        for noise, own in plain.items():
+            shift = _shift(own, truths, chances, least, robustness)
+
+            def make(part: float, noise: NoiseKind = noise, shift: Table = shift) -> AdditiveMechanism:
+                return noisy_query(problem, noise, Table(shift.axes, part * shift.values))
+
+            candidates.append(_within(make, fine, least_fine, robustness))
+    chosen = min(candidates, key=expected)
+    losses = truth_losses(chosen, fine)
+    ratios = losses / least_fine
+    name = problem.query.name
+
+    def where(place: int) -> str:
+        value = float(problem.answer(fine[place]))
+        return f"any dataset whose {name} is {value:.4g}"
+
+    at, high = int(ratios.argmax()), int(losses.argmax())
+    plain_loss = float(truth_losses(best, fine).max())
+    return Robust(chosen, best, float(ratios[at]), float(losses[high]), plain_loss, where(at), where(high), proved=True)
+
+
+def by_mean_and_variance(found: Robust, means: Tensor, variances: Tensor, robustness: float) -> Robust:
+    """The variance from noisy sums, or about a private centre: the best under the belief that keeps to 1 + τ on all datasets."""
+    problem = found.mechanism.problem
+    at_means, at_variances = centred.grid()
+    plain = [noisy_query(problem, noise) for noise in KINDS]
+    least, believed = (torch.stack([truth_losses(one, v) for one in plain]).amin(0) for v in (at_variances, variances))
+
+    def score(losses: Tensor) -> float:
+        return float(losses.mean() / believed.mean() + (losses / believed).mean())
+
+    assert isinstance(found.mechanism, AdditiveMechanism)
+    best: squares.SquaresMechanism | centred.CentredMechanism | None = None
+    score_of_best, made = score(truth_losses(found.mechanism, variances)), least
+    highest, there, here = 1 + MARGIN * robustness, *(truth_losses(plain[-1], v) for v in (at_variances, variances))
+    candidates: list[squares.SquaresMechanism | centred.CentredMechanism]
+    candidates = [*squares.candidates(problem), *centred.candidates(problem)]
+    for one in candidates:
+        losses, believed_losses = one.losses_of(at_means, at_variances), one.losses_of(means, variances)
+        if isinstance(one, squares.SquaresMechanism):  # and as often as keeps to the bound
+            over = losses > there
+            part = ((highest * least - there)[over] / (losses - there)[over]).clamp(max=1)
+            often = min(int(part.min() * squares.SIDES), squares.SIDES) if len(part) else squares.SIDES
+            if often < 1:
+                continue
+            one, share = squares.SquaresMechanism.of(problem, one.weight, one.less, often), often / squares.SIDES
+            losses, believed_losses = (a + share * (b - a) for a, b in ((there, losses), (here, believed_losses)))
+        if score(believed_losses) < score_of_best and float((losses / least).max()) <= highest:
+            best, score_of_best, made = one, score(believed_losses), losses
+    if best is None:
+        return found
+
+    def where(place: int) -> str:
+        mean, variance = problem.low + problem.width * float(at_means[place]), problem.scale * float(at_variances[place])
+        return f"any dataset whose mean is {mean:.4g} and variance {variance:.4g}"
+
+    ratios = made / least
+    at, high = int(ratios.argmax()), int(made.argmax())
+    return replace(
+        found, mechanism=best, ratio=float(ratios[at]), loss=float(made[high]), ratio_at=where(at), loss_at=where(high), proved=True
+    )
+
+
+def by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness: float) -> Robust:
+    """The mean by how many records lie beyond a cut, if it keeps to 1 + τ on all datasets and is better under the belief."""
+    problem = found.mechanism.problem
+    made = beyond.candidate(problem, means, counts, MARGIN * robustness)
+    if made is None:
+        return found
+    plain = [noisy_query(problem, noise) for noise in KINDS]
+    totals, seen = beyond.grid(made)
+    losses = made.losses_of(totals, seen)
+    ratios = losses / torch.stack([truth_losses(one, totals / problem.n) for one in plain]).amin(0)
+    believed = torch.stack([truth_losses(one, means) for one in plain]).amin(0)
+    own = made.losses_of(problem.n * (means if made.high else 1 - means), counts[:, beyond.WAYS.index((made.cut, made.high))])
+
+    def score(losses: Tensor) -> float:
+        return float(losses.mean() / believed.mean() + (losses / believed).mean())
+
+    assert isinstance(found.mechanism, AdditiveMechanism)
+    if float(ratios.max()) > 1 + robustness or score(own) >= score(truth_losses(found.mechanism, means)):
+        return found
+
+    def where(place: int) -> str:
+        unit, edge = float(totals[place]) / problem.n, made.cut / beyond.CELLS
+        mean, cut = (problem.low + problem.width * (part if made.high else 1 - part) for part in (unit, edge))
+        more = " or more" if int(seen[place]) == made.table.shape[0] - 1 else ""
+        side = "above" if made.high else "below"
+        return f"any dataset whose mean is {mean:.4g}, with {int(seen[place])}{more} records {side} {cut:.4g}"
+
+    at, high = int(ratios.argmax()), int(losses.argmax())
+    worst = {"ratio": float(ratios[at]), "loss": float(losses[high]), "ratio_at": where(at), "loss_at": where(high)}
+    return replace(found, mechanism=made, proved=True, **worst)  # type: ignore[arg-type]
+
+
+def _within(make: Callable[[float], AdditiveMechanism], truths: Tensor, least: Tensor, robustness: float) -> AdditiveMechanism:
+    """The largest part of a shift that keeps every ratio at 1 + τ: the loss is convex in it, and nothing is shifted at 0.
+
+    It is looked for on every third truth, and then kept to on all of them.
+    """
+
+    def fits(part: float, every: int) -> bool:
+        return float((truth_losses(make(part), truths[::every]) / least[::every]).max()) <= 1 + MARGIN * robustness
+
+    low, high = 0.0, 1.0
+    if fits(1.0, 3):
+        low = 1.0
+    else:
+        for _ in range(6):
+            middle = (low + high) / 2
+            low, high = (middle, high) if fits(middle, 3) else (low, middle)
+    while low > 0 and not fits(low, 1):
+        low = max(low - 1 / 64, 0.0)
+    return make(low)
+
+
+def _shift(plain: AdditiveMechanism, truths: Tensor, chances: Tensor, least: Tensor, robustness: float) -> Table:
+    """By how much to move the plain answer, for each released value: Bayes under belief and adversary.
+
+    With p_jo = P(o | q_j) and base answers b_o, a shift s costs L_j = Σ_o p_jo (b_o + s_o − q_j)². For weights ω_j the best shift
+    is s_o = Σ_j ω_j p_jo (q_j − b_o) ÷ Σ_j ω_j p_jo; ω_j = chance_j ÷ mean loss + λ_j ÷ least_j, and λ follows the ratios.
+    """
+    size = plain.statistic.sensitivity * plain.statistic.unit
+    most = float(truths[-1])
+    reach = _REACH * size / plain.epsilon
+    axis = torch.linspace(-reach, most + reach, _AXIS, dtype=torch.float64)
+    p = density(plain.noise, axis - truths[:, None], size, plain.epsilon)
+    p = p / p.sum(1, keepdim=True)
+    away = axis.clamp(0, most) - truths[:, None]
+    scale = (chances * least).sum()
+    adversary = torch.full_like(truths, 1e-3 / truths.shape[0])
+    target = 1 + MARGIN * robustness
+    shift = torch.zeros_like(axis)
+    for step in range(400):
+        weights = 0.5 * chances / scale + 0.5 * chances / least + adversary / least
+        shift = -(weights[:, None] * p * away).sum(0) / (weights @ p).clamp(min=1e-300)
+        ratios = (p * (away + shift) ** 2).sum(1) / least
+        adversary = (adversary * torch.exp((4.0 / (1 + step / 40)) * (ratios / target - 1).clamp(max=1.0))).clamp(1e-12, 1e6)
+    return Table((axis,), shift)
+
+
+def _smoothed(values: Tensor, grid: Tensor) -> Tensor:
+    """The chance of each point of an even grid, from a sample: Gaussian kernels of 2% of the range, folded in at its ends."""
+    width = 0.02 * float(grid[-1])
+    mirrored = torch.cat([values, -values, 2 * grid[-1] - values])
+    made = torch.exp(-0.5 * ((grid[:, None] - mirrored) / width) ** 2).sum(1)
+    return made / made.sum()
