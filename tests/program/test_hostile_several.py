@@ -100,7 +100,7 @@ def trained_sum(model: torch.nn.Module, plan: lipdp.PrivacyPlan, inputs: Any, y:
     }
 
 
-def attack(model: torch.nn.Module, kind: type, method: str) -> str | None:
+def attack(model: torch.nn.Module, kind: type, method: str, leaving_out: tuple[int, ...] = (0,)) -> str | None:
     """The refusal; ``None`` where it was accepted, and held."""
     inputs, y = several_inputs(COUNT, kind), torch.arange(COUNT) % 3
     everyone = list(range(COUNT))
@@ -116,7 +116,7 @@ def attack(model: torch.nn.Module, kind: type, method: str) -> str | None:
         try:
             plan = planned(model, method)
             whole = trained_sum(model, plan, inputs, y)
-            for left_out in (0, COUNT - 1):
+            for left_out in leaving_out:
                 rest = [i for i in everyone if i != left_out]
                 moved = apart(whole, trained_sum(model, plan, rows(inputs, rest), y[rest]))
                 assert moved <= CLIP * (1 + 1e-4), (left_out, moved / CLIP)
@@ -131,7 +131,7 @@ def attack(model: torch.nn.Module, kind: type, method: str) -> str | None:
 
 
 @settings(
-    max_examples=examples(int(os.environ.get("LIPDP_SEVERAL", "40"))),
+    max_examples=examples(int(os.environ.get("LIPDP_SEVERAL", "16"))),
     deadline=None,
     derandomize="LIPDP_SEVERAL" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -139,7 +139,7 @@ def attack(model: torch.nn.Module, kind: type, method: str) -> str | None:
 )
 @given(bodies(SEVERAL_LINES, SEVERAL_CHANGES), st.sampled_from(KINDS), st.sampled_from(METHODS))
 def test_a_record_of_several_inputs_moves_a_sum_by_the_clip(drawn: tuple[str, str], kind: type, method: str) -> None:
-    refusal = attack(build(*drawn, SeveralBase), kind, method)
+    refusal = attack(build(*drawn, SeveralBase), kind, method, leaving_out=(0, COUNT - 1))
     assert refusal is None or len(refusal) > 10
 
 
