@@ -27,7 +27,7 @@ import gc
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -280,6 +280,13 @@ class Clipper:
         self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._alone_with: Hashable = None  # the state that was so with
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
+
+    @property
+    def apart(self) -> Literal["proved", "alone", ""]:
+        """How it is known that no record's gradient depends on others, see :class:`Support`; "" before the first batch."""
+        if self.method == "naive" or self.alone is not None:
+            return "alone"
+        return "" if self._number is None else "proved"
 
     @property
     def refused(self) -> str | None:

@@ -676,6 +676,13 @@ class PrivacyEngine:
         shares = self._mechanism.shares.values()
         return 1 - sum(shares) / len(shares) if shares else None
 
+    @property
+    def apart(self) -> str:
+        """How it is known that no record's gradient depends on the others of its batch: "proved", by the program or by following
+        every operation of a clipped pass; "alone": each record is taken by itself; "" before clipping has seen a batch.
+        """
+        return self._query.apart
+
     # ------------------------------------------------------------------ weights to use
 
     @contextmanager

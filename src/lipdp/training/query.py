@@ -120,6 +120,11 @@ class Query(Protocol):
         ...
 
     @property
+    def apart(self) -> str:
+        """How it is known that records don't meet, see :attr:`PrivacyEngine.apart`."""
+        ...
+
+    @property
     def recorded(self) -> bool:
         """Whether :meth:`ask` runs the proved program and nothing of the user's, so that it may begin before it is looked at."""
         ...
@@ -192,6 +197,11 @@ class ProvedQuery:
     def entries(self) -> int | None:
         """Over all operations of the analysis."""
         return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
+
+    @property
+    def apart(self) -> str:
+        """By the program: every activation has a row for each record."""
+        return "proved"
 
     @property
     def recorded(self) -> bool:
@@ -331,6 +341,12 @@ class ClippedQuery:
         return max((max(p.shape, default=1) for p in self.model.parameters()), default=1) if flat else None
 
     @property
+    def apart(self) -> str:
+        """As the clippers know it."""
+        known = [clipper.apart for clipper in self._clippers.values()]
+        return next((how for how in ("alone", "proved") if how in known), "")
+
+    @property
     def recorded(self) -> bool:
         """The module itself runs."""
         return False
@@ -441,6 +457,11 @@ class MixedQuery:
     def entries(self) -> int | None:
         """As the calculus says."""
         return self._proved.entries
+
+    @property
+    def apart(self) -> str:
+        """Of the clipped part."""
+        return self._clipped.apart
 
     @property
     def recorded(self) -> bool:
