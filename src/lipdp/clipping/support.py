@@ -122,8 +122,8 @@ def support(
 
 _TOGETHER = (
     "taken together, each followed through every operation of every pass, which proves that no other has a part in its gradient; "
-    "where that can't be proved, each is taken alone, more slowly, and a notice says where (lipdp.clipping.support tells it of a few "
-    "records, engine.apart of those of a step)"
+    "where that can't be proved, each is taken alone, more slowly, and a notice says where (lipdp.clipping.support tells it of "
+    "some records, engine.apart of those of a step)"
 )
 _NAMED = 4  # layers
 
