@@ -376,6 +376,8 @@ def lower_norm(layer: torch.nn.Module, shape: Shape, iterations: int = 5) -> flo
     work = copy.deepcopy(layer).to(torch.float32).requires_grad_(False)
     device = next(work.parameters()).device
     vector = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+    if isinstance(work, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d) and "bias" in work._parameters:
+        work.bias = None
     with torch.no_grad():
         still = 0.0 if getattr(work, "bias", 0) is None else work(torch.zeros_like(vector))
     basis: list[torch.Tensor] = []
@@ -393,8 +395,9 @@ def lower_norm(layer: torch.nn.Module, shape: Shape, iterations: int = 5) -> flo
             diagonal.append(float(torch.linalg.vector_norm(image.detach())) ** 2)
             if left:
                 (vector,) = torch.autograd.grad(image, vector, image.detach())
-                for known in (*basis, *basis):  # twice: then what rounding left of them is gone too
-                    vector = vector - (vector * known).sum() * known
+                known = torch.stack(basis).flatten(1)
+                for _ in range(2):  # then what rounding left of them is gone too
+                    vector = vector - (known.T @ (known @ vector.flatten())).view_as(vector)
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     for place, value in enumerate(beside[1:]):
         matrix[place, place + 1] = matrix[place + 1, place] = value
