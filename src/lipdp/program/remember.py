@@ -40,9 +40,8 @@ class _Kept:
         count, present = len(rows[0]), len(self.rows[0])
         heads, head = self._heads(self.rows[0]), self._heads(rows[0][:1])
         for start in range(present - count + 1):
-            if (heads[start] == head[0]).all() and all(
-                same_entries(kept[start : start + count], given) for kept, given in zip(self.rows, rows, strict=True)
-            ):
+            pairs = zip(self.rows, rows, strict=True)
+            if (heads[start] == head[0]).all() and all(same_entries(kept[start : start + count], given) for kept, given in pairs):
                 return start if all(map(same_entries, self.weights, weights)) else None
         return None
 
