@@ -59,9 +59,11 @@ def run(model: torch.nn.Module, inputs: Any) -> torch.Tensor:
     return model(**fit) if isinstance(inputs, dict) else model(*fit.values())  # type: ignore[no-any-return]
 
 
-def gradient(model: torch.nn.Module, inputs: Any, y: torch.Tensor) -> Sums:
-    """The module's own, of a copy that has seen nothing yet."""
+def gradient(model: torch.nn.Module, inputs: Any, y: torch.Tensor, passes: int = 0) -> Sums:
+    """The module's own, of a copy that has seen nothing yet, or this batch so many times."""
     model = copy.deepcopy(model)
+    for _ in range(passes):
+        run(model, inputs)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(LOSS(run(model, inputs), y).sum(), list(trained.values()), allow_unused=True)
     return {n: torch.zeros_like(p).double() if g is None else g.double() for (n, p), g in zip(trained.items(), found, strict=True)}
@@ -106,7 +108,7 @@ def attack(model: torch.nn.Module, kind: type, method: str, leaving_out: tuple[i
     everyone = list(range(COUNT))
     try:
         alone = [gradient(model, rows(inputs, [i]), y[[i]]) for i in everyone]
-        again = [gradient(model, rows(inputs, [i]), y[[i]]) for i in everyone]
+        again = [gradient(model, rows(inputs, [i]), y[[i]], passes=1) for i in everyone]
         together = gradient(model, inputs, y)
     except Exception:  # no model: it does not run, or not on one record
         return "it does not run"

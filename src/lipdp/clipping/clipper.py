@@ -55,7 +55,7 @@ from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
+from lipdp.clipping.verify import check_alone, check_forgetful, kind_of, seeing_all, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
@@ -396,6 +396,13 @@ class Clipper:
         finally:
             self._know_again()
 
+    def _check_forgetful(self, batch: Batch) -> None:
+        """Of records that are taken one by one, once for a shape of batch."""
+        kind = "forgetful", kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
+        if kind not in self._checked:
+            check_forgetful(self.model, self.loss, batch.x, batch.y)
+            self._checked.add(kind)
+
     def _know_again(self) -> None:
         """What the model has come to hold while it ran: tables of its own, or something of the batch."""
         before, self._known = self._known, known_before(self.model, self.loss)
@@ -414,6 +421,8 @@ class Clipper:
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
+            else:
+                self._check_forgetful(batch)
             before = self._watched(), state_of(self._untrained)
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
             if method == "naive" and before != (self._watched(), state_of(self._untrained)):
