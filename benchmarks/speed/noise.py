@@ -20,6 +20,7 @@ import torch
 import lipdp
 from lipdp import privacy
 from lipdp.privacy.mechanism import Draw
+from lipdp.privacy.randomness import Stream
 from lipdp.training.streams import Prepared
 
 sys.path.append(str(Path(__file__).parent))
@@ -84,8 +85,8 @@ def by_torch(engine: lipdp.PrivacyEngine) -> None:
     def draw_on_device(answer: Any, settings: Any, stream: object) -> Draw:
         names = sorted(answer.sums)
 
-        def function(*sums: torch.Tensor) -> dict[str, torch.Tensor]:
-            return draw(types.SimpleNamespace(sums=dict(zip(names, sums, strict=True))), settings, None)
+        def function(*sums: torch.Tensor) -> tuple[dict[str, torch.Tensor], None]:
+            return draw(types.SimpleNamespace(sums=dict(zip(names, sums, strict=True))), settings, None), None
 
         return Draw(function, tuple(answer.sums[name] for name in names), tuple(settings.stds.items()))
 
@@ -96,7 +97,9 @@ def by_torch(engine: lipdp.PrivacyEngine) -> None:
     engine._mechanism.draw = draw  # type: ignore[method-assign]
     engine._mechanism.draw_on_device = draw_on_device  # type: ignore[method-assign]
     streams.prepare = prepare  # type: ignore[method-assign]
-    streams.noise = streams.take = streams.step_done = lambda *_: None  # type: ignore[assignment,method-assign,return-value]
+    stream = Stream()
+    streams.noise = lambda *_: stream  # type: ignore[method-assign]
+    streams.take = streams.step_done = lambda *_: None  # type: ignore[method-assign]
 
 
 def step(name: str, method: str, batch: int, device: torch.device, rounds: int, least: float) -> dict[str, object]:

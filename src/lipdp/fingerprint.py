@@ -11,13 +11,16 @@ import functools
 import operator
 import types
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Watched", "fingerprint", "reachable_tensors", "storages"]
+from lipdp.errors import UnsupportedError
+
+__all__ = ["Watched", "fingerprint", "nothing_kept", "reachable_tensors", "storages"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
@@ -84,7 +87,8 @@ class Watched:
         self._filled = [value for value in self._containers if value]  # most are empty: no hooks
         contents = [_items(value) for value in self._filled]
         within = [value for found in contents for value in found]
-        self._tensors = [t for t in (*values, *within) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        tensors = [t for t in (*values, *within) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        self._tensors = [t for t in tensors if not _is_wrapped(t)]
         others = [value for value in self.objects if not isinstance(value, torch.nn.Module)]
         nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
         self._deep = [*nested, *(value for value in (*values, *within, *others) if not _settled(value))]
@@ -117,6 +121,11 @@ class Watched:
 
     def _inside(self) -> list[Hashable]:
         return [_sign(value, {}, _DEPTH) for value in self._deep]
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it is one of torch.func's, which have no memory of their own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _items(container: Any) -> tuple[Any, ...]:
@@ -230,7 +239,10 @@ def _slots(value: Any) -> dict[str, Any] | None:
 
 
 def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
-    """Every tensor that the objects' attributes and items lead to within a few references, each once: also plain attributes."""
+    """Every tensor that the objects' attributes and items lead to within a few references, each once: also plain attributes.
+
+    One that was made inside torch.func, and kept, is refused: nobody can read it outside.
+    """
     tensors: dict[int, torch.Tensor] = {}
     met: dict[int, Any] = {}  # kept, so that no id is used again
     level = [part for value in objects for part in (value.modules() if isinstance(value, torch.nn.Module) else [value])]
@@ -241,11 +253,31 @@ def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
                 continue
             met[id(value)] = value
             if isinstance(value, torch.Tensor):
+                if _is_wrapped(value):
+                    raise UnsupportedError(
+                        "the model or its loss has kept a tensor that it made of a record (in a list of its own, say), and is to "
+                        "be run on others after it: what one record has left there may reach the next. Make it a function of its "
+                        "inputs; to look at what it computes, use a copy of the model."
+                    )
                 tensors[id(value)] = value
             elif depth and not isinstance(value, _PLAIN):
                 deeper += _parts(value)
         level = deeper
     return list(tensors.values())
+
+
+@contextmanager
+def nothing_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Attributes that its forward sets are as they were afterwards: what is run again is no pass, and leaves nothing."""
+    before = [(part, dict(part.__dict__)) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            present = part.__dict__
+            if present.keys() != attributes.keys() or any(present[name] is not value for name, value in attributes.items()):
+                present.clear()
+                present.update(attributes)
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -282,7 +314,8 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 def _tensor(tensor: torch.Tensor) -> Hashable:
     # Sparse and quantised tensors have no storage of their own to point to.
-    place = tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else id(tensor)
+    at_a_place = tensor.layout == torch.strided and not tensor.is_meta and not _is_wrapped(tensor)
+    place = tensor.data_ptr() if at_a_place else id(tensor)
     return place, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None, tensor.dtype, tensor.requires_grad
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import warnings
 import weakref
 
 import pytest
@@ -328,3 +330,45 @@ def test_inside_a_compiled_step():
 
     for _ in range(2):
         assert_close(step(x, y), {name: value / 3 for name, value in expected.items()}, 1e-6)
+
+
+class Elsewhere:
+    """Where a forward may keep a number."""
+
+    last = 0.0
+
+
+class Remembering(torch.nn.Module):
+    """A record's outputs are larger after a record of larger numbers: kept outside of the model, where nobody looks."""
+
+    def __init__(self, place, name):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+        self.place = lambda: (place, name)
+
+    def forward(self, x):
+        place, name = self.place()
+        before = float(getattr(place, name, 0.0))
+        setattr(place, name, float(x.detach().abs().max()))
+        return self.inner(x) * (1 + before)
+
+
+@pytest.mark.parametrize("place", [Elsewhere, warnings], ids=["a class", "a module"])
+def test_records_that_are_taken_one_by_one_do_not_meet_by_a_number_kept_elsewhere(place):
+    model, draw = Remembering(place, "last_of_a_test"), torch.Generator().manual_seed(0)
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    try:
+        with pytest.raises(UnsupportedError, match="remembers"):
+            clipping.clipped_gradients(model, loss, torch.randn(5, 4, generator=draw), torch.arange(5) % 3, 1.0, "naive")
+    finally:
+        del place.last_of_a_test
+
+
+def test_a_model_that_draws_where_nobody_can_repeat_it_is_not_taken_for_one_that_remembers():
+    class Coin(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
+
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    sums = clipping.clipped_gradients(Coin(4, 3), loss, torch.randn(5, 4), torch.arange(5) % 3, 1.0, "naive")
+    assert all(torch.isfinite(part).all() for part in sums.values())

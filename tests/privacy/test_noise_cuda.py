@@ -19,7 +19,8 @@ from lipdp.privacy import noise, noise_cuda
 from lipdp.privacy.noise import mantissa_of, noised_on_processor, table
 from lipdp.privacy.randomness import chacha_bytes
 
-from .test_randomness import KNOWN
+from .stand_in import HCHACHA
+from .test_randomness import KNOWN, assert_told_by_tags
 
 ON_CUDA = torch.cuda.is_available()
 usable = importlib.util.find_spec("triton") is not None and (ON_CUDA or os.environ.get("TRITON_INTERPRET") == "1")
@@ -54,7 +55,7 @@ def test_many_blocks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_same_noise_as_on_the_processor(std, dtype):
     sums = (torch.linspace(-1, 1, COUNT, dtype=torch.float64) * 7 * std).to(dtype)
-    found = noise_cuda.noised_on_device([([sums.to(DEVICE)], std, dtype)], KEY, [], bound=False)[0]
+    (found,), _ = noise_cuda.noised_on_device([([sums.to(DEVICE)], std, dtype)], KEY, [], bound=False)
     assert found.dtype == dtype
     assert torch.equal(found.cpu(), torch.from_numpy(noised_on_processor(sums.double().numpy(), std, KEY)).to(dtype))
 
@@ -62,7 +63,7 @@ def test_the_same_noise_as_on_the_processor(std, dtype):
 def test_segments_small_parts_and_odd_sums():
     parts = [torch.tensor([0.5]), torch.empty(0), torch.tensor([np.nan, np.inf, -np.inf, 1e30, -1e30, 3.5, -2.5] * 3)]
     given = [([part.double().to(DEVICE)], std, torch.float64) for part, std in zip(parts, (1.0, 3.0, 1.3), strict=True)]
-    found = noise_cuda.noised_on_device(given, KEY, [], bound=False)
+    found, _ = noise_cuda.noised_on_device(given, KEY, [], bound=False)
     for number, ([part], std, _) in enumerate(given):
         assert np.array_equal(found[number].cpu().numpy(), noised_on_processor(part.cpu().numpy(), std, KEY, number))
 
@@ -72,7 +73,7 @@ def test_every_place_can_be_settled_from_all_bits(monkeypatch):
     monkeypatch.setattr(noise_cuda, "cells_of", lambda ends, bits: np.full(1 << bits, noise.SLOW, dtype=np.int16))
     noise_cuda._tables.cache_clear()
     sums = torch.zeros(600, dtype=torch.float64)
-    found = noise_cuda.noised_on_device([([sums.to(DEVICE)], 1.3, torch.float64)], KEY, [], bound=False)[0]
+    (found,), _ = noise_cuda.noised_on_device([([sums.to(DEVICE)], 1.3, torch.float64)], KEY, [], bound=False)
     noise_cuda._tables.cache_clear()
     noise_cuda._replayed_release.cache_clear()
     assert np.array_equal(found.cpu().numpy(), noised_on_processor(sums.numpy(), 1.3, KEY))
@@ -118,13 +119,15 @@ def test_noise_is_bound_to_the_sums_and_to_what_was_seen():
             assert abs(float(np.corrcoef(one, two)[0, 1])) < 6 / 500**0.5
 
 
+def test_a_draw_is_told_by_its_tag():
+    assert_told_by_tags(DEVICE)
+
+
 def test_keys_on_the_device_are_hchacha20():
-    """The known answer of draft-irtf-cfrg-xchacha, section 2.2.1."""
-    key, nonce = bytes(range(32)), bytes.fromhex("000000090000004a0000000031415927")
+    key, nonce, expected = HCHACHA
     out = torch.empty(8, dtype=torch.int32, device=DEVICE)
     words = torch.from_numpy(np.frombuffer(nonce, dtype="<i8").copy()).to(DEVICE)
     noise_cuda._kernels().absorb[(1,)](on_device(key), words, 1, out)
-    expected = "82413b4227b27bfed30e42508a877d73a0f9e4d58a74a853c12ec41326d3ecdc"
     assert out.cpu().numpy().astype("<i4").tobytes().hex() == expected
 
 

@@ -15,6 +15,8 @@ from lipdp.errors import ConfigurationError
 from lipdp.privacy import randomness
 from lipdp.privacy.randomness import chacha_bytes, chacha_words
 
+from .stand_in import HCHACHA, draw_as_on_a_device, hchacha20
+
 KEY = bytes(range(32))
 # RFC 8439: section 2.3.2, and appendix A.1, vectors 1, 2, 3 and 5.
 KNOWN = [
@@ -168,3 +170,51 @@ def test_copies_of_a_stream_repeat_it():
     twin = copy.deepcopy(stream)
     assert np.array_equal(stream.words(3), twin.words(3))
     assert randomness.KEY_BYTES == 32
+
+
+# ---------------------------------------------------------------- what a draw is told by
+
+
+def assert_told_by_tags(device):
+    """Draws under one key: the tag is the same where the sums, what was seen and the key are, and nowhere else."""
+    sums = torch.zeros(500, dtype=torch.float64, device=device)
+    least, moved = sums.clone(), sums.clone()
+    least[17] = moved[18] = 1e-300
+    words = torch.tensor([[1, 2]], device=device)
+
+    def tag_of(values, *seen, key=KEY, std=1.0, bound=True):
+        told = []
+        stream = privacy.Stream(key, bound=bound)
+        for part in seen:
+            stream.absorb(part)
+        stream.claim = lambda number, tag: told.append((number, tag if isinstance(tag, bytes) else tuple(tag.tolist())))
+        privacy.add_noise({"a": values, "b": values[:3].float()}, {"a": std, "b": 2.0}, stream)
+        return tuple(told)
+
+    cases = [
+        tag_of(sums),
+        tag_of(least),
+        tag_of(moved),
+        tag_of(-sums),
+        tag_of(sums, words),
+        tag_of(sums, words.flip(1)),
+        tag_of(sums, words, words),
+        tag_of(sums, key=bytes(32)),
+        tag_of(sums, std=1.5),
+    ]
+    assert len(set(cases)) == len(cases)
+    assert all([number for number, _ in case] == [0] for case in cases)
+    assert cases[0] == tag_of(sums.clone())
+    assert tag_of(sums, bound=False) == ()
+
+
+@pytest.mark.parametrize("where", ["processor", "device"])
+def test_a_draw_is_told_by_its_tag(where, monkeypatch):
+    if where == "device":
+        draw_as_on_a_device(monkeypatch)
+    assert_told_by_tags("cpu")
+
+
+def test_the_kernels_stand_in_is_hchacha20():
+    key, given, expected = HCHACHA
+    assert hchacha20(key, given).hex() == expected

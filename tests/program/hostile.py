@@ -128,6 +128,66 @@ MIXING = [
     "h = Tripled.apply(h)",
 ]
 LINES = [PLAIN, PLAIN, PLAIN, IN_PLACE, PYTHON, PARAMETERS, MIXING]
+# Of models that read more of a record than one tensor: another vector, whole numbers, whether it counts.
+SEVERAL = [
+    "h = h + self.a(other)",
+    "h = self.b(torch.cat([h, other], 1)[:, 2:6])",
+    "h = h + self.table(ids)",
+    "h = h * keep.unsqueeze(1)",
+    "h = torch.where(keep[:, None], h, other)",
+    "h = torch.where((ids > 3)[:, None], self.a(h), self.b(other))",
+    "h, other = other, h",
+    "h = h + F.one_hot(ids % 4, 4).to(h.dtype)",
+    "h = h * (1 + ids[:, None].to(h.dtype))",
+    "h = h.masked_fill(~keep[:, None], 0.0)",
+    "h = torch.stack([h, other], 1).mean(1)",
+    "h = torch.bmm(h.unsqueeze(1), torch.diag_embed(other)).squeeze(1)",
+    "h = h.gather(1, (ids % 4)[:, None].expand(-1, 4))",
+    "with torch.no_grad():\n    other = self.a(other)\nh = h + other",
+    "assert (ids >= 0).all()",
+]
+SEVERAL_IN_PLACE = [
+    "h = h + self.table.weight[ids]",
+    "other *= 3\nh = h + other",
+    "other += h\nh = other",
+    "h[:, :2] = other[:, :2]",
+    "x.zero_()\nh = h + x",
+    "k = other\nk.mul_(100)\nh = h + other",
+    "ids.fill_(2)\nh = h + self.table(ids)",
+    "keep.logical_not_()\nh = h * keep[:, None]",
+    "h = h.index_put((torch.arange(len(ids)), ids % 4), other[:, 0])",
+    "h = h.index_add(0, torch.arange(len(ids)), other)",
+    "other.data.copy_(h.detach())\nh = h * other",
+]
+SEVERAL_MIXED = [
+    "h = h + other.mean(0)",
+    "h = h + other.flip(0)",
+    "h = h + x.roll(1, 0)",
+    "h = h[ids % len(ids)]",
+    "h = h + other[ids % len(other)]",
+    "h = other[torch.argsort(ids)] + h",
+    "h = h.index_add(0, ids % len(ids), other)",
+    "h = torch.zeros_like(h).scatter_add(0, (ids % len(ids))[:, None].expand(-1, 4), h)",
+    "h = h * keep.float().mean()",
+    "h = h * float(keep.sum())",
+    "h = h * int(ids.max())",
+    "n = int(keep.sum())\nh = torch.cat([5 * h[:n], h[n:]])",
+    "if bool(keep.all()):\n    h = h * 20",
+    "if int(ids[0]) > 3:\n    h = h * 20",
+    "h = h * other.shape[0]",
+    "h = h + h[keep].sum(0)",
+    "h = h / (1 + self.table(ids).norm())",
+    "h = h + (other.T @ other).sum(0)",
+    "h = h * torch.unique(ids).numel()",
+    "h = h + self.table(ids.flip(0))",
+    "h = torch.where(keep[:, None], h, h.sum(0))",
+    "self.seen = getattr(self, 'seen', []) + [other]\nh = h + self.seen[0][:1]",
+    "h = h * torch.bincount(ids, minlength=7)[ids][:, None]",
+    "other = other.reshape(-1).roll(1).reshape(other.shape)\nh = h + other",
+    "h = h + torch.as_strided(other, other.shape, (0, 1))",
+]
+SEVERAL_LINES = [SEVERAL, SEVERAL, SEVERAL, PLAIN, SEVERAL_IN_PLACE, SEVERAL_MIXED, IN_PLACE, PYTHON, PARAMETERS, MIXING]
+KINDS = (tuple, dict)
 
 
 class Tripled(torch.autograd.Function):
@@ -209,17 +269,31 @@ CHANGES = {
 }
 
 
+class SeveralBase(Base):
+    """The same between layers without constraints, and a table for whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = T.Tanhshrink()  # a bounded input is one of a shape
+        self.a, self.b, self.out = T.Linear(WIDTH, WIDTH, bias=False), T.Linear(WIDTH, WIDTH), T.Linear(WIDTH, 3)
+        self.table = T.Embedding(7, WIDTH)
+
+
+SEVERAL_CHANGES = ["none", "tie", "hook", "backward hook", "instance forward", "double", "frozen", "evaluation", "dropout"]
+
+
 @st.composite
-def bodies(draw: st.DrawFn) -> tuple[str, str]:
+def bodies(draw: st.DrawFn, lines: Any = LINES, changes: Any = tuple(CHANGES)) -> tuple[str, str]:
     """(lines of a forward, a change of the module it stands in)."""
-    lines = draw(st.lists(st.sampled_from(LINES).flatmap(st.sampled_from), min_size=1, max_size=4))
-    change = draw(st.sampled_from(["none"] * 4 + list(CHANGES)))
-    return "\n".join(lines), change
+    drawn = draw(st.lists(st.sampled_from(lines).flatmap(st.sampled_from), min_size=1, max_size=4))
+    change = draw(st.sampled_from(["none"] * 4 + list(changes)))
+    return "\n".join(drawn), change
 
 
-def build(body: str, change: str = "none") -> torch.nn.Module:
-    """A module whose forward is BoundedInput, these lines, a last layer."""
-    text = "def forward(self, x):\n    h = self.input(x)\n"
+def build(body: str, change: str = "none", base: type[Base] = Base) -> torch.nn.Module:
+    """A module whose forward is BoundedInput, these lines, a last layer; with a SeveralBase, one of several inputs."""
+    names = "x, other, ids, keep" if base is SeveralBase else "x"
+    text = f"def forward(self, {names}):\n    h = self.input(x)\n"
     text += "".join(f"    {line}\n" for line in body.splitlines()) + "    return self.out(h)\n"
     file = f"<hostile {next(_count)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -228,6 +302,16 @@ def build(body: str, change: str = "none") -> torch.nn.Module:
     scope: dict[str, Any] = {"torch": torch, "F": T.functional, "random": random, "Tripled": Tripled, "GLOBAL": [2.0]}
     exec(compile(text, file, "exec"), scope)
     torch.manual_seed(0)
-    model = type("Hostile", (Base,), {"forward": scope["forward"]})()
+    model = type("Hostile", (base,), {"forward": scope["forward"]})()
     CHANGES[change](model)
     return model
+
+
+def several_inputs(count: int, kind: type, seed: int = 0) -> Any:
+    """Records of four inputs, the first of them as an adversary would have it."""
+    draw = torch.Generator().manual_seed(seed)
+    x, other = (3 * torch.randn(count, WIDTH, generator=draw) for _ in range(2))
+    ids, keep = torch.randint(0, 7, (count,), generator=draw), torch.rand(count, generator=draw) < 0.6
+    x[0], other[0], ids[0], keep[0] = 40.0, -300.0, 6, True
+    named = {"x": x, "other": other, "ids": ids, "keep": keep}
+    return named if kind is dict else tuple(named.values())

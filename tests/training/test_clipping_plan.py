@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -193,3 +194,44 @@ def test_resumed_run_is_the_same_run(tmp_path) -> None:
     whole, resumed = run(None, tmp_path / "a"), run(5, tmp_path / "b")
     for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class Scaled(torch.nn.Module):
+    """Without a norm rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Meeting(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x - 0 * x.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("method", "layer", "said"),
+    [
+        ("bookkeeping", torch.nn.Identity(), "proved"),
+        ("multiloss", torch.nn.Identity(), "proved"),
+        ("naive", torch.nn.Identity(), "alone"),
+        ("bookkeeping", Meeting(6, 6), "alone"),
+    ],
+)
+def test_a_plan_says_how_records_are_kept_apart_and_the_engine_how_they_were(method, layer, said):
+    model = torch.nn.Sequential(Scaled(), layer, torch.nn.Linear(6, 3))
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    settings = {"dataset_size": 100, "batch_size": 10, "delta": 1e-3, "noise_multiplier": 1.0, "steps": 2, "accountant": "rdp"}
+    plan = lipdp.plan(model, loss, method=method, max_grad_norm=1.0, **settings)
+    assert ("records: each is taken alone" in str(plan)) == (method == "naive")
+    assert ("each followed through every operation" in str(plan)) == (method != "naive")
+    assert ("evaluated again for each record, having no norm rule: 0 (Scaled)" in str(plan)) == (method == "bookkeeping")
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    assert engine.apart == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.step(torch.randn(5, 6), torch.arange(5) % 3)
+    assert engine.apart == said

@@ -8,6 +8,7 @@ that 0 is a win and √2 a loss for the attacker; of some 100 to 200 numbers it 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import multiprocessing
 import os
@@ -23,6 +24,8 @@ from lipdp.data import RandomCrop
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.training import Callback, positions, streams
 from lipdp.training.batches import gather_lazily
+from lipdp.training.state import sealed
+from tests.privacy.stand_in import draw_as_on_a_device
 
 from .common import BATCH, SIZE, Spy, empty, engine_of, free, planned, same, small, toy, weights
 
@@ -392,14 +395,22 @@ class Coin(torch.nn.Module):
         return self.inner(x) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
 
 
-@pytest.mark.parametrize("again", ["rewound", "copied"])
-def test_the_same_inputs_with_other_sums_are_another_release(again):
-    """Noise is bound to the sums, so each would be a release of its own, at a position that was paid for once."""
+@pytest.fixture(params=["processor", "device"])
+def _drawn_by(request, monkeypatch):
+    """Noise as it is drawn here, and as it is drawn on a device: with kernels, whose results nobody waits for."""
+    if request.param == "device":
+        draw_as_on_a_device(monkeypatch)
+
+
+def coin_engine(device="cpu"):
     torch.manual_seed(0)
-    model = Coin()
+    model = Coin().to(device)
     plan = planned(model, method="naive", max_grad_norm=1.0, input_shape=(6,))
-    engine = lipdp.PrivacyEngine(model, LOSS, Spy(model), plan, input_shape=(6,))
-    x, y = toy(50).tensors
+    return lipdp.PrivacyEngine(model, LOSS, Spy(model), plan, input_shape=(6,))
+
+
+def assert_released_once(engine, again, x, y):
+    """A second release of the same step is refused where its sums are others, and leaves the weights as they are."""
     state, twin = engine.state_dict(), copy.deepcopy(engine)
     engine.step(x, y)
     other = twin if again == "copied" else engine
@@ -411,6 +422,14 @@ def test_the_same_inputs_with_other_sums_are_another_release(again):
     assert same(before, weights(other.model))
 
 
+@pytest.mark.parametrize("again", ["rewound", "copied"])
+@pytest.mark.usefixtures("_drawn_by")
+def test_the_same_inputs_with_other_sums_are_another_release(again):
+    """Noise is bound to the sums, so each would be a release of its own, at a position that was paid for once."""
+    assert_released_once(coin_engine(), again, *toy(50).tensors)
+
+
+@pytest.mark.usefixtures("_drawn_by")
 def test_rows_written_to_behind_torch_are_other_sums():
     """Rows of a dataset that the run is bound to are told by their numbers alone; a write by numpy is seen in their sum."""
     x, y = toy().tensors
@@ -423,6 +442,101 @@ def test_rows_written_to_behind_torch_are_other_sums():
     stored[int(chosen[0])] *= -3
     with pytest.raises(BudgetError, match="step 0 of this run was made before, with other sums"):
         twin.step(*gather_lazily(data, chosen))
+
+
+@pytest.mark.usefixtures("_drawn_by")
+def test_noise_that_is_drawn_ahead_is_claimed_when_it_leaves(monkeypatch):
+    """A draw that is thrown away, for the model was proved anew meanwhile, claims nothing; one that leaves does."""
+    monkeypatch.setattr(lipdp.PrivacyEngine, "_runs_ahead", property(lambda self: self._query.recorded))
+    apart = property(lambda self: False, lambda self, value: None)  # digests of values come from the watch, as on a processor
+    monkeypatch.setattr(lipdp.PrivacyEngine, "_on_one_device", apart, raising=False)
+    x, y = toy(50).tensors
+    engine = engine_with(lr=0.1)
+    drawn, draw, look = [], engine._mechanism.draw, engine._look
+    state = engine.state_dict()
+
+    def counted(*arguments):
+        drawn.append(draw(*arguments))
+        return drawn[-1]
+
+    def changed_once():
+        monkeypatch.setattr(engine, "_look", look)
+        with torch.no_grad():
+            engine.model[1].bias[0] += 1
+        return False
+
+    monkeypatch.setattr(engine._mechanism, "draw", counted)
+    monkeypatch.setattr(engine, "_look", changed_once)
+    engine.step(x, y)
+    assert len(drawn) == 2, "the first one was thrown away, with its sums"
+    with torch.no_grad():
+        state["model"]["1.bias"][0] += 1
+    engine.load_state_dict(sealed({name: value for name, value in state.items() if name != "digest"}))
+    engine.step(x, y)
+    assert len(drawn) == 3
+    assert same(drawn[1], drawn[2]), "the same release"
+
+
+def book_of(run=b"a run"):
+    new_process()
+    return functools.partial(positions.take_position, run), functools.partial(positions.claim_draw, run)
+
+
+TAGS = {"bytes": [bytes([n] * 32) for n in (1, 2)], "words": [torch.tensor([n, -5, 0, 2**62]) for n in (1, 2)]}
+NO_WORDS = torch.zeros(0, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("kind", TAGS)
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("position", [0, 70, "statistics"])
+def test_the_book_knows_each_draw(kind, ahead, position):
+    take, claim = book_of()
+    one, two = TAGS[kind]
+    words = torch.tensor([[3, 4]])
+
+    def release(*tags):
+        """Draws ahead of the position, or behind it: both are claimed."""
+        if ahead:
+            take(position, bytes([9] * 32), words, list(enumerate(tags)))
+        else:
+            take(position, bytes([9] * 32), words)
+            for number, tag in enumerate(tags):
+                claim(position, number, tag)
+
+    release(one, two)
+    release(one, two)
+    for others in ((two, two), (one, one), (two, one)):
+        with pytest.raises(BudgetError, match="with other sums"):
+            release(*others)
+    mixed = TAGS["words" if kind == "bytes" else "bytes"][0]
+    with pytest.raises(BudgetError, match="with other sums"):
+        release(mixed, two)  # the same step on another device: other noise
+    with pytest.raises(BudgetError, match="from other inputs"):
+        take(position, bytes(range(32)), words)
+    release(one, two)
+
+
+def test_the_book_does_not_keep_a_recordings_memory():
+    take, _ = book_of()
+    tag, words = torch.tensor([1, 2, 3, 4]), torch.tensor([[3, 4]])
+    for number in range(200):  # rows are added as they are needed
+        tag.fill_(number + 1)
+        take(number, bytes([7] * 32), words, [(0, tag), (1, tag)])
+    for number in (0, 63, 64, 199):
+        take(number, bytes([7] * 32), words, [(0, torch.full((4,), number + 1)), (1, torch.full((4,), number + 1))])
+        for claims in ([(0, torch.full((4,), 999))], [(1, torch.full((4,), 999))]):
+            with pytest.raises(BudgetError, match=f"step {number} .*other sums"):
+                take(number, bytes([7] * 32), words, claims)
+
+
+def test_words_that_were_seen_are_compared_where_both_are_known():
+    take, _ = book_of()
+    words = torch.tensor([[3, 4], [5, 6]])
+    take(0, bytes([7] * 32), words)
+    take(0, bytes([7] * 32), words)
+    for others in (words.flip(0), words + 1):
+        with pytest.raises(BudgetError, match="from other inputs"):
+            take(0, bytes([7] * 32), others)
 
 
 def _in_a_fork(engine, told):
@@ -496,6 +610,56 @@ def test_on_a_gpu_a_rewound_engine_repeats_or_is_refused():
     engine.load_state_dict(state)
     with pytest.raises(BudgetError, match="step 1 of this run was made before"):
         engine.step(x, (y + (torch.arange(50, device="cuda") == 3)) % 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("again", ["rewound", "copied"])
+def test_on_a_gpu_the_same_inputs_with_other_sums_are_another_release(again):
+    assert_released_once(coin_engine("cuda"), again, *(t.cuda() for t in toy(50).tensors))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam], ids=["update", "noise"])
+def test_on_a_gpu_rows_written_to_behind_torch_are_other_sums(optimizer):
+    """Drawn ahead with all that follows (SGD), or by itself; the position is claimed for the very sums, and nobody waits for it."""
+    x, y = (t.cuda() for t in toy().tensors)
+    data = TensorDataset(x, y)
+    model = free().cuda()
+    engine = lipdp.PrivacyEngine(model, LOSS, optimizer(model.parameters(), lr=0.01), planned(model))
+    for number, chosen in enumerate(engine.samples(data)):
+        state = engine.state_dict()
+        engine.step(*gather_lazily(data, chosen))
+        after = weights(model)
+        engine.load_state_dict(state)
+        engine.step(*gather_lazily(data, chosen))
+        assert same(after, weights(model)), "the same release"
+        if number == 5:  # recordings are replayed by now
+            break
+    engine.load_state_dict(state)
+    row = int(chosen[0])
+    pointed = torch.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # past torch's count of writes
+    pointed[row] *= -3
+    assert x._version == 0
+    with pytest.raises(BudgetError, match="step 5 of this run was made before, with other sums"):
+        engine.step(*gather_lazily(data, chosen))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_claim_does_not_wait():
+    take, claim = book_of()
+    words, tag = torch.tensor([[3, 4]], device="cuda"), torch.arange(4, device="cuda")
+    take(0, bytes([7] * 32), words, [(0, tag)])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(1, 200):
+            take(number, bytes([7] * 32), words, [(0, tag)] if number % 2 else [])
+            if number % 2 == 0:
+                claim(number, 0, tag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(BudgetError, match=r"step 7 .*other sums"):
+        take(7, bytes([7] * 32), words, [(0, tag + 1)])
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, lambda engine: torch.save(engine, io.BytesIO())])

@@ -45,7 +45,7 @@ def watch_of(model: torch.nn.Module) -> ModelWatch:
 
 
 def draw_of(sums: dict[str, torch.Tensor]) -> Draw:
-    return Draw(lambda *parts: dict(zip(sums, parts, strict=True)), tuple(sums.values()), None)
+    return Draw(lambda *parts: (dict(zip(sums, parts, strict=True)), None), tuple(sums.values()), None)
 
 
 def sums_for(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ import gc
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import check_alone, kind_of, seeing_all, state_of, untrained_tensors, verify_once
+from lipdp.clipping.verify import check_alone, check_forgetful, kind_of, seeing_all, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
@@ -282,6 +282,13 @@ class Clipper:
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
     @property
+    def apart(self) -> Literal["proved", "alone", ""]:
+        """How it is known that no record's gradient depends on others, see :class:`Support`; "" before the first batch."""
+        if self.method == "naive" or self.alone is not None:
+            return "alone"
+        return "" if self._number is None else "proved"
+
+    @property
     def refused(self) -> str | None:
         """Why this is not replayed, if there is a reason."""
         return self._replayed.refused
@@ -389,6 +396,13 @@ class Clipper:
         finally:
             self._know_again()
 
+    def _check_forgetful(self, batch: Batch) -> None:
+        """Of records that are taken one by one, once for a shape of batch."""
+        kind = "forgetful", kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
+        if kind not in self._checked:
+            check_forgetful(self.model, self.loss, batch.x, batch.y)
+            self._checked.add(kind)
+
     def _know_again(self) -> None:
         """What the model has come to hold while it ran: tables of its own, or something of the batch."""
         before, self._known = self._known, known_before(self.model, self.loss)
@@ -407,6 +421,8 @@ class Clipper:
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
+            else:
+                self._check_forgetful(batch)
             before = self._watched(), state_of(self._untrained)
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
             if method == "naive" and before != (self._watched(), state_of(self._untrained)):

@@ -29,6 +29,7 @@ from lipdp.clipping.follow import At, Following, NotApartError
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, Where
 from lipdp.clipping.norm_rules import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
+from lipdp.fingerprint import nothing_kept
 from lipdp.graphs import is_recording
 
 __all__ = ["ModuleCall", "own_parameters", "per_example_fallback"]
@@ -271,7 +272,7 @@ class _Replay:
 
             def run(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
                 # Not tied: another use of the same parameter, in a layer below, has a tap of its own.
-                with Redrawn(self.numbers, self.batch, example) as redrawn:
+                with nothing_kept(self.module), Redrawn(self.numbers, self.batch, example) as redrawn:
                     tensors = {**self.plain, **buffers, **parameters}
                     result = functional_call(self.module, tensors, args, kwargs, tie_weights=False)
                 redrawn.check_finished()

@@ -13,6 +13,7 @@ from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.follow import Following, follow
 from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.errors import DataError
+from lipdp.fingerprint import nothing_kept
 from lipdp.inputs import Inputs, call, loss_of, mapped, owned, per_row, select
 
 __all__ = ["Loops", "PerExampleLoss", "followed_losses", "loss_values", "zeros"]
@@ -69,7 +70,8 @@ class Loops:
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             rows = slice(i * self.copies, (i + 1) * self.copies)
             one, target = owned(select((x, y), rows))
-            value = loss_values(self.loss, call(self.model, one), target, self.copies).sum()
+            with nothing_kept(self.model):  # what one record leaves there never reaches the next
+                value = loss_values(self.loss, call(self.model, one), target, self.copies).sum()
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
         return self._over(gradients, keep)

@@ -21,7 +21,7 @@ from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.inputs import Inputs, plain
 from lipdp.program.dtypes import Types
 
-__all__ = ["LayerSupport", "Support", "support"]
+__all__ = ["LayerSupport", "Support", "planned_notes", "support"]
 
 Speed = Literal["fast", "slow", "refused"]
 Apart = Literal["proved", "alone", ""]
@@ -118,6 +118,25 @@ def support(
     rows += [LayerSupport(name, type(model.get_submodule(name)).__name__, 0, "refused", why) for name, why in refused.items()]
     apart: Apart = "" if meeting is None else "alone" if meeting else "proved"
     return Support(tuple(rows), objection, apart, meeting or "")
+
+
+_TOGETHER = (
+    "taken together, each followed through every operation of every pass, which proves that no other has a part in its gradient; "
+    "where that can't be proved, each is taken alone, more slowly, and a notice says where (lipdp.clipping.support tells it of "
+    "some records, engine.apart of those of a step)"
+)
+_NAMED = 4  # layers
+
+
+def planned_notes(model: torch.nn.Module, method: str) -> tuple[tuple[str, str], ...]:
+    """(what, how its records are kept apart by a clipping method), as far as the model alone tells it."""
+    if method == "naive":
+        return (("records", "each is taken alone, in a pass of its own"),)
+    slow = [] if method == "multiloss" else [row for row in support(model).layers if row.speed == "slow"]
+    names = [f"{row.layer or 'the model'} ({row.kind})" for row in slow[:_NAMED]]
+    more = [f"{len(slow) - _NAMED} more"] if len(slow) > _NAMED else []
+    again = f"evaluated again for each record, having no norm rule: {', '.join([*names, *more])}"
+    return (("records", _TOGETHER), *([("layers", again)] if slow else []))
 
 
 def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any) -> tuple[Layouts | None, str, str | None]:

@@ -43,11 +43,12 @@ from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import Recording, recording
 from lipdp.digest import Tag
 from lipdp.errors import UnsupportedError
-from lipdp.fingerprint import fingerprint, reachable_tensors
+from lipdp.fingerprint import fingerprint, nothing_kept, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, owned, rows_of, select
 
 __all__ = [
     "check_alone",
+    "check_forgetful",
     "forget",
     "kind_of",
     "seeing_all",
@@ -156,6 +157,38 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
                     f"the loss of an example in its batch of {rows_of(x)} is another than alone: something mixes the examples, "
                     f"{reason}. Use layers that treat examples alone (GroupNorm, LayerNorm)."
                 )
+
+
+def check_forgetful(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
+    """Raise if a record's loss depends on the record that the model was run on before it: where records are taken one by one.
+
+    What a model keeps in itself is put back after every record (:func:`lipdp.fingerprint.nothing_kept`). It may keep a number
+    elsewhere: in an object that a global name leads to, in a file. Three records one after another, twice, and then backwards: the
+    one in the middle has the same loss each time. One whose loss is another the second time already is random, and can't be asked.
+    """
+    count = rows_of(x)
+    if count < _EXAMPLES:
+        return
+
+    def middle(rows: tuple[int, ...]) -> torch.Tensor:
+        found = []
+        for row in rows:
+            same_randomness()
+            with nothing_kept(model):
+                inputs, targets = owned(select((x, y), slice(row, row + 1)))
+                found.append(loss_values(loss, call(model, fitting(model, inputs)), targets).detach())
+            put_back(buffers)
+        return found[1]
+
+    with checking(model, device_of(x)):
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        order = (0, count // 2, count - 1)
+        first, again, back = middle(order), middle(order), middle(order[::-1])
+    if torch.equal(first, again) and not torch.allclose(first, back, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
+        raise UnsupportedError(
+            f"{type(model).__name__} or its loss remembers: a record's loss is another one after other records (by a number that "
+            "is kept outside of the model, in a global object or a file, say). Make it a function of its inputs."
+        )
 
 
 def seeing_all(model: torch.nn.Module, x: Inputs, compute: Callable[[], T]) -> T:

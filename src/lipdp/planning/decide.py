@@ -13,6 +13,7 @@ import torch
 from lipdp import nn
 from lipdp._checks import is_number, whole
 from lipdp.bounds import Analysis
+from lipdp.clipping.support import planned_notes
 from lipdp.errors import ConfigurationError, LipdpError, LipdpNotice, LipdpWarning
 from lipdp.losses import as_loss
 from lipdp.planning.grouping import adaptive_names, clip_layers, clips_of, make_groups, weights_by_group
@@ -210,7 +211,10 @@ def plan(
         releases=paid,
         sampling=sampler.scheme,
         largest_batch=sampler.batch_size if sampler.scheme == "truncated_poisson" else None,
-        notes=() if analysis is None else _notes(model, analysis, paid, dataset_size),
+        notes=(
+            *(() if method == "clipless" else planned_notes(model, method)),
+            *(() if analysis is None else _notes(model, analysis, paid, dataset_size)),
+        ),
     )
     _check_phases(decided, settings, analysis, next(p.dtype for p in model.parameters() if p.requires_grad))
     if decided.signal_to_noise < 1:

@@ -104,7 +104,8 @@ class PrivacyPlan:
         releases: one-off releases beside the steps, paid for by the same (ε, δ).
         sampling: how the records of a step are drawn, see :class:`lipdp.privacy.Sampling`.
         largest_batch: for "truncated_poisson": the largest size of a sample.
-        notes: (operation, which bound was used and how tight it is), where the calculus has a choice.
+        notes: (operation, which bound was used and how tight it is), where the calculus has a choice; of clipping, how records are
+            kept apart.
     """
 
     method: Method

@@ -157,16 +157,19 @@ def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: 
     return {name: released[name] for name in sums}
 
 
+DrawFunction = Callable[..., tuple[dict[str, Tensor], Tensor | None]]
+
+
 class Draw(NamedTuple):
     """What :func:`add_noise` would do, as a function of tensors on one device that never waits for it: fit to be recorded.
 
     Attributes:
-        function: from ``inputs`` to the noised sums by name.
+        function: from ``inputs`` to the noised sums by name, and a tag that the draw is claimed by (:attr:`Stream.claim`).
         inputs: the secret and what it depends on, and the sums.
         depends_on: all that the function depends on besides: equal for functions that are the same.
     """
 
-    function: Callable[..., dict[str, Tensor]]
+    function: DrawFunction
     inputs: tuple[Tensor, ...]
     depends_on: Hashable
 
@@ -190,24 +193,23 @@ _Layout = tuple[tuple[str, float, torch.dtype, torch.layout, torch.Size], ...]
 
 
 @lru_cache(maxsize=32)
-def _function_of(
-    layout: _Layout, device: torch.device, bound: bool
-) -> tuple[list[str], list[str], Callable[..., dict[str, Tensor]]]:
+def _function_of(layout: _Layout, device: torch.device, bound: bool) -> tuple[list[str], list[str], DrawFunction]:
     """Of sums on a device, by name: which get noise, which have none, and the function of a :class:`Draw`."""
     like = {name: torch.empty(shape, dtype=dtype, layout=kind, device="meta") for name, _, dtype, kind, shape in layout}
     stds = {name: std for name, std, *_ in layout}
     noised = [name for name in like if _is_noised(name, like[name], stds[name])]
     copied = [name for name in like if name not in noised]
     if not noised:
-        return noised, copied, dict
+        return noised, copied, lambda *inputs: ({}, None)
     names_of, segments = _segments_of({name: like[name] for name in noised}, stds)
     work = noise_cuda.release_function(noise_cuda.kinds_of(segments), device, bound)
     shapes = {name: like[name].shape for name in noised}
 
-    def function(*inputs: Tensor) -> dict[str, Tensor]:
+    def function(*inputs: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         most = len(inputs) - len(copied)
         rest = {name: _copied(total) for name, total in zip(copied, inputs[most:], strict=True)}
-        return _by_name(names_of, work(*inputs[:most]), shapes) | rest
+        vectors, tag = work(*inputs[:most])
+        return _by_name(names_of, vectors, shapes) | rest, tag
 
     return noised, copied, function
 
@@ -270,21 +272,22 @@ def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) 
     """Sums on one device, in the order of their names: those of one std are one long vector."""
     key, seen, names_of, segments = _begun(sums, stds, stream)
     if noise_cuda.available(next(iter(sums.values())).device):
-        vectors = noise_cuda.noised_on_device(segments, key, seen, bound=stream.bound)
+        vectors, tag = noise_cuda.noised_on_device(segments, key, seen, bound=stream.bound)
+        stream.claim_last(tag)
     else:
         vectors = _noised_on_processor(segments, mix_key(key, seen), stream)
     return _by_name(names_of, vectors, {name: total.shape for name, total in sums.items()})
 
 
 def _noised_on_processor(segments: Sequence[Segment], key: bytes, stream: Stream) -> list[Tensor]:
-    """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere."""
+    """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere; claimed before it is drawn."""
     ready = [[piece.contiguous().cpu().numpy() for piece in pieces_of(*segment)] for segment in segments]
     if stream.bound:
         hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
         for part in itertools.chain(*ready):
             hasher.update(part.data.cast("B"))
         key = derive_key(key, "bound", hasher.finalize())
-        stream.claim_last(key)
+        stream.claim_last(derive_key(key, "claim"))
     number = itertools.count()
     wholes = []
     for pieces, (tensors, std, _) in zip(ready, segments, strict=True):

@@ -40,6 +40,7 @@ _LISTED = 128  # listed places a program works on
 _PROGRAMS = 1024  # that share a list
 _ROWS = 2048  # words that a program of the digest adds up
 _FEW = 2**12  # bytes
+_CLAIM = b"lipdp: the claim"  # what a key is mixed with to tell its draw by
 _AT_ONCE = 3  # tensors whose digests are one launch: weights, inputs, targets
 _READ_AS = {
     torch.float64: torch.int64,
@@ -96,9 +97,9 @@ def _right(device: torch.device) -> bool:
     key = bytes(range(32))
     blocks = chacha_on_device(key, 5, (1, 2, 3), 7, device).cpu().numpy().astype("<i4").tobytes()
     sums = torch.linspace(-3.0, 3.0, 20_000, dtype=torch.float64)
-    drawn = noised_on_device([([sums.to(device)], 0.7, torch.float64)], key, [], bound=False)[0].cpu().numpy()
+    (drawn,), _ = noised_on_device([([sums.to(device)], 0.7, torch.float64)], key, [], bound=False)
     expected = noised_on_processor(sums.numpy(), 0.7, key)
-    return blocks == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn, expected))
+    return blocks == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn.cpu().numpy(), expected))
 
 
 def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count: int, device: torch.device) -> Tensor:
@@ -110,23 +111,28 @@ def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count:
     return out
 
 
-def noised_on_device(segments: Sequence[Segment], key: bytes, seen: Sequence[Tensor], *, bound: bool) -> list[Tensor]:
-    """(round(S/g) + N + ½)·g of each segment, all on one device: one long vector each, of its type.
+def noised_on_device(
+    segments: Sequence[Segment], key: bytes, seen: Sequence[Tensor], *, bound: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """(round(S/g) + N + ½)·g of each segment, all on one device: one long vector each, of its type. Beside them a tag.
 
-    The key depends on the words that were ``seen``, and with ``bound`` on the sums themselves, without the host knowing them.
+    The key depends on the words that were ``seen``, and with ``bound`` on the sums themselves, without the host knowing them; the
+    tag (four words of 64 bits, of a bound draw) depends on all of it too, and says nothing of the key.
     """
     release = _replayed_release(kinds_of(segments), segments[0][0][0].device, bound)
-    vectors = release(*release_inputs(segments, key, seen))
+    vectors, tag = release(*release_inputs(segments, key, seen))
     copies: dict[int, Tensor] = {}  # the recording's memory is overwritten by the next release
     for dtype in {vector.dtype for vector in vectors}:
         numbers = [number for number, vector in enumerate(vectors) if vector.dtype == dtype]
         whole = torch.cat([vectors[number] for number in numbers])
         copies |= zip(numbers, torch.split(whole, [vectors[number].numel() for number in numbers]), strict=True)
-    return [copies[number] for number in range(len(vectors))]
+    return [copies[number] for number in range(len(vectors))], None if tag is None else tag.clone()
 
 
 Kinds = tuple[tuple[int, float, torch.dtype], ...]
 """Of each segment, how many tensors it has, its std and its type."""
+Release = tuple[list[Tensor], Tensor | None]
+"""Noised vectors, and the tag of a bound draw."""
 
 
 def kinds_of(segments: Sequence[Segment]) -> Kinds:
@@ -143,30 +149,31 @@ def release_inputs(segments: Sequence[Segment], key: bytes, seen: Sequence[Tenso
 
 
 @lru_cache(maxsize=32)
-def release_function(kinds: Kinds, device: torch.device, bound: bool) -> Callable[..., list[Tensor]]:
+def release_function(kinds: Kinds, device: torch.device, bound: bool) -> Callable[..., Release]:
     """The work of a release, on the device from the key to the end, fit to be recorded. It keeps its tables alive."""
     tables = [_tables(mantissa_of(std), device) for _, std, _ in kinds]
+    claim = _kept_there(_CLAIM, device).view(torch.int64).reshape(1, 2)
 
-    def work(secret: Tensor, words: Tensor, *sums: Tensor) -> list[Tensor]:
+    def work(secret: Tensor, words: Tensor, *sums: Tensor) -> Release:
         given = iter(sums)
         pieces = [pieces_of(list(itertools.islice(given, count)), std, dtype) for count, std, dtype in kinds]
         with torch.cuda.device(device):
             if bound:
                 words = torch.cat([words, _digests([part for parts in pieces for part in parts], secret[8:])])
-            key = torch.empty(8, dtype=torch.int32, device=device)
-            _kernels().absorb[(1,)](secret, words, len(words), key, num_warps=1)
+            key = _absorbed(secret, words)
+            tag = _absorbed(key, claim).view(torch.int64) if bound else None
             number = itertools.count()
             drawn = [
                 [_noised(part, std, dtype, key, next(number), with_bins) for part in parts]
                 for parts, (_, std, dtype), with_bins in zip(pieces, kinds, tables, strict=True)
             ]
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in drawn]
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in drawn], tag
 
     return work
 
 
 @lru_cache(maxsize=32)
-def _replayed_release(kinds: Kinds, device: torch.device, bound: bool) -> GraphedFunction[list[Tensor]]:
+def _replayed_release(kinds: Kinds, device: torch.device, bound: bool) -> GraphedFunction[Release]:
     """:func:`release_function`, recorded once and replayed."""
     return GraphedFunction(release_function(kinds, device, bound), state=lambda: None, limit=2)
 
@@ -183,6 +190,13 @@ def words_of(tensors: Sequence[Tensor], key: bytes) -> Tensor:
 def _kept_there(key: bytes, device: torch.device) -> Tensor:
     """A key that is used in every step; kept for good, for recordings read it."""
     return _moved(np.frombuffer(key, dtype="<i4").copy(), device)
+
+
+def _absorbed(key: Tensor, words: Tensor) -> Tensor:
+    """The key that pairs of words make of one: one way."""
+    out = torch.empty(8, dtype=torch.int32, device=key.device)
+    _kernels().absorb[(1,)](key, words, len(words), out, num_warps=1)
+    return out
 
 
 def _digests(parts: Sequence[Tensor], secret: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from lipdp.errors import ConfigurationError
 
 __all__ = [
     "KEY_BYTES",
+    "Claim",
     "Stream",
     "chacha_bytes",
     "chacha_words",
@@ -48,6 +49,8 @@ _WINDOW = 1 << 15  # words that stay in a processor's cache
 _SPARSE = 1 << 10  # words in a row that cost as much as a block by itself
 
 Words = npt.NDArray[np.uint32]
+Claim = bytes | torch.Tensor
+"""What stands for all that a draw depends on, one way: bytes, or words of 64 bits on a device, where they are not waited for."""
 
 
 def fresh_key() -> bytes:
@@ -117,8 +120,8 @@ class Stream:
     Attributes:
         key: the secret.
         bound: as above.
-        claim: called with the number of a bound draw and a digest of its key before it is made, on a processor: who keeps a book of
-            what was released can refuse a second draw there that is another one.
+        claim: called with the number of a bound draw and with a tag that all it depends on is mixed into, its sums too, before it
+            is handed out: who keeps a book of what was released can refuse a second draw there that is another one.
     """
 
     def __init__(self, key: bytes | None = None, *, bound: bool = True) -> None:
@@ -126,7 +129,7 @@ class Stream:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise ConfigurationError(f"a stream's key is {KEY_BYTES} secret bytes: take lipdp.privacy.fresh_key()")
         self.bound = bound
-        self.claim: Callable[[int, bytes], None] | None = None
+        self.claim: Callable[[int, Claim], None] | None = None
         self._draws = 0
         self._seen: list[torch.Tensor] = []
         self._pool, self._used = b"", 0
@@ -139,10 +142,10 @@ class Stream:
         self._seen.append(words.reshape(-1, 2))
         self._pool = b""
 
-    def claim_last(self, key: bytes) -> None:
-        """The last draw is about to be made under this key, which all that it depends on is mixed into."""
-        if self.claim is not None:
-            self.claim(self._draws - 1, derive_key(key, "claim"))
+    def claim_last(self, tag: Claim | None) -> None:
+        """The last draw is about to be handed out; ``None``: it is not bound to its sums."""
+        if self.claim is not None and tag is not None:
+            self.claim(self._draws - 1, tag)
 
     def begin(self, *about: Any) -> tuple[bytes, list[torch.Tensor]]:
         """The key of the next draw, one that is for ``about``; and the words that it has to be mixed with."""

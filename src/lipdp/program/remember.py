@@ -23,6 +23,7 @@ __all__ = ["Remembering"]
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _LARGEST = 1 << 28
 """Bytes that may be kept."""
+_HEAD = 8
 
 
 @dataclass(eq=False)
@@ -37,10 +38,18 @@ class _Kept:
     def find(self, weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> int | None:
         """Where these rows stand among the kept ones."""
         count, present = len(rows[0]), len(self.rows[0])
+        heads, head = self._heads(self.rows[0]), self._heads(rows[0][:1])
         for start in range(present - count + 1):
-            if all(same_entries(kept[start : start + count], given) for kept, given in zip(self.rows, rows, strict=True)):
+            pairs = zip(self.rows, rows, strict=True)
+            if (heads[start] == head[0]).all() and all(same_entries(kept[start : start + count], given) for kept, given in pairs):
                 return start if all(map(same_entries, self.weights, weights)) else None
         return None
+
+    @staticmethod
+    def _heads(rows: torch.Tensor) -> Any:
+        """The first numbers of each row: where they differ, nothing else has to be compared."""
+        with torch._C.DisableTorchFunction():
+            return rows.detach().flatten(1)[:, :_HEAD].numpy()
 
 
 class Remembering(TorchFunctionMode):
@@ -75,20 +84,18 @@ class Remembering(TorchFunctionMode):
     def backward(
         self, key: Any, weight: torch.Tensor, rows: list[torch.Tensor], compute: Callable[..., list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """The cotangent of the rows, and the sums over them; ``compute`` gives both."""
+        """The cotangent of the rows, and the sums over them; ``compute`` gives the one or the others."""
         key, count = (*key, _form(rows[0]), _form(rows[1])), len(rows[0])
         for kept in self._kept.get(key, ()):
             start = kept.find([weight], rows)
             if start == 0 and count in kept.sums:
                 return [kept.results[0][:count].clone(), *kept.sums[count]]
         ends = [0, *(self.sizes[:-1] if count == self.sizes[-1] else ()), count]
-        pieces: list[torch.Tensor] = []
+        (result,) = compute(*rows, towards_rows=True)
         sums: dict[int, list[torch.Tensor]] = {}
         for begin, end in pairwise(ends):
-            piece, *parts = compute(*(t[begin:end] for t in rows))
-            pieces.append(piece)
+            parts = compute(*(t[begin:end] for t in rows), towards_rows=False)
             sums[end] = [a + b for a, b in zip(sums[begin], parts, strict=True)] if begin else parts
-        result = torch.cat(pieces)
         self._keep(key, _Kept([weight.clone()], [t.clone() for t in rows], [result.clone()], sums))
         return [result, *sums[count]]
 
@@ -140,11 +147,13 @@ class _Apply(torch.autograd.Function):
         memory, func, settings = ctx.rest
         wanted = list(ctx.needs_input_grad[3:])
 
-        def compute(cotangent: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
-            return _gradients(func, settings, cotangent, x, weight, wanted)
+        def compute(cotangent: torch.Tensor, x: torch.Tensor, towards_rows: bool) -> list[torch.Tensor]:
+            which = [wanted[0] and towards_rows, *(need and not towards_rows for need in wanted[1:])]
+            towards, *others = _gradients(func, settings, cotangent, x, weight, which)
+            return [towards] if towards_rows else others
 
         if torch.is_grad_enabled():  # somebody differentiates the gradient itself
-            result, *sums = compute(cotangent, x)
+            result, *sums = *compute(cotangent, x, True), *compute(cotangent, x, False)
         else:
             result, *sums = memory.backward((func, repr(settings), *wanted), weight, [cotangent, x], compute)
         given = iter(sums)

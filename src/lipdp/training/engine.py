@@ -30,6 +30,7 @@ from lipdp.privacy import noise_cuda
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
+from lipdp.privacy.randomness import Claim
 from lipdp.privacy.sampling import sample_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
@@ -40,7 +41,7 @@ from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
 from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
 from lipdp.training.held import HeldState, refuse_foreign_state
-from lipdp.training.positions import Progress, layout
+from lipdp.training.positions import Claims, Progress, layout
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
 from lipdp.training.shards import Places, Shards
@@ -69,6 +70,7 @@ class _Asked(NamedTuple):
         prepared: what its noise depends on.
         noised: the answer with its noise, where it was drawn ahead.
         moved: all that follows from it, where that was begun as well.
+        claims: what was drawn ahead.
     """
 
     answer: Answer
@@ -76,6 +78,7 @@ class _Asked(NamedTuple):
     prepared: Prepared
     noised: dict[str, torch.Tensor] | None = None
     moved: Moved | None = None
+    claims: Claims = ()
 
 
 class PrivacyEngine:
@@ -424,6 +427,11 @@ class PrivacyEngine:
         """Digests of the weights, all in the first rows, and of a microbatch behind them."""
         return torch.cat([self._watch.digest_elsewhere(), noise_cuda.words_of(microbatch, self._streams.words_key)])
 
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether a step's sums are launched before the host looks at anything."""
+        return self.device.type == "cuda"
+
     def _ask(self, batch: Sample) -> _Asked:
         """What the data say to all ranks together; what one of them refuses, all do."""
         with self._ranks.together():
@@ -440,8 +448,7 @@ class PrivacyEngine:
         them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient is not
         finite must be left out of the sum, and no other record with it, or it would change all that the others say.
         """
-        number = self.steps
-        runs_ahead = self.device.type == "cuda"
+        number, runs_ahead = self.steps, self._runs_ahead
         recorded = runs_ahead and self._query.recorded
         unchanged: Flag = True
         if not runs_ahead and (unchanged := self._look()) is False:
@@ -463,11 +470,14 @@ class PrivacyEngine:
             prepared = self._streams.prepare(number, self.optimizer, self._values, batch.inputs, batch.targets, answer.seen)
             read = ask_flags([unchanged, self._project.fine, answer.fine, *self._state.same()])
             noised, moved = None, None
+            claims: list[tuple[int, Claim]] = []
             if alone and told:
-                draw = self._mechanism.draw_on_device(answer, settings, self._streams.noise(prepared))
-                moved = self._update.begin(draw, trained)
+                stream = self._streams.noise(prepared, claims)
+                moved = self._update.begin(self._mechanism.draw_on_device(answer, settings, stream), trained)
+                if moved is not None:
+                    stream.claim_last(moved.tag)
             if alone:
-                noised = self._mechanism.draw(answer, settings, self._streams.noise(prepared)) if moved is None else None
+                noised = self._mechanism.draw(answer, settings, self._streams.noise(prepared, claims)) if moved is None else None
                 self._seating.draw_ahead(self._streams.seats(number + 1))
             here = self._stands_here() if told and runs_ahead else True
             unchanged, finite, fine, *same = read()
@@ -476,10 +486,10 @@ class PrivacyEngine:
                 self._project.check()
             self._state.refuse(same)
             if unchanged and not fine and answer.again is not None:
-                answer, noised, moved = answer.again(), None, None
+                answer, noised, moved, claims = answer.again(), None, None, []
                 self._state.refuse(read_flags(self._state.same()))
         if unchanged:
-            return _Asked(answer, settings, prepared, noised, moved), turn
+            return _Asked(answer, settings, prepared, noised, moved, claims), turn
         if attempts == 0:
             raise ConfigurationError(
                 "the model's weights or settings change while a step is computed (another thread, or a forward that writes to "
@@ -508,7 +518,7 @@ class PrivacyEngine:
 
     def _release(self, asked: _Asked) -> None:
         """The one place where something about the data begins to leave in a step: its position is taken, and it is charged."""
-        self._streams.take(asked.prepared)
+        self._streams.take(asked.prepared, asked.claims)
         self.ledger.charge()
         self._account.note(self.ledger)
 
@@ -677,6 +687,13 @@ class PrivacyEngine:
             return self._clipped_share
         shares = self._mechanism.shares.values()
         return 1 - sum(shares) / len(shares) if shares else None
+
+    @property
+    def apart(self) -> str:
+        """How it is known that no record's gradient depends on the others of its batch: "proved", by the program or by following
+        every operation of a clipped pass; "alone": each record is taken by itself; "" before clipping has seen a batch.
+        """
+        return self._query.apart
 
     # ------------------------------------------------------------------ weights to use
 

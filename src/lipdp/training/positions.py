@@ -1,10 +1,12 @@
 """The book of what this process has released: each position of a run once, with the inputs that it was released for.
 
 Engines can be copied, rewound, or made twice from one state; the book can't, for it is no part of them. A position is taken here
-before its noise is drawn. Taken again for the same inputs, it is the same release to the last bit, and costs nothing; for other
-inputs it would be a second release that nobody paid for, and is refused.
+before its noise is handed out. Taken again for the same inputs, it is the same release to the last bit, and costs nothing; for
+other inputs it would be a second release that nobody paid for, and is refused.
 
-Those inputs are known by digests of data under the run's key, which its samples and its noise are bound to.
+Those inputs are known by digests of data under the run's key, which its samples and its noise are bound to; what is drawn there by
+a tag that the very sums are mixed into (:attr:`lipdp.privacy.Stream.claim`). A device keeps its own: nobody waits for it at a
+position that was never taken.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ from torch.utils.data import Subset, TensorDataset
 from lipdp.digest import Tag, content_digest
 from lipdp.errors import BudgetError, LipdpWarning
 from lipdp.inputs import leaves, named_leaves
-from lipdp.privacy.randomness import derive_key
+from lipdp.privacy.randomness import Claim, derive_key
 from lipdp.training.batches import Rows, check_dataset, gather, slices
 
 __all__ = [
+    "Claims",
     "Progress",
     "batch_digest",
     "claim_draw",
@@ -40,6 +43,9 @@ __all__ = [
 
 _SIZE = 16  # bytes of a trail that are kept
 _COLUMNS = 16  # words of a position that are kept on a device: of weights by type, of inputs and targets
+_TAG = 4  # those of a draw
+Claims = Sequence[tuple[int, Claim]]
+"""Draws of a position, by number, and what stands for each."""
 
 
 class _Run:
@@ -48,8 +54,8 @@ class _Run:
     def __init__(self) -> None:
         self.steps = bytearray()
         self.named: dict[str, bytes] = {}
-        self.draws: dict[tuple[int | str, int], bytes] = {}
-        self.words: torch.Tensor | None = None
+        self.draws: dict[tuple[int | str, int], Claim] = {}
+        self.words, self.tags = _Rows(_COLUMNS), _Rows(_TAG)
 
     def before(self, position: int | str) -> bytes | None:
         """The trail of an earlier release here."""
@@ -65,24 +71,59 @@ class _Run:
             return
         self.steps.extend(bytes(max(0, _SIZE * (position + 1) - len(self.steps))))
         self.steps[_SIZE * position : _SIZE * (position + 1)] = trail
-        if words.numel():
-            self._room(position, words)[position, : words.numel()] = words.reshape(-1)
+        self.words.write(position, words)
 
     def same_words(self, position: int | str, words: torch.Tensor) -> bool:
-        """Whether what was seen on the device is what was seen there before; waits for it."""
-        if isinstance(position, str) or not words.numel():
-            return True
-        return bool((self._room(position, words)[position, : words.numel()] == words.reshape(-1)).all())
+        """Whether what was seen on the device is what was seen there before, if that was noted; waits for it."""
+        before = None if isinstance(position, str) else self.words.at(position, words.numel())
+        return before is None or not words.numel() or torch.equal(before, words.reshape(-1).cpu())
 
-    def _room(self, position: int, words: torch.Tensor) -> torch.Tensor:
-        have = 0 if self.words is None else len(self.words)
-        wide = _COLUMNS if self.words is None else self.words.shape[1]
-        if self.words is None or self.words.device != words.device or position >= have or words.numel() > wide:
+    def same_draw(self, position: int | str, number: int, tag: Claim) -> bool:
+        """Whether the draw there, if one was made, is this one; one on a device is waited for."""
+        before = self.draws.get((position, number))
+        if before is None and number == 0 and isinstance(position, int):
+            before = self.tags.at(position, _TAG)
+        if before is None:
+            return True
+        return isinstance(before, bytes) is isinstance(tag, bytes) and _read(before) == _read(tag)
+
+    def write_draw(self, position: int | str, number: int, tag: Claim) -> None:
+        """Note it, where none was made."""
+        if isinstance(tag, bytes):
+            self.draws.setdefault((position, number), tag[:_SIZE])
+        elif number == 0 and isinstance(position, int):
+            self.tags.write(position, tag)
+        else:
+            self.draws.setdefault((position, number), tag.clone())  # a recording's result is overwritten by the next
+
+
+def _read(tag: Claim) -> bytes | list[int]:
+    return tag[:_SIZE] if isinstance(tag, bytes) else tag.tolist()
+
+
+class _Rows:
+    """Words of positions, one row each, on the device that they come from; which rows there are, the host knows by itself."""
+
+    def __init__(self, width: int) -> None:
+        self._rows = torch.zeros(0, width, dtype=torch.int64)
+        self._noted = bytearray()
+
+    def write(self, position: int, words: torch.Tensor) -> None:
+        """Note them, where none were; nobody waits."""
+        if not words.numel() or self._noted[position : position + 1] == b"1":
+            return
+        self._noted.extend(b"0" * (position + 1 - len(self._noted)))
+        self._noted[position] = ord("1")
+        have, wide = self._rows.shape
+        if self._rows.device != words.device or position >= have or words.numel() > wide:
             more = torch.zeros(max(2 * have, position + 1, 64), max(wide, words.numel()), dtype=torch.int64, device=words.device)
-            if self.words is not None:
-                more[:have, :wide] = self.words.to(words.device)
-            self.words = more
-        return self.words
+            more[:have, :wide] = self._rows.to(words.device)
+            self._rows = more
+        self._rows[position, : words.numel()] = words.reshape(-1)
+
+    def at(self, position: int, count: int) -> torch.Tensor | None:
+        """The first words of a position, on the processor; ``None`` where none were noted."""
+        return self._rows[position, :count].cpu() if self._noted[position : position + 1] == b"1" else None
 
 
 _runs: dict[bytes, _Run] = {}
@@ -103,8 +144,11 @@ def know_run(run: bytes) -> None:
     _runs.setdefault(run, _Run())
 
 
-def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Tensor) -> None:
-    """Take a position (a step's number, or a release's name) for what ``trail`` and ``words`` stand for."""
+def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
+    """Take a position (a step's number, or a release's name) for what ``trail`` and ``words`` stand for.
+
+    ``claims``: draws that were made ahead, and are handed out from here on. Their tags stand for the words too.
+    """
     if run in _foreign:
         raise BudgetError(
             "this engine was made in another process, of which this one is a copy (os.fork): both would make the same releases, or "
@@ -113,20 +157,27 @@ def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Te
     book, kept = _runs.setdefault(run, _Run()), trail[:_SIZE]
     before = book.before(position)
     if before is None:
-        book.write(position, kept, words)
+        book.write(position, kept, words[:0] if claims else words)
     elif before != kept or not book.same_words(position, words):
         raise _taken(position, "from other inputs")
+    for number, tag in claims:
+        claim_draw(run, position, number, tag)
 
 
-def claim_draw(run: bytes, position: int | str, number: int, digest: bytes) -> None:
-    """A draw of noise at a position that was taken: of a second one, ``digest`` shows whether it is for the same sums.
+def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None:
+    """A draw of noise at a position that was taken: of a second one, ``tag`` shows whether it is for the same sums.
 
     Equal inputs give equal sums, unless the model or the data draw random numbers past torch's generators, or are written to past
-    torch's bookkeeping; or threads add in another order. Whatever it was, other sums are another release.
+    torch's bookkeeping; or threads (or a GPU's kernels) add in another order. Whatever it was, other sums are another release.
     """
-    kept = digest[:_SIZE]
-    if _runs.setdefault(run, _Run()).draws.setdefault((position, number), kept) != kept:
-        raise _taken(position, "with other sums from the same inputs (does something draw random numbers past torch's generators?)")
+    book = _runs.setdefault(run, _Run())
+    if not book.same_draw(position, number, tag):
+        raise _taken(
+            position,
+            "with other sums from the same inputs (does something draw random numbers past torch's generators? do a GPU's kernels "
+            "add in any order? torch.use_deterministic_algorithms(True) makes them repeat)",
+        )
+    book.write_draw(position, number, tag)
 
 
 def _taken(position: int | str, how: str) -> BudgetError:

@@ -126,6 +126,11 @@ class Query(Protocol):
         ...
 
     @property
+    def apart(self) -> str:
+        """How it is known that records don't meet, see :attr:`PrivacyEngine.apart`."""
+        ...
+
+    @property
     def recorded(self) -> bool:
         """Whether :meth:`ask` runs the proved program and nothing of the user's, so that it may begin before it is looked at."""
         ...
@@ -204,6 +209,11 @@ class ProvedQuery:
         """Of networks whose activations have one axis."""
         flat = self._analysis is not None and all(len(layer.output) <= 1 for layer in self._analysis.layers)
         return sum(p.numel() for p in self.model.parameters()) if flat else None
+
+    @property
+    def apart(self) -> str:
+        """By the program: every activation has a row for each record."""
+        return "proved"
 
     @property
     def recorded(self) -> bool:
@@ -348,6 +358,12 @@ class ClippedQuery:
         return None
 
     @property
+    def apart(self) -> str:
+        """As the clippers know it."""
+        known = [clipper.apart for clipper in self._clippers.values()]
+        return next((how for how in ("alone", "proved") if how in known), "")
+
+    @property
     def recorded(self) -> bool:
         """The module itself runs."""
         return False
@@ -486,6 +502,11 @@ class MixedQuery:
     def products(self) -> int | None:
         """Clipping takes more."""
         return None
+
+    @property
+    def apart(self) -> str:
+        """Of the clipped part."""
+        return self._clipped.apart
 
     @property
     def recorded(self) -> bool:

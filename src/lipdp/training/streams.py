@@ -25,8 +25,9 @@ from lipdp.digest import Tag, content_digest
 from lipdp.errors import ConfigurationError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
-from lipdp.privacy.randomness import KEY_BYTES, Stream, derive_key, fresh_key, mix_key
+from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh_key, mix_key
 from lipdp.training.positions import (
+    Claims,
     Progress,
     batch_digest,
     claim_draw,
@@ -279,13 +280,19 @@ class Streams:
         weights = b"" if self.private else self._weights_at_rest(parameters)
         return mix_key(derive_key(prepared.trail, weights), [prepared.seen] if len(prepared.seen) else [])
 
-    def noise(self, prepared: Prepared) -> Stream:
-        """The stream of a step's noise. What is drawn from it may leave once :meth:`take` has taken the step's position."""
-        return self._stream("noise", prepared)
+    def noise(self, prepared: Prepared, claims: list[tuple[int, Claim]] | None = None) -> Stream:
+        """The stream of a step's noise, whose position was taken. What is drawn from it is claimed in the book, or refused there.
 
-    def take(self, prepared: Prepared) -> None:
-        """Take a step's position in the book, where it may be refused."""
-        self._take(prepared)
+        ``claims``: the position was not taken yet, nor may be; what is drawn is noted here, and may leave once :meth:`take` has it.
+        """
+        stream = self._stream("noise", prepared)
+        if claims is not None and self.private:
+            stream.claim = lambda number, tag: claims.append((number, tag))
+        return stream
+
+    def take(self, prepared: Prepared, claims: Claims = ()) -> None:
+        """Take a step's position in the book, where it may be refused, for what was drawn ahead."""
+        self._take(prepared, claims)
         self.trail = prepared.trail
 
     def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -304,9 +311,9 @@ class Streams:
         self._take(prepared)
         return self._stream(name, prepared)
 
-    def _take(self, prepared: Prepared) -> None:
+    def _take(self, prepared: Prepared, claims: Claims = ()) -> None:
         if self.private:
-            take_position(self.run, *prepared)
+            take_position(self.run, *prepared, claims)
 
     def _stream(self, purpose: str, prepared: Prepared) -> Stream:
         position, trail, seen = prepared

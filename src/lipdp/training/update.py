@@ -32,7 +32,7 @@ _BUFFER = "momentum_buffer"
 # Settings of SGD that choose among its ways to compute the same, or that a recording is told in every call.
 _NO_MATTER = frozenset({"params", "lr", "initial_lr", "foreach", "fused"})
 _ARITHMETIC = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable")
-_Result = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]
+_Result = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,14 @@ class Moved:
         values: what comes there, in the recording's own memory.
         fine: whether the projected weights are finite.
         words: the watch's digest of the model with these weights.
+        tag: what the noise's draw is claimed by.
     """
 
     places: list[torch.Tensor]
     values: list[torch.Tensor]
     fine: Flag
     words: torch.Tensor
+    tag: torch.Tensor | None
 
 
 class Update:
@@ -85,8 +87,8 @@ class Update:
         if draw is None or not self._is_known(trained):
             return None
         self._draw = draw
-        weights, momenta, fine, words = self._graphed(self._rates(), *draw.inputs)
-        return Moved([*self._all, *self._momenta()], [*weights, *momenta], fine, words)
+        weights, momenta, fine, words, tag = self._graphed(self._rates(), *draw.inputs)
+        return Moved([*self._all, *self._momenta()], [*weights, *momenta], fine, words, tag)
 
     def commit(self, moved: Moved) -> None:
         """Put it in place: from here on the step is to be seen."""
@@ -96,9 +98,9 @@ class Update:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler's counter in its place notes
 
     def _work(self, rates: torch.Tensor, *inputs: torch.Tensor) -> _Result:
-        """All weights and momenta after the step, whether the weights are finite, the digest; the model's own stay as they are."""
+        """All weights and momenta after the step, whether the weights are finite, digest and tag; the model's own stay."""
         assert self._draw is not None
-        noised = self._draw.function(*inputs)
+        noised, tag = self._draw.function(*inputs)
         kept = [p.detach().clone() for p in self._all]
         with torch.no_grad(), deferred_checks() as conditions:
             momenta = self._move(noised, rates)
@@ -106,7 +108,7 @@ class Update:
             weights = [p.detach().clone() for p in self._all]
             torch._foreach_copy_(self._all, kept)
         fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=rates.device)
-        return weights, momenta, fine, self._watch.digest_elsewhere(dict(zip(map(id, self._all), weights, strict=True)))
+        return weights, momenta, fine, self._watch.digest_elsewhere(dict(zip(map(id, self._all), weights, strict=True))), tag
 
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""
