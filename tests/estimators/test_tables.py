@@ -279,7 +279,7 @@ def test_a_reproducible_fit_is_repeatable_and_says_what_it_is() -> None:
         ({"budget": "nowhere"}, None, None, "there is no budget at nowhere"),
         ({}, np.full((20, 2), np.nan), [0, 1] * 10, "NaN"),
         ({"schema": UNIT}, np.full((20, 2), np.nan), [0, 1] * 10, "column '0' has a missing value"),
-        ({}, np.zeros((20, 2)), [1] * 20, "one class only, .*1.* nothing to tell apart"),
+        ({}, np.zeros((20, 2)), [1] * 20, "one class only: there is nothing to tell apart"),
         ({}, np.zeros((20, 2)), [0, 1], "X has 20 rows and y has 2"),
         ({}, np.zeros((0, 2)), [], "minimum of 1 is required"),
         ({}, np.zeros(20), [0, 1] * 10, "Reshape your data"),
