@@ -120,11 +120,9 @@ def test_the_choice_follows_public_numbers_and_says_why() -> None:
     numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
     few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0, schema=numbers) for n in (100, 10_000))
     assert (few.method, many.method) == ("kernel", "kernel")
-    assert (few.settings["large"], many.settings["large"]) == (False, True)
     assert "3 columns, mostly numbers" in few.why
     little, much = (choose_method("auto", records=n, outputs=1, epsilon=1.0, schema=numbers) for n in (50, 10_000))
     assert (little.method, much.method) == ("linear", "kernel")
-    assert not much.settings["large"]
     assert "N·ε is 50, below 100" in little.why
     words = Schema((0, 1, 2), (UNIT, Categorical(["a", "b"]), Categorical([1, 2])))
     chosen = choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=words)
