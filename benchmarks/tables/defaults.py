@@ -234,7 +234,7 @@ def stored(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def search(these: list[Table], file: Path, first: int) -> None:
+def search(these: list[Table], file: Path, first: int, epsilons: tuple[float, ...]) -> None:
     """Every setting on every table: what is missing. Small tables are split more often."""
     done = {(t["table"], tuple(t["blocks"]), t["noise"]) for t in stored(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ def search(these: list[Table], file: Path, first: int) -> None:
         began = time.time()
         for table in these:
             noises = NOISES["numbers" if table.metric == "R2" else "classes"]
-            trials = [(n, epsilon) for n in noises if (table.name, blocks, n) not in done for epsilon in EPSILONS]
+            trials = [(n, epsilon) for n in noises if (table.name, blocks, n) not in done for epsilon in epsilons]
             if not trials:
                 continue
             splits = range(first, first + (4 if len(table.rows) < 1000 else 2))
@@ -285,9 +285,11 @@ def main() -> None:
     file = RESULTS / f"{options.what}.jsonl"
     if not options.show:
         these = (
-            list(pilots()) if options.what == "pilots" else [table for table in (*tables(), *fresh()) if table.metric != "auroc"]
+            list(pilots())
+            if options.what == "pilots"
+            else [table for table in (*fresh(), *reversed(tables())) if table.metric != "auroc"]
         )
-        search(these, file, 0 if options.what == "pilots" else 100)
+        search(these, file, *((0, EPSILONS) if options.what == "pilots" else (100, EPSILONS[:2])))
     for numbers in (False, True):
         print("numbers" if numbers else "classes")
         for epsilons in (EPSILONS, *((epsilon,) for epsilon in EPSILONS)):

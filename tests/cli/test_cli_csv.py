@@ -146,6 +146,15 @@ def test_one_source_of_records(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
 
 
+def test_training_records_are_not_judged_on(table: Path, tmp_path: Path) -> None:
+    """Their figures would be in the report as they are."""
+    (tmp_path / "copy.csv").write_bytes(table.read_bytes())
+    for test in (table, tmp_path / "copy.csv"):
+        code, told = train(table, SCHEMA, "--epsilon", "1", "--target", "kind", "--test", str(test))
+        assert code == 2
+        assert "nobody has paid for" in " ".join(told.split())
+
+
 def test_other_ways_to_write_a_table(tmp_path: Path) -> None:
     from lipdp.cli.own import CsvForm, _read_csv, _values
     from lipdp.estimators import numeric

@@ -61,12 +61,13 @@ class CsvForm:
 
 def train_images(images: Path, *, test: Path | None, features: str, **common: Any) -> None:
     """Fit :class:`lipdp.PrivateImageClassifier` on a folder or an .npz file, and judge it on what was held out or given."""
-    from lipdp.data.images import read_images
+    from lipdp.data.images import read_images, read_labels, read_pictures
     from lipdp.estimators import PrivateImageClassifier
 
-    own = _check(common, test, "--images")
+    own = _check(common, images, test, "--images")
     x, y = read_images(images, side=_SIDE)
-    judged = None if test is None else read_images(test, side=_SIDE)
+    shape = (1 if x.ndim == 3 else x.shape[-1], *x.shape[1:3])  # in folders; a file holds what it holds
+    judged = None if test is None else (read_pictures(test, shape), read_labels(test))
     if common["validation_fraction"] is not None:
         x, y, judged = _split(x, y, common["validation_fraction"])
     command = ["--images", str(images), *([] if features == "auto" else ["--features", features])]
@@ -78,7 +79,7 @@ def train_table(file: Path, *, target: str | None, schema: Path | None, test: Pa
     from lipdp.estimators import PrivateClassifier, PrivateRegressor
     from lipdp.estimators.schema import Numeric
 
-    own = _check(common, test, "--csv")
+    own = _check(common, file, test, "--csv")
     columns = _read_csv(file, form)
     if target is None:
         raise ConfigurationError(f"--csv needs the column to predict: --target NAME. '{file}' has {_listed(columns)}")
@@ -107,17 +108,29 @@ def train_table(file: Path, *, target: str | None, schema: Path | None, test: Pa
     _finish(model, file, x, y, judged, test, command, **common)
 
 
-def _check(common: dict[str, Any], test: Path | None, option: str) -> dict[str, Any]:
+def _check(common: dict[str, Any], place: Path, test: Path | None, option: str) -> dict[str, Any]:
     """What is wrong before a record is read; the estimator's own arguments."""
     if common["epsilon"] is None:
         raise ConfigurationError(f"{option} needs a budget: give --epsilon, e.g. --epsilon 3")
     if test is not None and common["validation_fraction"] is not None:
         raise ConfigurationError("give --test or --validation-fraction, not both")
+    if test is not None and _same(place, test):
+        raise ConfigurationError(
+            f"--test '{test}' holds the records of {option} '{place}': figures of the training records, as they are, would be a "
+            "release that nobody has paid for. Give other records, or --validation-fraction 0.2"
+        )
     output = common["output"]
     if output is not None and any((output / name).exists() for name in _FILES):
         raise ConfigurationError(f"'{output}' already holds another run. Choose another --output folder.")
     names = ("epsilon", "delta", "reproducible", "device", "budget")
     return {**{name: common[name] for name in names}, "random_state": common["seed"]}
+
+
+def _same(place: Path, other: Path) -> bool:
+    """Whether they are one folder or file, or two files of the same bytes."""
+    if not (place.exists() and other.exists()):
+        return False
+    return place.samefile(other) or (place.is_file() and other.is_file() and place.read_bytes() == other.read_bytes())
 
 
 def _finish(
