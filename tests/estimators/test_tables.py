@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_iris
 from sklearn.exceptions import NotFittedError
@@ -19,7 +20,7 @@ from sklearn.utils.estimator_checks import check_estimator, estimator_checks_gen
 import lipdp
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice, LipdpWarning, RepeatedRunWarning
 from lipdp.estimators import Categorical, Numeric, categorical, numeric
-from lipdp.estimators.methods import METHODS, choose_method
+from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.repeats import forget_rows
 from lipdp.estimators.schema import Schema
 
@@ -155,6 +156,47 @@ def test_a_line_and_a_curve_are_learned_by_one_method() -> None:
         model = lipdp.PrivateClassifier(3.0, schema=Numeric(-1, 1)).fit(rows[:2400], labels[:2400])
         assert model.choice_.method == "kernel"
         assert model.score(rows[2400:], labels[2400:]) > 0.85
+
+
+def test_three_kinds_of_features_share_one_bound() -> None:
+    """Columns, a kernel on all of them, a kernel of each by itself: rows of norm 1 together, so Δ is the clip."""
+    numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
+    choice = choose_method("auto", records=5000, outputs=1, epsilon=1.0, schema=numbers)
+    model = make_model(choice, numbers, 1)
+    rows = torch.randn(50, numbers.width)
+    seen = torch.nn.Sequential(*list(model)[:-2])(rows)
+    assert torch.allclose(seen.norm(dim=1), torch.ones(50), atol=1e-4)
+    assert seen.shape[1] == 1000 + numbers.width + 1
+    decided = lipdp.plan(
+        model, lipdp.losses.Huber(), dataset_size=5000, batch_size=5000, delta=1e-5, noise_multiplier=9.0, steps=100
+    )
+    assert decided.sensitivity == pytest.approx(choice.settings["clip"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("records", "momentum"), [(100, 0.0), (3000, 0.9)])
+def test_momentum_where_plain_steps_would_be_unstable(records, momentum) -> None:
+    numbers = Schema((0, 1), (UNIT, UNIT))
+    for outputs, loss in ((2, lipdp.losses.Squares()), (1, lipdp.losses.Huber())):
+        choice = choose_method("kernel", records=records, outputs=outputs, epsilon=3.0, schema=numbers)
+        model = make_model(choice, numbers, outputs)
+        decided = lipdp.plan(model, loss, dataset_size=records, batch_size=records, delta=1e-5, noise_multiplier=15.0, steps=100)
+        optimizer, _ = make_optimizer(choice, model, decided)
+        (group,) = optimizer.param_groups
+        assert group["momentum"] == momentum
+        plain = group["lr"] / (1 - momentum)
+        assert (plain > 2) == (momentum > 0)
+        assert plain * decided.sensitivity * 100 / 2 == pytest.approx(choice.settings["noise"] * records / 1.5)
+
+
+def test_shares_are_in_the_order_of_the_outputs() -> None:
+    x, y = _rows(100)
+    model = lipdp.PrivateClassifier(0.5, schema=UNIT).fit(x, y)
+    margins = np.linspace(-5, 5, 201)
+    shares = model._shares(np.stack([0.3 - margins / 2, 0.3 + margins / 2], axis=1))
+    assert (np.diff(shares[:, 1]) > 0).all()
+    assert np.allclose(shares.sum(1), 1)
+    middle = np.abs(margins) < 0.85
+    assert np.allclose(shares[middle, 1], 0.5 + margins[middle] / 2)
 
 
 def test_a_fit_that_can_not_learn_says_so_and_one_that_can_does_not() -> None:
