@@ -27,7 +27,8 @@ def test_one_version_everywhere() -> None:
 @pytest.mark.skipif(not os.environ.get("LIPDP_PACKAGING"), reason="builds and installs: set LIPDP_PACKAGING to run it")
 def test_a_wheel_and_a_source_archive_work_in_a_clean_environment(tmp_path) -> None:
     def run(*command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200)
+        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # nothing of this checkout
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1200, env=alone)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

@@ -173,6 +173,7 @@ def test_three_kinds_of_features_share_one_bound() -> None:
     assert decided.sensitivity == pytest.approx(choice.settings["clip"], rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
 @pytest.mark.parametrize(("records", "momentum"), [(30, 0.0), (9000, 0.9)])
 def test_momentum_where_plain_steps_would_be_unstable(records, momentum) -> None:
     numbers = Schema((0, 1), (UNIT, UNIT))
