@@ -142,7 +142,13 @@ def test_interrupted_and_resumed(clone, tmp_path) -> None:
     settings = ["--noise-multiplier", "20", "--epochs", "600", "--checkpoint", "run.ckpt"]
     words = [_python(clone), "-m", "lipdp", "train", "digits", *settings]
     process = subprocess.Popen(
-        words, cwd=tmp_path, env=_environment(clone), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words,
+        cwd=tmp_path,
+        env=_environment(clone),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where a shell runs this in the background
     )
     while not (tmp_path / "run.ckpt.lock").exists() and process.poll() is None:  # it has begun
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 
 import numpy as np
@@ -126,9 +127,39 @@ MISTAKES = {
         lambda: lipdp.PrivateClassifier(schema={"age": (0, 1)}).fit(np.zeros((9, 1)), [0, 1, 0] * 3),
         "'age'",
     ),
+    "a path of a table": (lambda: tables("people.csv"), "read_csv"),
+    "a list of dicts": (lambda: tables([{"age": 3}] * 9), "DataFrame"),
+    "one column, not a table": (lambda: tables(Series([1.0] * 9)), "to_frame"),
+    "texts where numbers are": (lambda: tables(np.array([["secret"]] * 9, object)), "texts"),
+    "a text in a column of numbers": (lambda: tables(np.array([["secret"]] * 9, object), schema={0: (0, 1)}), "no number"),
+    "complex numbers in a table": (lambda: tables(np.full((9, 1), 1j)), "complex"),
+    "missing labels": (lambda: tables(y=np.array([None, "a", "b"] * 3, object)), "missing labels"),
+    "labels that are not numbers": (lambda: tables(y=[math.nan, 1.0, 2.0] * 3), "missing labels"),
+    "labels of two types": (lambda: tables(y=np.array([1, "a", "b"] * 3, object)), "int, str"),
+    "one class": (lambda: tables(y=["yes"] * 9), "classes=[…]"),
+    "numbers as classes": (lambda: tables(y=np.linspace(0, 1, 9) ** 2), "PrivateRegressor"),
+    "classes as numbers": (lambda: regressed(["old"] * 9), "PrivateClassifier"),
+    "dates as numbers": (lambda: regressed(np.arange(9).astype("datetime64[D]")), "days since"),
+    "a date in a schema": (lambda: tables(schema={0: (datetime.date(2020, 1, 1), datetime.date(2021, 1, 1))}), "dates"),
+    "a GPU that is not there": (lambda: tables(device="cuda" if not torch.cuda.is_available() else "gpu"), "device"),
+    "pictures of several sizes in a list": (lambda: tables([np.zeros((9, 9)), np.zeros((8, 9))]), "one size"),
     "a report of nothing": (lambda: __import__("lipdp.report").report.read_run("nowhere"), "plan.json"),
     "a rate for a head at 0": (lambda: lipdp.suggest_optimizer((net := seq(_zero())), plan(net)), "start at 0"),
 }
+
+
+def tables(rows=None, y=(0, 1, 0) * 3, **options):
+    return lipdp.PrivateClassifier(**{"schema": None, **options}).fit(np.zeros((9, 1)) if rows is None else rows, y)
+
+
+def regressed(y):
+    return lipdp.PrivateRegressor(schema={0: (0, 1)}, target=(0, 1)).fit(np.zeros((9, 1)), y)
+
+
+class Series(list):
+    """As much of pandas' as is looked at."""
+
+    ndim, index = 1, ()
 
 
 def _zero():
@@ -152,3 +183,4 @@ def test_a_mistake_is_told(name, tmp_path, monkeypatch) -> None:
     assert thing.lower() in text.lower(), text
     assert len(text.split()) >= 7, f"it says too little: {text}"
     assert "traceback" not in text.lower()
+    assert "secret" not in text, "it shows somebody's record"

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lipdp.cli import app
+from lipdp.errors import DataError
 from lipdp.privacy import Budget
 from lipdp.report import read_run
 
@@ -92,6 +93,9 @@ WRONG = [
     ({**SCHEMA, "age": "numbers"}, ["--epsilon", "1", "--target", "kind"], 'says "numbers" of column'),
     ({**SCHEMA, "job": ["clerk"]}, ["--epsilon", "1", "--target", "kind"], "not among its 1 declared"),
     ({**SCHEMA, "job": [0, 1]}, ["--epsilon", "1", "--target", "kind"], "has a cell that is none"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--separator", "::"], "one character"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--decimal", ","], "not the same"),
+    (SCHEMA, ["--epsilon", "1", "--target", "kind", "--encoding", "utf-88"], "is not known"),
     ({**SCHEMA, "kind": ["old"]}, ["--epsilon", "1", "--target", "kind"], "classes"),
     ({**SCHEMA, "hours": [0, 60]}, ["--epsilon", "1", "--target", "kind"], "missing"),
     ("{", ["--epsilon", "1", "--target", "kind"], "is no JSON file"),
@@ -116,7 +120,8 @@ def test_mistakes_are_told(table: Path, schema: object, words: list[str], said: 
         ("a,b\n", "no rows"),
         ("a,a\n1,2\n", "no two alike"),
         ("a,b\n1\n", "line 2 of"),
-        ("a;b\n1;2\n", "it has 'a;b'"),
+        ("a;b\n1;2\n", "--separator ';'"),
+        ("a\tb\n1\t2\n", "--separator tab"),
         ("b\n1\n2\n", "no column but 'b'"),
     ],
 )
@@ -127,6 +132,40 @@ def test_files_that_are_no_tables(tmp_path: Path, content: str, said: str) -> No
     assert said in told.output + (told.stderr if told.stderr_bytes else "")
 
 
-@pytest.mark.parametrize("words", [["digits", "--csv", "x.csv"], ["digits", "--target", "y"], ["--images", "x", "--csv", "y"], []])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["digits", "--csv", "x.csv"],
+        ["digits", "--target", "y"],
+        ["digits", "--separator", ";"],
+        ["--images", "x", "--csv", "y"],
+        [],
+    ],
+)
 def test_one_source_of_records(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
+
+
+def test_training_records_are_not_judged_on(table: Path, tmp_path: Path) -> None:
+    """Their figures would be in the report as they are."""
+    (tmp_path / "copy.csv").write_bytes(table.read_bytes())
+    for test in (table, tmp_path / "copy.csv"):
+        code, told = train(table, SCHEMA, "--epsilon", "1", "--target", "kind", "--test", str(test))
+        assert code == 2
+        assert "nobody has paid for" in " ".join(told.split())
+
+
+def test_other_ways_to_write_a_table(tmp_path: Path) -> None:
+    from lipdp.cli.own import CsvForm, _read_csv, _values
+    from lipdp.estimators import numeric
+
+    (tmp_path / "t.csv").write_text("straße;größe\nÄußere;1,5\nInnere;NA\n", encoding="cp1252")
+    with pytest.raises(DataError, match="--encoding"):
+        _read_csv(tmp_path / "t.csv", CsvForm(";"))
+    form = CsvForm(";", ",", "cp1252")
+    columns = _read_csv(tmp_path / "t.csv", form)
+    assert columns["straße"] == ["Äußere", "Innere"]
+    assert np.array_equal(_values("größe", columns["größe"], numeric(0, 2, missing=True), form), [1.5, np.nan], equal_nan=True)
+    with pytest.raises(DataError, match=r'\{"größe": \{"low": 0, "high": 2, "missing": true\}\}'):
+        _values("größe", columns["größe"], numeric(0, 2), form)
+    assert form.words == ["--separator", ";", "--decimal", ",", "--encoding", "cp1252"]

@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_iris
 from sklearn.exceptions import NotFittedError
@@ -19,7 +20,7 @@ from sklearn.utils.estimator_checks import check_estimator, estimator_checks_gen
 import lipdp
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice, LipdpWarning, RepeatedRunWarning
 from lipdp.estimators import Categorical, Numeric, categorical, numeric
-from lipdp.estimators.methods import METHODS, choose_method
+from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.repeats import forget_rows
 from lipdp.estimators.schema import Schema
 
@@ -128,11 +129,9 @@ def test_the_choice_follows_public_numbers_and_says_why() -> None:
     numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
     few, many = (choose_method("auto", records=n, outputs=2, epsilon=1.0, schema=numbers) for n in (100, 10_000))
     assert (few.method, many.method) == ("kernel", "kernel")
-    assert (few.settings["large"], many.settings["large"]) == (False, True)
     assert "3 columns, mostly numbers" in few.why
     little, much = (choose_method("auto", records=n, outputs=1, epsilon=1.0, schema=numbers) for n in (50, 10_000))
     assert (little.method, much.method) == ("linear", "kernel")
-    assert not much.settings["large"]
     assert "N·ε is 50, below 100" in little.why
     words = Schema((0, 1, 2), (UNIT, Categorical(["a", "b"]), Categorical([1, 2])))
     chosen = choose_method("auto", records=10_000, outputs=2, epsilon=1.0, schema=words)
@@ -165,6 +164,48 @@ def test_a_line_and_a_curve_are_learned_by_one_method() -> None:
         model = lipdp.PrivateClassifier(3.0, schema=Numeric(-1, 1)).fit(rows[:2400], labels[:2400])
         assert model.choice_.method == "kernel"
         assert model.score(rows[2400:], labels[2400:]) > 0.85
+
+
+def test_three_kinds_of_features_share_one_bound() -> None:
+    """Columns, a kernel on all of them, a kernel of each by itself: rows of norm 1 together, so Δ is the clip."""
+    numbers = Schema((0, 1, 2), (UNIT, UNIT, Categorical([1, 2])))
+    choice = choose_method("auto", records=5000, outputs=1, epsilon=1.0, schema=numbers)
+    model = make_model(choice, numbers, 1)
+    rows = torch.randn(50, numbers.width)
+    seen = torch.nn.Sequential(*list(model)[:-2])(rows)
+    assert torch.allclose(seen.norm(dim=1), torch.ones(50), atol=1e-4)
+    assert seen.shape[1] == 1000 + numbers.width + 1
+    decided = lipdp.plan(
+        model, lipdp.losses.Huber(), dataset_size=5000, batch_size=5000, delta=1e-5, noise_multiplier=9.0, steps=100
+    )
+    assert decided.sensitivity == pytest.approx(choice.settings["clip"], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+@pytest.mark.parametrize(("records", "momentum"), [(30, 0.0), (9000, 0.9)])
+def test_momentum_where_plain_steps_would_be_unstable(records, momentum) -> None:
+    numbers = Schema((0, 1), (UNIT, UNIT))
+    for outputs, loss in ((2, lipdp.losses.Squares()), (1, lipdp.losses.Huber())):
+        choice = choose_method("kernel", records=records, outputs=outputs, epsilon=3.0, schema=numbers)
+        model = make_model(choice, numbers, outputs)
+        decided = lipdp.plan(model, loss, dataset_size=records, batch_size=records, delta=1e-5, noise_multiplier=15.0, steps=100)
+        optimizer, _ = make_optimizer(choice, model, decided)
+        (group,) = optimizer.param_groups
+        assert group["momentum"] == momentum
+        plain = group["lr"] / (1 - momentum)
+        assert (plain > choice.settings["unstable"]) == (momentum > 0)
+        assert plain * decided.sensitivity * 100 / 2 == pytest.approx(choice.settings["noise"] * records / 1.5)
+
+
+def test_shares_are_in_the_order_of_the_outputs() -> None:
+    x, y = _rows(100)
+    model = lipdp.PrivateClassifier(0.5, schema=UNIT).fit(x, y)
+    margins = np.linspace(-5, 5, 201)
+    shares = model._shares(np.stack([0.3 - margins / 2, 0.3 + margins / 2], axis=1))
+    assert (np.diff(shares[:, 1]) > 0).all()
+    assert np.allclose(shares.sum(1), 1)
+    middle = np.abs(margins) < 0.85
+    assert np.allclose(shares[middle, 1], 0.5 + margins[middle] / 2)
 
 
 def test_a_fit_that_can_not_learn_says_so_and_one_that_can_does_not() -> None:
@@ -290,7 +331,7 @@ def test_a_reproducible_fit_is_repeatable_and_says_what_it_is() -> None:
         ({"budget": "nowhere"}, None, None, "there is no budget at nowhere"),
         ({}, np.full((20, 2), np.nan), [0, 1] * 10, "NaN"),
         ({"schema": UNIT}, np.full((20, 2), np.nan), [0, 1] * 10, "column '0' has a missing value"),
-        ({}, np.zeros((20, 2)), [1] * 20, "one class only, .*1.* nothing to tell apart"),
+        ({}, np.zeros((20, 2)), [1] * 20, "one class only: there is nothing to tell apart"),
         ({}, np.zeros((20, 2)), [0, 1], "X has 20 rows and y has 2"),
         ({}, np.zeros((0, 2)), [], "minimum of 1 is required"),
         ({}, np.zeros(20), [0, 1] * 10, "Reshape your data"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -86,6 +88,35 @@ def test_a_reproducible_run_is_not_private_and_says_so_loudly(repeatable) -> Non
     assert "reproducible 7" not in page + text
 
 
+def test_what_the_odds_change_by(run) -> None:
+    """Adding and removing: what a record held is two steps away, so e^2ε. Replacing: one."""
+    record = read_run(run)
+    small = dataclasses.replace(record, epsilon=0.5)
+    said = statement(small)
+    assert "whether one given record was used, by a factor of at most e^ε = 1.65" in said
+    assert "what that record held, by a factor of at most e^2ε = 2.72, but for a probability of about (1 + e^ε)·δ = 0.00026" in said
+    replaced = dataclasses.replace(small, plan=dataclasses.replace(record.plan, adjacency="replace_one"))
+    assert "what one given record held, by a factor of at most e^ε = 1.65, but" in statement(replaced)
+    assert "e^2ε" not in statement(replaced)
+    for epsilon in (30.0, 1e4, math.inf):
+        assert "next to no protection" in statement(dataclasses.replace(record, epsilon=epsilon))
+
+
+def test_what_was_not_judged_and_numbers_that_are_no_classes(copy) -> None:
+    _edit(copy, "result.json", evaluated_on=None, accuracy=None)
+    _edit(copy, "about.json", evaluation=None)
+    text = markdown([read_run(copy)])
+    assert "None" not in text
+    assert "the set of classes" not in text
+    assert "judged on no records" in text
+
+
+def test_an_audit_that_found_more_than_is_promised(copy) -> None:
+    for refuted, lower, said in ((False, 0.5, "nothing refutes"), (True, 0.5, "REFUTED"), (False, 5.0, "REFUTED")):
+        _edit(copy, "result.json", audit={"refuted": refuted, "epsilon": {"epsilon": lower, "claimed": 1.0}})
+        assert said in markdown([read_run(copy)])
+
+
 def test_epsilon_is_the_accountants_whatever_the_files_say(copy) -> None:
     true = read_run(copy).epsilon
     _edit(copy, "result.json", epsilon=true / 10)
@@ -153,6 +184,7 @@ def test_several_runs_side_by_side(run, copy, repeatable, tmp_path) -> None:
     total = sum(own["epsilon"] for own in told["runs"][:2])
     text = (tmp_path / "all" / "report.md").read_text()
     assert f"2 private runs on digits: whoever publishes all of them spends up to ε = {upwards(total)} at δ = 0.0002" in text
+    assert "1 of the 3 runs on digits are not private" in text
     refused = CliRunner().invoke(app, ["report", str(run), str(copy)])
     assert refused.exit_code == 2
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import shlex
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,33 +17,70 @@ from lipdp.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from lipdp.estimators.schema import Column
 
-__all__ = ["train_images", "train_table"]
+__all__ = ["CsvForm", "train_images", "train_table"]
 
 _FILES = ("plan.json", "history.json", "result.json", "model.lipdp", "report.md")
 _SCHEMA = "schema.json"
+_SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
+
+
+@dataclass(frozen=True)
+class CsvForm:
+    """How a table is written down.
+
+    Attributes:
+        separator: between cells.
+        decimal: between a number's whole part and the rest.
+        encoding: of the file.
+    """
+
+    separator: str = ","
+    decimal: str = "."
+    encoding: str = "utf-8"
+
+    def __post_init__(self) -> None:
+        if self.separator.lower() in ("tab", "\\t"):
+            object.__setattr__(self, "separator", "\t")
+        if len(self.separator) != 1 or self.decimal not in (".", ",") or self.separator == self.decimal:
+            raise ConfigurationError(
+                f"--separator {self.separator!r} --decimal {self.decimal!r}: one character between cells, a point or a comma in "
+                "numbers, and not the same. For example --separator ';' --decimal ','"
+            )
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise ConfigurationError(f"--encoding {self.encoding!r} is not known: utf-8, latin-1, cp1252, utf-16") from None
+
+    @property
+    def words(self) -> list[str]:
+        """As given on the command line."""
+        usual = CsvForm()
+        pairs = [(name, getattr(self, name)) for name in ("separator", "decimal", "encoding")]
+        return [word for name, value in pairs if value != getattr(usual, name) for word in (f"--{name}", value)]
 
 
 def train_images(images: Path, *, test: Path | None, features: str, **common: Any) -> None:
     """Fit :class:`lipdp.PrivateImageClassifier` on a folder or an .npz file, and judge it on what was held out or given."""
-    from lipdp.data.images import read_images
+    from lipdp.data.images import read_images, read_labels, read_pictures
     from lipdp.estimators import PrivateImageClassifier
 
-    own = _check(common, test, "--images")
-    x, y = read_images(images)
-    judged = None if test is None else read_images(test)
+    own = _check(common, images, test, "--images")
+    x, y = read_images(images, side=_SIDE)
+    shape = (1 if x.ndim == 3 else x.shape[-1], *x.shape[1:3])  # in folders; a file holds what it holds
+    judged = None if test is None else (read_pictures(test, shape), read_labels(test))
     if common["validation_fraction"] is not None:
         x, y, judged = _split(x, y, common["validation_fraction"])
     command = ["--images", str(images), *([] if features == "auto" else ["--features", features])]
     _finish(PrivateImageClassifier(features=features, **own), images, x, y, judged, test, command, **common)
 
 
-def train_table(file: Path, *, target: str | None, schema: Path | None, test: Path | None, **common: Any) -> None:
+def train_table(file: Path, *, target: str | None, schema: Path | None, test: Path | None, form: CsvForm, **common: Any) -> None:
     """Fit :class:`lipdp.PrivateClassifier` or PrivateRegressor on a CSV file, by what a schema declares of its columns."""
     from lipdp.estimators import PrivateClassifier, PrivateRegressor
     from lipdp.estimators.schema import Numeric
 
-    own = _check(common, test, "--csv")
-    columns = _read_csv(file)
+    own = _check(common, file, test, "--csv")
+    columns = _read_csv(file, form)
     if target is None:
         raise ConfigurationError(f"--csv needs the column to predict: --target NAME. '{file}' has {_listed(columns)}")
     if target not in columns:
@@ -51,17 +90,17 @@ def train_table(file: Path, *, target: str | None, schema: Path | None, test: Pa
     if unknown:
         raise ConfigurationError(f"'{schema}' declares {unknown[0]!r}, and '{file}' has no such column; it has {_listed(columns)}")
     goal = declared.pop(target, None)
-    x, y = _frame(columns, target, declared, goal, file)
+    x, y = _frame(columns, target, declared, goal, file, form)
     texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
     if texts:
         raise DataError(
             f"column {texts[0]!r} holds texts, and which of them occur is private. Declare those that may occur: --schema "
             f'schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], "other": true}} for the most usual ones'
         )
-    judged = None if test is None else _frame(_read_csv(test), target, declared, goal, test, list(x.columns))
+    judged = None if test is None else _frame(_read_csv(test, form), target, declared, goal, test, form, list(x.columns))
     if common["validation_fraction"] is not None:
         x, y, judged = _split(x, y, common["validation_fraction"])
-    command = ["--csv", str(file), "--target", target, *([] if schema is None else ["--schema", str(schema)])]
+    command = ["--csv", str(file), "--target", target, *([] if schema is None else ["--schema", str(schema)]), *form.words]
     if isinstance(goal, Numeric):
         model: Any = PrivateRegressor(schema=declared, target=(goal.low, goal.high), **own)
     else:
@@ -69,17 +108,29 @@ def train_table(file: Path, *, target: str | None, schema: Path | None, test: Pa
     _finish(model, file, x, y, judged, test, command, **common)
 
 
-def _check(common: dict[str, Any], test: Path | None, option: str) -> dict[str, Any]:
+def _check(common: dict[str, Any], place: Path, test: Path | None, option: str) -> dict[str, Any]:
     """What is wrong before a record is read; the estimator's own arguments."""
     if common["epsilon"] is None:
         raise ConfigurationError(f"{option} needs a budget: give --epsilon, e.g. --epsilon 3")
     if test is not None and common["validation_fraction"] is not None:
         raise ConfigurationError("give --test or --validation-fraction, not both")
+    if test is not None and _same(place, test):
+        raise ConfigurationError(
+            f"--test '{test}' holds the records of {option} '{place}': figures of the training records, as they are, would be a "
+            "release that nobody has paid for. Give other records, or --validation-fraction 0.2"
+        )
     output = common["output"]
     if output is not None and any((output / name).exists() for name in _FILES):
         raise ConfigurationError(f"'{output}' already holds another run. Choose another --output folder.")
     names = ("epsilon", "delta", "reproducible", "device", "budget")
     return {**{name: common[name] for name in names}, "random_state": common["seed"]}
+
+
+def _same(place: Path, other: Path) -> bool:
+    """Whether they are one folder or file, or two files of the same bytes."""
+    if not (place.exists() and other.exists()):
+        return False
+    return place.samefile(other) or (place.is_file() and other.is_file() and place.read_bytes() == other.read_bytes())
 
 
 def _finish(
@@ -239,17 +290,29 @@ class _Frame:
         return _Frame({name: column[which] for name, column in self._values.items()})
 
 
-def _read_csv(path: Path) -> dict[str, list[str]]:
+def _read_csv(path: Path, form: CsvForm) -> dict[str, list[str]]:
     """The columns of a file, as texts, by the names in its first row."""
     if not path.is_file():
         raise DataError(f"there is no file '{path}'")
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = [line for line in csv.reader(file) if line]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"'{path}' can't be read as a CSV file in UTF-8: {error}") from None
+        encoding = "utf-8-sig" if form.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else form.encoding
+        with path.open(newline="", encoding=encoding) as file:
+            lines = [line for line in csv.reader(file, delimiter=form.separator) if line]
+    except UnicodeError:
+        raise DataError(
+            f"'{path}' can't be read as a text in {form.encoding}: give the encoding that it was written in, --encoding latin-1, "
+            "cp1252 or utf-16"
+        ) from None
+    except csv.Error as error:
+        raise DataError(f"'{path}' can't be read as a CSV file: {error}") from None
     if len(lines) < 2:
         raise DataError(f"'{path}' has no rows: a first row with the names of the columns is expected, and records below it")
+    other = next((mark for mark in (",", ";", "\t", "|") if mark != form.separator and mark in lines[0][0]), None)
+    if len(lines[0]) == 1 and other is not None:
+        raise DataError(
+            f"the first row of '{path}' is one cell with {other!r} in it, where cells are to be parted by {form.separator!r}: give "
+            f"--separator {'tab' if other == chr(9) else shlex.quote(other)}"
+        )
     header, rows = [name.strip() for name in lines[0]], lines[1:]
     if len(set(header)) < len(header) or "" in header:
         raise DataError(f"the first row of '{path}' has to name each column, and no two alike; it is {header[:8]}")
@@ -257,7 +320,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
     if short is not None:
         raise DataError(
             f"line {short} of '{path}' has another number of cells than its first row has names, {len(header)}. Cells are parted "
-            "by commas; texts with commas stand in double quotes"
+            f"by {form.separator!r}; texts that hold one stand in double quotes (--separator, if they are parted by another)"
         )
     return {name: [row[place].strip() for row in rows] for place, name in enumerate(header)}
 
@@ -268,34 +331,60 @@ def _frame(
     declared: dict[str, Column],
     goal: Column | None,
     path: Path,
+    form: CsvForm,
     names: list[str] | None = None,
 ) -> tuple[_Frame, Any]:
     """(columns, targets): numbers where numbers are declared, or where all cells are numbers and nothing is declared."""
+    import numpy as np
+
+    from lipdp.estimators.schema import Categorical
+
     absent = [name for name in [*(names or ()), target] if name not in columns]
     if absent:
         raise DataError(f"'{path}' has no column {absent[0]!r}; it has {_listed(columns)}")
     wanted = [name for name in columns if name != target] if names is None else names
     if not wanted:
         raise DataError(f"'{path}' has no column but {target!r}: there is nothing to predict it from")
-    return _Frame({name: _values(name, columns[name], declared.get(name)) for name in wanted}), _values(
-        target, columns[target], goal
-    )
+    read = {name: _values(name, columns[name], declared.get(name), form) for name in wanted}
+    classes = isinstance(goal, Categorical)  # the estimator looks whether they are the declared ones
+    return _Frame(read), np.array(columns[target], dtype=object) if classes else _values(target, columns[target], goal, form)
 
 
-def _values(name: str, cells: list[str], declared: Column | None) -> Any:
+_MISSING = ("", "na", "n/a", "nan", "null", "none")
+
+
+def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm) -> Any:
+    """A column's values; what is wrong with them is said in terms of the schema's file."""
     import numpy as np
 
     from lipdp.estimators.schema import Categorical, Numeric
 
+    quoted = json.dumps(name, ensure_ascii=False)
     if isinstance(declared, Categorical):
+        if not declared.other and not set(cells) <= set(declared.values):
+            raise DataError(
+                f"column {name!r} has cells that are not among its {len(declared.values)} declared categories. List them all in "
+                f'the schema, or {{{quoted}: {{"values": […], "other": true}}}}, which gives the rest one category of their own'
+            )
         return np.array(cells, dtype=object)
+    absent = [cell.lower() in _MISSING for cell in cells]
     try:
-        return np.array([float(cell) if cell else float("nan") for cell in cells])
-    except ValueError as error:
+        numbers = np.array(
+            [np.nan if gone else float(cell.replace(form.decimal, ".")) for cell, gone in zip(cells, absent, strict=True)]
+        )
+    except ValueError:  # without the cell: it is somebody's
         if isinstance(declared, Numeric):
-            said = str(error).rpartition(": ")[0] or "one is no number"
-            raise DataError(f"column {name!r} is declared as numbers, and has a cell that is none ({said})") from None
+            raise DataError(
+                f"column {name!r} is declared as numbers, and has a cell that is none: repair it, or give --decimal ',' where "
+                "numbers have a comma"
+            ) from None
         return np.array(cells, dtype=object)
+    if isinstance(declared, Numeric) and any(absent) and not declared.missing:
+        raise DataError(
+            f"column {name!r} has missing values (empty cells, NA, null). Declare that they may be missing, "
+            f'{{{quoted}: {{"low": {declared.low:g}, "high": {declared.high:g}, "missing": true}}}}, or repair such rows'
+        )
+    return numbers
 
 
 _FORMS = (

@@ -29,6 +29,7 @@ _EXTRAS = {
     "optuna": "lipdp sweep: pip install 'lipdp[sweep]'",
     "opendp": "OpenDP's noise for mechanisms: pip install 'lipdp[mechanisms]'",
     "pandas": "DataFrames in the estimators: pip install pandas",
+    "pillow": "folders of pictures in the estimators: pip install pillow",
     "tensorboard": "training.TensorBoardLogger: pip install tensorboard",
 }
 

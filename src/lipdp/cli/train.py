@@ -26,7 +26,7 @@ from lipdp.cli.options import (
     training_size,
 )
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
-from lipdp.cli.own import train_images, train_table
+from lipdp.cli.own import CsvForm, train_images, train_table
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
 if TYPE_CHECKING:
@@ -129,6 +129,13 @@ def train(
             rich_help_panel=_OWN,
         ),
     ] = None,
+    separator: Annotated[
+        str, typer.Option(metavar="CHARACTER", help="Of the table: what parts its cells; tab for tabulators.", rich_help_panel=_OWN)
+    ] = ",",
+    decimal: Annotated[
+        str, typer.Option(metavar="CHARACTER", help="Of the table: the decimal point of its numbers.", rich_help_panel=_OWN)
+    ] = ".",
+    encoding: Annotated[str, typer.Option(help="Of the table: utf-8, latin-1, utf-16, …", rich_help_panel=_OWN)] = "utf-8",
     test: Annotated[
         Path | None, typer.Option(metavar="FOLDER|FILE", help="Images or a table to judge it on.", rich_help_panel=_OWN)
     ] = None,
@@ -181,13 +188,14 @@ def train(
         if table is not None:
             if features != "auto":
                 raise ConfigurationError("--features is for images")
-            train_table(table, target=target, schema=schema, test=test, **common)
+            train_table(table, target=target, schema=schema, test=test, form=CsvForm(separator, decimal, encoding), **common)
         elif images is not None:
-            if target is not None or schema is not None:
-                raise ConfigurationError("--target and --schema are for tables: --csv FILE")
+            if target is not None or schema is not None or CsvForm(separator, decimal, encoding) != CsvForm():
+                raise ConfigurationError("--target, --schema, --separator, --decimal and --encoding are for tables: --csv FILE")
             train_images(images, test=test, features=features, **common)
         return
     own = [name for name, value in {"--test": test, "--target": target, "--schema": schema}.items() if value is not None]
+    own += [] if CsvForm(separator, decimal, encoding) == CsvForm() else ["--separator, --decimal, --encoding"]
     if own:
         raise ConfigurationError(f"{own[0]} is for records of your own (--images, --csv); the recipe {recipe!r} brings its dataset")
     chosen = configured(

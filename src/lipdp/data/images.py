@@ -6,6 +6,7 @@ Pictures that are to be judged need no labels: they may lie in the folder itself
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -13,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from lipdp.errors import DataError
+from lipdp.errors import DataError, LipdpWarning
 
 __all__ = ["read_images", "read_labels", "read_pictures"]
 
@@ -25,18 +26,22 @@ Array = npt.NDArray[Any]
 Place = str | os.PathLike[str]
 
 
-def read_images(path: Place) -> tuple[Array, Array]:
+def read_images(path: Place, *, side: int | None = None) -> tuple[Array, Array]:
     """(images, labels) of a folder or a file.
 
     A folder holds one folder for each class, named by its label, with pictures in it; they are grey where all of them are, and
     brought to 32 × 32 pixels where they differ in size. A file of :func:`numpy.savez` holds ``images`` (or x) and ``labels`` (or
     y).
 
+    Each picture is read by itself: turned as its camera says, what is transparent on white, 16 bits as 8. What is passed over
+    (an empty folder, a file of another kind) is told by a warning.
+
     Args:
         path: of the folder or the .npz file.
+        side: bring every picture of a folder to this many pixels along each side, whatever the others are.
     """
     labels = read_labels(path)
-    return read_pictures(path), labels
+    return read_pictures(path, side=side), labels
 
 
 def read_labels(path: Place) -> Array:
@@ -51,16 +56,18 @@ def read_labels(path: Place) -> Array:
     files = _labelled(place)
     if not files:
         raise DataError(f"'{place}' holds no pictures in folders, one for each class: {place.name}/LABEL/picture.png")
+    _tell_passed_over(place)
     return np.array([file.parent.name for file in files])
 
 
-def read_pictures(path: Place, shape: tuple[int, ...] | None = None) -> Array:
+def read_pictures(path: Place, shape: tuple[int, ...] | None = None, *, side: int | None = None) -> Array:
     """The images alone; in a folder without folders of classes, the pictures in it by name.
 
     Args:
         path: of the folder or the .npz file.
         shape: (channels, height, width) that pictures of a folder are brought to, each by itself; by default they stay as they
             are where all are alike, see :func:`read_images`.
+        side: as shape, of both sides; grey or colour is as found.
     """
     place = Path(path)
     if not place.is_dir():
@@ -68,30 +75,69 @@ def read_pictures(path: Place, shape: tuple[int, ...] | None = None) -> Array:
     files = _labelled(place) or _pictures_in(place)
     if not files:
         raise DataError(f"'{place}' holds no pictures ({', '.join(kind[1:] for kind in _KINDS)})")
+    mode = None if shape is None else "L" if shape[0] == 1 else "RGB"
+    size = (shape[2], shape[1]) if shape is not None else None if side is None else (side, side)
+    pictures = [_opened(file, mode, size) for file in files]
+    if mode is None:
+        mode = "L" if all(picture.mode == "L" for picture in pictures) else "RGB"
+    if size is None:
+        size = pictures[0].size if len({picture.size for picture in pictures}) == 1 else (_SIDE, _SIDE)
+    return np.stack([np.asarray(_as(picture, mode, size)) for picture in pictures])
+
+
+def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
+    """A picture of Pillow, grey ("L") or in colour ("RGB")."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise DataError(
             "pictures are read by the package Pillow, which is not installed: pip install pillow, or give an .npz"
         ) from None
-    pictures = []
-    for file in files:
-        try:
-            with Image.open(file) as opened:
-                pictures.append(opened.convert("L" if opened.mode in ("1", "L") else "RGB"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"'{file}' is no picture that can be read: {error}") from None
-    mode, size = _common([(picture.mode, picture.size) for picture in pictures], shape)
-    alike = [picture if picture.mode == mode else picture.convert(mode) for picture in pictures]
-    return np.stack([np.asarray(each if each.size == size else each.resize(size, Image.Resampling.BILINEAR)) for each in alike])
+    try:
+        with Image.open(file) as opened:
+            picture = ImageOps.exif_transpose(opened)
+            if picture.mode.startswith("I"):  # 16 bits, or 32 that hold them
+                values = np.asarray(picture).astype(np.int64)
+                picture = Image.fromarray((values.clip(0, 65535) // 257 if values.max() > 255 else values.clip(0)).astype(np.uint8))
+            elif picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+                grey = picture.mode == "LA"
+                picture = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+                picture = picture.convert("L" if grey else "RGB")
+            return _as(picture, mode or ("L" if picture.mode in ("1", "L") else "RGB"), size or picture.size)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"'{file}' is no picture that can be read: {error}. Repair it, or take it out of the folder") from None
 
 
-def _common(forms: list[tuple[str, tuple[int, int]]], shape: tuple[int, ...] | None) -> tuple[str, tuple[int, int]]:
-    """Pillow's mode and (width, height) that all pictures are brought to."""
-    if shape is not None:
-        return "L" if shape[0] == 1 else "RGB", (shape[2], shape[1])
-    modes, sizes = ({form[part] for form in forms} for part in (0, 1))
-    return ("L" if modes == {"L"} else "RGB"), (forms[0][1] if len(sizes) == 1 else (_SIDE, _SIDE))
+def _as(picture: Any, mode: str, size: tuple[int, int]) -> Any:
+    from PIL import Image
+
+    picture = picture if picture.mode == mode else picture.convert(mode)
+    return picture if picture.size == size else picture.resize(size, Image.Resampling.BILINEAR)
+
+
+def _tell_passed_over(place: Path) -> None:
+    """Say what a folder of classes holds that is not read: nothing is left out in silence."""
+    folders = [part for part in sorted(place.iterdir()) if part.is_dir() and not part.name.startswith(".")]
+    empty = [part.name for part in folders if not _pictures_in(part)]
+    loose = [file for file in _pictures_in(place) if file.is_file()]
+    others = [
+        file
+        for part in folders
+        for file in part.iterdir()
+        if (file.is_dir() or file.suffix.lower() not in _KINDS) and not file.name.startswith(".") and file.name != "Thumbs.db"
+    ]
+    told = [
+        *([f"{_named(empty)} without a picture: no such class is learned"] if empty else []),
+        *([f"{len(loose)} pictures that lie in no folder of a class"] if loose else []),
+        *([f"{len(others)} files or folders that are no pictures ({_named([o.name for o in others])})"] if others else []),
+    ]
+    if told:
+        warnings.warn(f"'{place}' holds {'; '.join(told)}. They are passed over.", LipdpWarning, stacklevel=4)
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + ("…" if len(names) > 3 else "")
 
 
 def _pictures_in(place: Path) -> list[Path]:

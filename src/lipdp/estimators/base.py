@@ -118,6 +118,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     def _check_privacy(self, records: int) -> float:
         """Check ε, δ and the seed before anything is released. Returns δ."""
         positive("epsilon", self.epsilon)
+        _check_device(self.device)
         if isinstance(self.random_state, bool) or not isinstance(
             self.random_state, numbers.Integral | np.random.RandomState | np.random.Generator | None
         ):
@@ -246,14 +247,14 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
                 f"{type(self).__name__} requires y to be passed, but the target y is None: give a label for each {each}"
             )
         given = column_or_1d(y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y, warn=True)
-        check_classification_targets(given)
+        _check_labels(given, each)
         check_lengths(self._records, records, given)
         labels = np.unique(given if self.classes is None else np.asarray(self.classes))
         if self.classes is not None and len(labels) < max(2, len(np.asarray(self.classes))):
             raise ConfigurationError(f"classes is {self.classes!r}: at least two different labels")
         if len(labels) < 2:
             raise DataError(
-                f"y has one class only, {labels[0]!r}: there is nothing to tell apart. Declare the classes that may occur, "
+                "y has one class only: there is nothing to tell apart. Declare the classes that may occur, "
                 "classes=[…], if there are others"
             )
         codes = np.searchsorted(labels, given)
@@ -308,9 +309,40 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
         return float(accuracy_score(read_labels(X) if y is None and is_place(X) else y, predicted, sample_weight=sample_weight))
 
 
+def _check_labels(given: npt.NDArray[Any], each: str) -> None:
+    """Refuse labels that are none, in the words that scikit-learn's users look for."""
+    if given.dtype.kind == "O":
+        if any(label is None or label != label for label in given.tolist()):
+            raise DataError(
+                f"y has missing labels (None): Input y contains NaN. Leave such {each}s out, or give them a class of their own"
+            )
+        kinds = {type(label) for label in given.tolist()}
+        if len(kinds) > 1 and not all(issubclass(kind, numbers.Number) for kind in kinds):
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise DataError(f"Unknown label type: y has labels of several types, {names}. Make texts or numbers of all of them")
+    elif given.dtype.kind == "f" and np.isnan(given).any():
+        raise DataError(f"y has missing labels: Input y contains NaN. Leave such {each}s out, or give them a class of their own")
+    try:
+        check_classification_targets(given)
+    except ValueError as error:
+        raise DataError(f"{error} For numbers, take lipdp.PrivateRegressor") from None
+
+
 def softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Shares from logits, row by row."""
     return np.asarray(torch.from_numpy(logits).softmax(1).numpy(), dtype=np.float64)
+
+
+def _check_device(device: Any) -> None:
+    """Refuse a device that is not here before anything is read, let alone spent."""
+    try:
+        kind = "cpu" if device is None else torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(f"there is no device {device!r}: take 'cpu', 'cuda' or 'cuda:1', or leave device out") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device is {device!r}, and torch sees no GPU here: take 'cpu' (`lipdp doctor` says what is there)"
+        )
 
 
 def is_place(given: Any) -> bool:

@@ -122,7 +122,8 @@ class PrivateImageClassifier(Classifier):
         """
         if is_place(X) and y is None:
             y = read_labels(X)
-        pixels = _channels_first(read_pictures(X) if is_place(X) else X)
+        # Each picture of a folder is brought to one size by itself: what the others are does not matter.
+        pixels = _channels_first(read_pictures(X, side=_SIDE) if is_place(X) else X)
         labels, codes = self._labels(y, len(pixels))
         delta = self._check_privacy(len(pixels))
         channels = pixels.shape[1]
@@ -148,7 +149,9 @@ class PrivateImageClassifier(Classifier):
         note_rows(images.flatten(1).numpy(), float(self.epsilon), delta, self._account_path)
         self.classes_, self.shape_ = labels, tuple(pixels.shape[1:])
         self.public_ = (
-            f"the number of images, {len(pixels)}, and their size, {' × '.join(map(str, self.shape_))}",
+            f"the number of images, {len(pixels)}, and their size, {' × '.join(map(str, self.shape_[1:]))} pixels"
+            + (", to which each was brought" if is_place(X) else ""),
+            f"that all of them are {'grey' if channels == 1 else 'taken in colour'}",
             self._public_classes(labels),
         )
         place = torch.device("cpu" if self.device is None else self.device)
@@ -237,8 +240,10 @@ def _channels_first(given: Any) -> torch.Tensor:
     """Images as (N, channels, height, width), of the type that they came in; checked."""
     try:
         images = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(given))
-    except TypeError as error:
-        raise DataError(f"images are an array of numbers, all of one size, and these are not: {error}") from None
+    except (TypeError, ValueError):
+        raise DataError(
+            "images are an array of numbers, all of one size, and these are not: bring them to one, or give a folder of pictures"
+        ) from None
     images = images.detach().cpu()
     if images.ndim == 3:
         images = images[:, None]

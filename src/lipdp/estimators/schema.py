@@ -19,7 +19,7 @@ import numpy.typing as npt
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["Categorical", "Column", "Numeric", "Schema", "columns_of", "read_schema"]
+__all__ = ["Categorical", "Column", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -179,9 +179,11 @@ def _column(name: Hashable, value: Any) -> Column:
         return Numeric(*value)
     if isinstance(value, list):
         return Categorical(value)
+    dates = any(hasattr(part, "year") for part in value) if isinstance(value, tuple | list) else False
+    hint = " Dates become numbers first, as days since a fixed one." if dates else ""
     raise ConfigurationError(
         f"the schema says {value!r} of column {name!r}: take lipdp.estimators.numeric(low, high) or "
-        "lipdp.estimators.categorical([…]), or (low, high) or [categories] for short"
+        f"lipdp.estimators.categorical([…]), or (low, high) or [categories] for short.{hint}"
     )
 
 
@@ -193,10 +195,18 @@ def is_frame(table: Any) -> bool:
 def columns_of(table: Any) -> dict[Hashable, Any]:
     """The columns of a DataFrame by name, or of an array (rows, columns) by number."""
     if is_frame(table):
-        if len(set(table.columns)) < len(table.columns):
-            raise DataError("two columns of the table have the same name: rename one, so that a schema can tell them apart")
+        check_names(table)
         return {name: table[name] for name in table.columns}
     return {number: table[:, number] for number in range(table.shape[1])}
+
+
+def check_names(table: Any) -> None:
+    """No two columns of a DataFrame have one name."""
+    twice = [name for name in dict.fromkeys(table.columns) if list(table.columns).count(name) > 1]
+    if twice:
+        raise DataError(
+            f"two columns of the table have the same name, {twice[0]!r}: rename one, so that a schema can tell them apart"
+        )
 
 
 def _numbers(name: str, values: Any) -> Floats:
@@ -207,15 +217,17 @@ def _numbers(name: str, values: Any) -> Floats:
             f"column {name!r} holds dates or durations: make numbers of them first, by a rule that does not look at the data (days "
             "since a fixed date, say)"
         )
+    if getattr(kind, "kind", "") == "c":
+        raise DataError(f"column {name!r} holds complex numbers: give their real and imaginary parts as two columns")
     try:
         if hasattr(values, "to_numpy") and kind is not None and not isinstance(kind, np.dtype):
             return np.asarray(values.to_numpy(dtype=np.float64, na_value=np.nan), dtype=np.float64)
         return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):  # not `from`: torch's and numpy's texts show the cell, which is somebody's
         raise DataError(
-            f"column {name!r} is declared numeric and holds something that is no number ({error}). Declare it with "
-            "lipdp.estimators.categorical([…]), or repair it"
-        ) from error
+            f"column {name!r} is declared numeric and holds something that is no number. Declare it with "
+            "lipdp.estimators.categorical([…]), or repair it (a comma for the decimal point, a unit, a word for a missing value)"
+        ) from None
 
 
 def is_boolean(values: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch.utils.data import TensorDataset
 from lipdp import losses
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, check_lengths, plan_head, softmax
+from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, check_lengths, is_place, plan_head, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
 from lipdp.estimators.repeats import note_rows
-from lipdp.estimators.schema import Column, Numeric, Schema, columns_of, is_boolean, is_frame, is_numeric, read_schema
+from lipdp.estimators.schema import Column, Numeric, Schema, check_names, columns_of, is_boolean, is_frame, is_numeric, read_schema
 from lipdp.privacy import Adjacency, Pure
 from lipdp.training import PrivacyPlan
 
@@ -29,6 +29,8 @@ __all__ = ["PrivateClassifier", "PrivateRegressor"]
 
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
+_LITTLE = 0.05
+_FILES_OF_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".feather", ".xlsx", ".xls", ".json", ".jsonl")
 _OF_IMAGES = ("epsilon", "delta", "classes", "random_state", "reproducible", "device", "budget")
 
 
@@ -57,7 +59,10 @@ class _PrivateTable(PrivateEstimator):
 
     def _read(self, table: Any, *, first: bool) -> tuple[dict[Hashable, Any], Any]:
         """The columns by name, and the raw rows; scikit-learn's checks of names and numbers of columns are made on the way."""
+        if not is_frame(table) and hasattr(table, "to_pandas"):
+            table = table.to_pandas()  # pyarrow's, polars' and others' tables
         if not is_frame(table):
+            _check_form(table, type(self).__name__)
             if is_images(table):
                 raise DataError(
                     f"these are images, and {type(self).__name__} {'was fitted on a table' if not first else 'is for tables'}. "
@@ -65,11 +70,18 @@ class _PrivateTable(PrivateEstimator):
                 )
             # With a schema, texts may be categories, and missing values are looked at column by column.
             texts = self.schema is not None and np.asarray(table).dtype.kind in "OUS"
-            table = check_array(
-                table, dtype=None if texts else "numeric", ensure_all_finite=self.schema is None, estimator=self, input_name="X"
-            )
+            try:
+                table = check_array(
+                    table, dtype=None if texts else "numeric", ensure_all_finite=self.schema is None, estimator=self, input_name="X"
+                )
+            except ValueError as error:
+                raise DataError(_without_cells(str(error))) from None
+            if np.iscomplexobj(table):
+                raise DataError("Complex data not supported: give real and imaginary parts as two columns")
         elif len(table) == 0 or len(table.columns) == 0:
             raise DataError(f"the table has shape {tuple(table.shape)}: there is nothing to learn from")
+        else:
+            check_names(table)
         _check_feature_names(self, table, reset=first)
         _check_n_features(self, table, reset=first)
         return columns_of(table), table
@@ -248,6 +260,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
                 (N, channels, height, width), the path of a folder with a folder of pictures for each class.
             y: a label for each; a folder of pictures brings its own.
         """
+        _check_form(X, type(self).__name__)
         if is_images(X):
             self._fit_images(X, y)
             return self
@@ -297,7 +310,9 @@ class PrivateClassifier(Classifier, _PrivateTable):
         """Outputs are logits, or are fitted to the indicators of the classes, less their mean."""
         if self.choice_.method in ("features", "clipping"):
             return softmax(outputs)
-        shares = np.maximum(outputs + 1 / outputs.shape[1], 1e-6)
+        shares = outputs - outputs.mean(axis=1, keepdims=True) + 1 / outputs.shape[1]
+        # Below 1/20 no longer as they are but ever closer to 0: positive, and in the outputs' order.
+        shares = np.maximum(shares, _LITTLE) / (1 + np.maximum(_LITTLE - shares, 0) / _LITTLE)
         return np.asarray(shares / shares.sum(axis=1, keepdims=True), dtype=np.float64)
 
 
@@ -394,7 +409,17 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a number for each row")
         given = column_or_1d(y, warn=True)
         check_lengths("rows", rows, given)
-        values = check_array(given, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
+        if given.dtype.kind in "mMc":
+            kind = "complex numbers" if given.dtype.kind == "c" else "dates or durations"
+            raise DataError(f"the target y holds {kind}: make numbers of them first (days since a fixed date, say)")
+        try:
+            values = check_array(given, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
+        except (TypeError, ValueError) as error:
+            if "could not convert" not in str(error):
+                raise DataError(f"{_without_cells(str(error))} The target y has to be a number for each row") from None
+            raise DataError(
+                "the target y holds something that is no number: PrivateRegressor predicts numbers, PrivateClassifier classes"
+            ) from None
         return np.asarray(values, dtype=np.float64)
 
     def predict(self, X: Any) -> npt.NDArray[np.float64]:
@@ -406,6 +431,30 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         outputs = np.clip(self._outputs(X)[:, 0], -1, 1)
         low, high = self.target_.low, self.target_.high
         return np.asarray(low + (outputs + 1) / 2 * (high - low), dtype=np.float64)
+
+
+def _check_form(table: Any, kind: str) -> None:
+    """Refuse what is neither an array, nor a DataFrame, nor images, without showing what stands in it."""
+    if is_place(table) and str(table).lower().endswith(_FILES_OF_TABLES):
+        raise DataError(
+            f"X is the path of a table, and {kind} takes the table itself: pandas.read_csv({str(table)!r}), or "
+            f"`lipdp train --csv {table!s} --target COLUMN --epsilon 1`"
+        )
+    first = table[0] if isinstance(table, list | tuple) and table else table
+    if isinstance(first, Mapping) and not hasattr(first, "shape"):  # some sparse matrices are mappings
+        raise DataError("X is made of dicts: pandas.DataFrame(X) makes a table of it")
+    if getattr(table, "ndim", 2) == 1 and hasattr(table, "index"):
+        raise DataError("X is one column (a Series); Expected 2D array. Reshape your data: X.to_frame() is a table of one column")
+
+
+def _without_cells(text: str) -> str:
+    """An error of scikit-learn without the rows that it shows."""
+    head, shown, rest = text.partition("array=")
+    after = rest.rpartition("Reshape your data")
+    said = f"{head.strip()} {after[1]}{after[2]}" if shown else text
+    if "could not convert" in said:
+        return "X holds texts: could not convert them to numbers (dtype='numeric'). Declare their categories in schema="
+    return said
 
 
 def _target(given: Any) -> Numeric:

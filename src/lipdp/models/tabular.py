@@ -29,6 +29,7 @@ def tabular(
     each: int | None = None,
     centre: bool = False,
     line: bool = False,
+    sums: float | None = None,
     landmarks: int = 0,
     ridge: float = 1e-4,
     reach: float | None = None,
@@ -56,7 +57,9 @@ def tabular(
         centre: subtract their means, released privately (needs ``statistics_budget``), before they are brought to norm 1. What all
             rows have in common tells no classes apart, but takes up most of the norm that the noise is scaled to.
         line: put the columns themselves, at norm 1, beside the Fourier features: what is a sum over columns is learned from
-            them, and what is not from the features, each with half of the squared norm.
+            them, and what is not from the features, each with as much of the squared norm.
+        sums: width of a kernel that is a sum over the columns, beside the others (needs ``line``; half of ``fourier`` features are
+            its): what is a sum of curves, one of each column, is learned from it.
         landmarks: number of kernel features at fixed points (:class:`~lipdp.features.kernels.Landmarks`) of width ``scale``, for
             columns that come standardised; instead of ``fourier``.
         ridge: how far those are whitened.
@@ -74,6 +77,10 @@ def tabular(
         raise ConfigurationError(
             "centre is for Fourier features (fourier=…), and can't be had with standardise: statistics are released once"
         )
+    if sums is not None and not (line and fourier > 1):
+        raise ConfigurationError(
+            "sums puts a kernel of single columns beside Fourier features and the columns: give fourier and line"
+        )
     if line and (not fourier or centre):
         raise ConfigurationError("line puts the columns beside Fourier features (fourier=…), and can't be had with centre")
     if landmarks and (fourier or not isinstance(scale, int | float)):
@@ -88,13 +95,17 @@ def tabular(
     if reach is not None:
         layers.append(nn.Boundary(norm=reach))
     if fourier:
-        curved = [RandomFourier(columns, fourier, scale, each=each), nn.BoundedInput((fourier,), mode="sphere")]
+        joint = fourier if sums is None else fourier - fourier // 2
+        curved = [RandomFourier(columns, joint, scale, each=each), nn.BoundedInput((joint,), mode="sphere")]
         if line:
             straight = [nn.BoundedInput(input_shape, mode="sphere"), Constant(columns, constant)]
             straight.append(nn.BoundedInput((columns + 1,), mode="sphere"))
             both = fourier + columns + 1
-            branches = SideBySide(nn.Sequential(*curved), nn.Sequential(*straight))
-            curved = [branches, nn.BoundedInput((both,), mode="sphere")]
+            parts = [nn.Sequential(*curved), nn.Sequential(*straight)]
+            if sums is not None:
+                single = RandomFourier(columns, fourier // 2, sums, each=1, seed=1)
+                parts.append(nn.Sequential(single, nn.BoundedInput((fourier // 2,), mode="sphere")))
+            curved = [SideBySide(*parts), nn.BoundedInput((both,), mode="sphere")]
         layers += curved
         if centre:
             layers += [nn.Standardize(fourier, radius=1.0, moments=1), nn.BoundedInput((fourier,), mode="sphere")]

@@ -277,7 +277,7 @@ def _pipes(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _plain(text: str) -> str:
     """One line of text that is no markup: files are hostile."""
-    return " ".join(text.split()).replace("<", "&lt;").replace("`", "'")
+    return " ".join(text.split()).replace("<", "&lt;").replace("`", "'").replace("](", "] (")
 
 
 def _number(value: float) -> str:

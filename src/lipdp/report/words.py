@@ -74,7 +74,7 @@ def _audited(run: RunRecord) -> str:
     try:
         bound = audit["epsilon"]  # type: ignore[index]
         lower, claimed = float(bound["epsilon"]), float(bound["claimed"])
-        if audit["refuted"]:  # type: ignore[index]
+        if audit["refuted"] or not lower <= claimed:  # type: ignore[index]
             return "REFUTED: an attack found more than is promised"
         return f"nothing refutes the plan: attacks show ε ≥ {lower:.3g} of {claimed:.3g} for what they audited"
     except (TypeError, KeyError, ValueError):
@@ -87,14 +87,18 @@ def declared_public(run: RunRecord) -> Iterator[str]:
     yield f"the number of records, {plan.dataset_size:,}, of steps, {plan.steps:,}, and in a batch, {plan.batch_size:,} expected"
     yield f"the network's architecture, fixed features and initial weights; the bounds on its inputs; the loss ({plan.loss})"
     yield "clipping norms, temperatures, learning rates and every other setting of the run"
-    yield "the set of classes"
+    if run.figure("accuracy") is not None or run.figure("classes") is not None or run.about.evaluation is not None:
+        yield "the set of classes"
     yield from run.about.public
 
 
 def not_covered(run: RunRecord) -> Iterator[str]:
     """What nobody may read into the guarantee."""
     records = run.about.evaluation.records if run.about.evaluation is not None else run.result.get("evaluated_on", "test")
-    yield f"the {records} records, on which the figures of this report were computed as they are"
+    if records is None:
+        yield "records other than those that were trained on"
+    else:
+        yield f"the {records} records, on which the figures of this report were computed as they are"
     yield "settings that were chosen by looking at the training records, or at figures computed from them"
     yield "other runs and releases about the same records: their ε adds to this one"
     yield "what a group of k records has in common: for it the guarantee is about k times weaker in ε"
@@ -117,27 +121,52 @@ def statement(run: RunRecord) -> str:
     return (
         f"A model was trained on {plan.dataset_size:,} records of {dataset} with ({guarantee(run)}) differential privacy for "
         f"{_NEIGHBOURS[plan.adjacency]}. Whatever else somebody knows, seeing the model and all that is in this report "
-        "changes the odds of any "
-        "conclusion about whether one given record was used, or what it held, by a factor of at most e^ε = "
-        f"{upwards(_odds(run.epsilon), 3)}, but for "
-        f"a probability of about δ = {plan.delta:g}. The noise was drawn from a cryptographic generator under a key that only "
+        f"changes the odds of any conclusion {_meaning(run)}. The noise was drawn from a cryptographic generator under a key that "
+        "only "
         "the run "
         "had; sensitivities were " + _sources(plan) + ". The guarantee does not cover: " + "; ".join(not_covered(run)) + "."
     )
 
 
-def _odds(epsilon: float) -> float:
-    return math.exp(min(epsilon, 700.0))
+def _meaning(run: RunRecord) -> str:
+    """What (ε, δ) says of odds. From one content of a record to another are two steps by adding and removing, and one by replacing:
+
+    P(with a) ≤ e^ε·P(without) + δ ≤ e^ε·(e^ε·P(with b) + δ) + δ.
+    """
+    epsilon, delta = run.epsilon, run.plan.delta
+    if run.plan.adjacency == "replace_one":
+        return f"about what one given record held, by a factor of at most {_odds('e^ε', epsilon)}, but for a probability of about δ"
+    both = delta * (1 + math.exp(min(epsilon, _LARGE)))
+    return (
+        f"about whether one given record was used, by a factor of at most {_odds('e^ε', epsilon)}, but for a probability of about "
+        f"δ = {delta:g}; and of any conclusion about what that record held, by a factor of at most {_odds('e^2ε', 2 * epsilon)}, "
+        f"but for a probability of about (1 + e^ε)·δ{f' = {both:.2g}' if both < 1 else ', which may be all cases'}"
+    )
+
+
+_LARGE = 20.0  # ε from which on a factor says nothing any more
+
+
+def _odds(name: str, epsilon: float) -> str:
+    return (
+        f"{name} = {upwards(math.exp(epsilon), 3)}" if epsilon <= _LARGE else f"{name}, far above a million: next to no protection"
+    )
 
 
 def together(runs: list[RunRecord]) -> Iterator[str]:
     """What several runs on one dataset cost together, at most: ε and δ add up."""
     for dataset in dict.fromkeys(str(run.result.get("dataset")) for run in runs):
-        same = [run for run in runs if str(run.result.get("dataset")) == dataset and run.private]
+        every = [run for run in runs if str(run.result.get("dataset")) == dataset]
+        same = [run for run in every if run.private]
         if len(same) > 1:
             epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
             yield (
                 f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at "
                 f"δ = {delta:.2g} "
                 "(basic composition; an account, `--budget`, composes them more tightly)."
+            )
+        if same and len(same) < len(every):
+            yield (
+                f"{len(every) - len(same)} of the {len(every)} runs on {dataset} are not private: whoever publishes one of those "
+                "too takes back what the others promise."
             )
