@@ -547,7 +547,7 @@ def _in_a_fork(engine, told):
         told.put(str(error))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.skipif(not hasattr(os, "fork") or torch.cuda.is_available(), reason="needs os.fork, which CUDA does not survive")
 def test_a_fork_does_not_go_on_with_the_run_of_its_parent():
     engine = engine_with()
     context = multiprocessing.get_context("fork")
