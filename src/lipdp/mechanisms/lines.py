@@ -35,7 +35,14 @@ _WIDER = 0.5  # of the range of y that a line may leave it by at these places, o
 
 @dataclass(frozen=True)
 class Line:
-    """A released line; ``method`` says how it was found."""
+    """A released line.
+
+    Attributes:
+        slope: by how much y grows with x.
+        intercept: its value at x = 0.
+        epsilon: what it cost.
+        method: how it was found: "pairs" or "moments".
+    """
 
     slope: float
     intercept: float
