@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS   ?= auto
 
-.PHONY: help demo test check format docs bench clean
+.PHONY: help demo test package check format docs bench clean
 help:            ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
@@ -28,6 +28,9 @@ demo: $(VENV)/.core ## train a network privately on the embedded digits, to epsi
 
 test: $(VENV)/.dev ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+package: $(VENV)/.dev ## wheel and source archive, each installed where nothing else is, and tried
+	LIPDP_PACKAGING=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -q tests/test_packaging.py
 
 check: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check .

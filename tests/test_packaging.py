@@ -36,18 +36,19 @@ def test_a_wheel_and_a_source_archive_work_in_a_clean_environment(tmp_path) -> N
     (wheel,) = tmp_path.glob("lipdp-*.whl")
     run(sys.executable, "-m", "venv", str(tmp_path / "env"))
     python = str(tmp_path / "env" / "bin" / "python")
-    run(python, "-m", "pip", "install", "--quiet", str(wheel))
+    install = (python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))  # the versions of every other test
+    run(*install, str(wheel))
     told = run(str(tmp_path / "env" / "bin" / "lipdp"), "train", "digits", "--epsilon", "3", "--output", "run")
     assert "test accuracy" in told
     assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")  # style.css is in the wheel
     assert "lipdp[plots]" in run(str(tmp_path / "env" / "bin" / "lipdp"), "doctor", "--json")  # without extras, and it says so
 
     # The source archive, with extras, in the place of the wheel.
-    run(python, "-m", "pip", "install", "--quiet", "build", "hatchling")
+    run(*install, "build", "hatchling")
     run(python, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
     (archive,) = tmp_path.glob("lipdp-*.tar.gz")
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "lipdp")
-    run(python, "-m", "pip", "install", "--quiet", f"lipdp[plots,sweep] @ {archive.as_uri()}")
+    run(*install, f"lipdp[plots,sweep] @ {archive.as_uri()}")
     told = run(str(tmp_path / "env" / "bin" / "lipdp"), "doctor", "--json")
     assert "lipdp[plots]" not in told
     assert "lipdp[sweep]" not in told
