@@ -108,6 +108,15 @@ def test_what_the_odds_change_by(run) -> None:
         assert words in statement(dataclasses.replace(record, plan=rare, epsilon=epsilon))
 
 
+def test_ranges_that_were_released_are_in_epsilon(copy) -> None:
+    """Also where a result says the steps' ε alone."""
+    before = read_run(copy).epsilon
+    _edit(copy, "result.json", released=0.25)
+    record = read_run(copy)
+    assert record.epsilon == pytest.approx(before + 0.25)
+    assert "pure ε = 0.25; in the same ε" in markdown([record])
+
+
 def test_what_was_not_judged_and_numbers_that_are_no_classes(copy) -> None:
     _edit(copy, "result.json", evaluated_on=None, accuracy=None)
     _edit(copy, "about.json", evaluation=None)
