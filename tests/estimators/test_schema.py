@@ -101,3 +101,9 @@ def test_a_column_of_many_zeros_keeps_the_scale_of_the_rest() -> None:
     (found,) = private_ranges({"a": values}, 1.0, adjacency="add_remove", budget=None, size=5000).values()
     assert -40 < found.low < 1
     assert 40 < found.high < 150
+
+
+@pytest.mark.parametrize("ends", [(-1e308, 1e308), (0, float("nan")), (1, 0), (0, True)])
+def test_a_range_that_is_none(ends) -> None:
+    with pytest.raises(ConfigurationError, match="public range"):
+        Numeric(*ends)

@@ -393,3 +393,19 @@ def test_iris_has_three_classes() -> None:
     assert model.decision_function(x).shape == (150, 3)
     with pytest.warns(LipdpWarning, match="Declare what is public"):
         lipdp.PrivateClassifier(1.0).fit(x, names)
+
+
+@pytest.mark.parametrize("classes", [5, "ab", [1], [1, 1], [None, "a"], [0, 1, float("nan")], [(1, 2), (3, 4)], [[1], [2, 3]]])
+def test_classes_that_can_not_be_meant(classes) -> None:
+    with pytest.raises(ConfigurationError, match="classes is"):
+        lipdp.PrivateClassifier(classes=classes, schema=Numeric(0, 1)).fit([[0.0], [1.0]], [0, 1])
+
+
+def test_a_target_or_y_that_can_not_be_meant() -> None:
+    x = [[0.0], [1.0]]
+    with pytest.raises(ConfigurationError, match="target is"):
+        lipdp.PrivateRegressor(target=Numeric(0, 1, missing=True), schema=Numeric(0, 1)).fit(x, [0.0, 1.0])
+    for estimator in (lipdp.PrivateRegressor(target=(0, 1), schema=Numeric(0, 1)), lipdp.PrivateClassifier(schema=Numeric(0, 1))):
+        for y in ([[1, 2], [3, 4]], [[1], [2, 3]]):
+            with pytest.raises(DataError, match="no column"):
+                estimator.fit(x, y)

@@ -98,7 +98,7 @@ def test_intervals_hold_whatever_the_data_are(x):
                 low, high = one.interval
                 inside[one.question] += low - 1e-4 <= float(truth[one.question]) <= high + 1e-4
                 assert low <= one.value <= high or one.question.startswith("count")
-    assert all(inside[question] >= 0.89 * releases for question in truth)
+    assert all(inside[question] >= 0.86 * releases for question in truth)  # 95% of 150 are fewer in 6e-6 of all tries
 
 
 def test_a_delta_is_used_where_it_pays():

@@ -15,6 +15,8 @@ from lipdp import mechanisms
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.answering import OpenPlan, release_all
 from lipdp.mechanisms.joint import Chain, JointQuantiles, _exactly, _trailing
+from lipdp.mechanisms.questions import laplace_error
+from lipdp.mechanisms.unknown_size import _corners, _Noisy
 from lipdp.privacy import Budget
 from lipdp.privacy.randomness import Stream, generator
 
@@ -217,3 +219,34 @@ def test_a_public_step_leaves_no_place_between(tmp_path: Path) -> None:
             mechanisms.plan("median", 1.0, 80, (0, 120), step=bad)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="step"):
             mechanisms.answer(ages, "median", (0, 120), 1.0, step=bad, adjacency="add_remove")  # type: ignore[arg-type]
+
+
+def test_what_can_not_be_chosen_is_refused_before_it_is_paid_for(tmp_path):
+    budget = Budget(tmp_path / "budget.json", epsilon=10, delta=1e-9, dataset="some", adjacency="add_remove")
+    many = [f"p{level}" for level in range(1, 60, 2)]
+    for questions, epsilon in ((["median"], 1e-3), (many, 1.0)):
+        with pytest.raises(ConfigurationError):
+            mechanisms.answer([0.2, 0.4], questions, (0, 1), epsilon, adjacency="add_remove", budget=budget)
+    assert budget.spent == 0.0
+    with pytest.raises(DataError, match="2 of 2"):
+        mechanisms.answer([3.0, 4.0], "mean", (0, 1), 1.0, adjacency="add_remove", budget=budget)
+    assert budget.spent == 0.0
+
+
+def test_an_interval_of_a_variance_holds_all_that_the_noise_allows():
+    """Of counts, sums and squares inside of their ends, none has a larger variance, or a smaller one."""
+    some = np.random.default_rng(4)
+    opened = OpenPlan(1.0, -1.0, 1.0, ("variance",))
+    gained = 0
+    for _ in range(60):
+        middles, sizes = some.uniform((5, -8, 0), (12, 8, 10)), some.uniform(0.2, 4, 3)
+        scale = laplace_error(1.0, 1.0, 1 - 0.05 / 3)
+        numbers = [_Noisy(value, size / scale) for value, size in zip(middles.tolist(), sizes.tolist(), strict=True)]
+        low, high = opened._by_sums("variance", dict(zip(("count", "z", "z2"), numbers, strict=True))).interval
+        n, first, second = (middles[:, None] + sizes[:, None] * some.uniform(-1, 1, (3, 2000))).tolist()
+        values = [opened._moment("variance", *each) for each in zip(n, first, second, strict=True)]
+        assert low <= min(values)
+        assert max(values) <= high * (1 + 1e-12)
+        corners = [opened._moment("variance", *c) for c in _corners([own.ends(1 - 0.05 / 3) for own in numbers])]
+        gained += high > max(corners)
+    assert gained > 3  # a corner is not enough

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lipdp.errors import BudgetError, ConfigurationError, DataError
-from lipdp.mechanisms import release_line
+from lipdp.mechanisms import lines, release_line
 from lipdp.mechanisms.intervals import IntervalMechanism
-from lipdp.mechanisms.lines import pairs, values_at
+from lipdp.mechanisms.lines import pairs, shuffled, values_at
 from lipdp.mechanisms.problem import Problem, least_of, share_of
 from lipdp.privacy import Budget
 
@@ -103,3 +103,37 @@ def test_it_is_paid_for_first_and_refuses_what_is_outside(tmp_path):
         release_line(table()[:, :1], BOUNDS[:1], 1.0)
     with pytest.raises(ConfigurationError, match="method"):
         release_line(table(), BOUNDS, 1.0, method="guess")
+
+
+def test_rows_come_in_any_order_with_the_same_chance():
+    rows = torch.arange(3.0)[:, None]
+    counts = {}
+    for _ in range(6000):
+        order = tuple(shuffled(rows)[:, 0].tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 6
+    assert all(abs(count - 1000) < 6 * math.sqrt(1000) for count in counts.values())
+
+
+def test_a_sorted_table_is_shuffled_before_rows_are_paired(monkeypatch):
+    """By numbers of rows as they came, one other record moves the ranks of a sorted table's pairs by more than its 8 pairs."""
+    some, grid, moved = np.random.default_rng(0), torch.linspace(-0.5, 1.5, 400, dtype=torch.float64), 0
+    for _ in range(60):
+        one = np.stack([np.sort(some.uniform(0, 1, 40)), some.integers(0, 2, 40)], 1)
+        other = np.concatenate([one[1:], [[1.0, one[0, 1]]]])  # one record, and all others a row further up
+        here, there = (values_at(torch.tensor(rows), pairs(40), 0.25).sort().values for rows in (one, other))
+        moved = max(moved, int((torch.searchsorted(here, grid) - torch.searchsorted(there, grid)).abs().max()))
+    assert moved > 12
+    paired = []
+    monkeypatch.setattr(lines, "values_at", lambda rows, *other: paired.append(rows) or values_at(rows, *other))
+    for _ in range(2):
+        release_line(one, [(0, 1), (0, 1)], 1.0)
+    assert not torch.equal(paired[0], paired[2])
+    assert torch.equal(paired[0], paired[1])  # both medians are about the same pairs
+    assert torch.equal(paired[0][:, 0].sort().values, torch.tensor(one[:, 0]))
+
+
+@pytest.mark.parametrize(("bounds", "epsilon"), [(None, 1.0), (5, 1.0), (BOUNDS, 1e200)])
+def test_what_is_no_bound_or_no_epsilon(bounds, epsilon):
+    with pytest.raises(ConfigurationError):
+        release_line(table(4), bounds, epsilon, method="pairs" if epsilon > 1e10 else None)

@@ -94,12 +94,27 @@ def test_what_the_odds_change_by(run) -> None:
     small = dataclasses.replace(record, epsilon=0.5)
     said = statement(small)
     assert "whether one given record was used, by a factor of at most e^ε = 1.65" in said
-    assert "what that record held, by a factor of at most e^2ε = 2.72, but for a probability of about (1 + e^ε)·δ = 0.00026" in said
+    assert (
+        "what that record held, by a factor of at most e^2ε = 2.72, but for a probability of about (1 + e^ε)·δ = 0.00027" in said
+    )  # 0.000265, upwards
     replaced = dataclasses.replace(small, plan=dataclasses.replace(record.plan, adjacency="replace_one"))
     assert "what one given record held, by a factor of at most e^ε = 1.65, but" in statement(replaced)
     assert "e^2ε" not in statement(replaced)
     for epsilon in (30.0, 1e4, math.inf):
         assert "next to no protection" in statement(dataclasses.replace(record, epsilon=epsilon))
+    # Where factors are no longer written out, the chance is still the true one: 10⁻¹²·e²⁵ is 0.072, and 10⁻¹²·e³⁰ above 1.
+    rare = dataclasses.replace(record.plan, delta=1e-12)
+    for epsilon, words in ((25.0, "·δ = 0.073"), (30.0, "·δ, which may be all cases")):
+        assert words in statement(dataclasses.replace(record, plan=rare, epsilon=epsilon))
+
+
+def test_ranges_that_were_released_are_in_epsilon(copy) -> None:
+    """Also where a result says the steps' ε alone."""
+    before = read_run(copy).epsilon
+    _edit(copy, "result.json", released=0.25)
+    record = read_run(copy)
+    assert record.epsilon == pytest.approx(before + 0.25)
+    assert "pure ε = 0.25; in the same ε" in markdown([record])
 
 
 def test_what_was_not_judged_and_numbers_that_are_no_classes(copy) -> None:

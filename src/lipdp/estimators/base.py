@@ -31,7 +31,17 @@ from lipdp.training import History, PrivacyPlan, fit, plan
 from lipdp.training.account import several_runs
 from lipdp.training.history import NOT_PRIVATE
 
-__all__ = ["Choice", "Classifier", "PrivateEstimator", "check_lengths", "default_delta", "is_place", "plan_head", "softmax"]
+__all__ = [
+    "Choice",
+    "Classifier",
+    "PrivateEstimator",
+    "check_lengths",
+    "default_delta",
+    "is_place",
+    "one_column",
+    "plan_head",
+    "softmax",
+]
 
 _NEIGHBOURS = "adding or removing one row"
 
@@ -246,12 +256,10 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
             raise DataError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None: give a label for each {each}"
             )
-        given = column_or_1d(y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y, warn=True)
+        given = one_column(y)
         _check_labels(given, each)
         check_lengths(self._records, records, given)
-        labels = np.unique(given if self.classes is None else np.asarray(self.classes))
-        if self.classes is not None and len(labels) < max(2, len(np.asarray(self.classes))):
-            raise ConfigurationError(f"classes is {self.classes!r}: at least two different labels")
+        labels = np.unique(given) if self.classes is None else _declared(self.classes)
         if len(labels) < 2:
             raise DataError(
                 "y has one class only: there is nothing to tell apart. Declare the classes that may occur, "
@@ -307,6 +315,27 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
         """
         predicted = self.predict(X)
         return float(accuracy_score(read_labels(X) if y is None and is_place(X) else y, predicted, sample_weight=sample_weight))
+
+
+def one_column(y: Any) -> npt.NDArray[Any]:
+    """Labels or numbers as an array of one dimension; scikit-learn's words where they are none."""
+    try:
+        return np.asarray(column_or_1d(y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y, warn=True))
+    except ValueError as error:
+        raise DataError(f"y is no column: {error}") from None
+
+
+def _declared(classes: Any) -> npt.NDArray[Any]:
+    """The labels that a user declared, sorted: two or more, all different, all of one kind, none missing."""
+    advice = f"classes is {classes!r}: a list of at least two different labels, all texts or all numbers"
+    try:
+        listed = np.asarray(list(classes) if isinstance(classes, set | frozenset) else classes)
+        labels = np.unique(listed)
+    except (TypeError, ValueError):  # no order among them, or lists in it
+        raise ConfigurationError(advice) from None
+    if listed.ndim != 1 or len(labels) < max(2, len(listed)) or bool((labels != labels).any()):
+        raise ConfigurationError(advice)
+    return labels
 
 
 def _check_labels(given: npt.NDArray[Any], each: str) -> None:

@@ -39,7 +39,8 @@ class Numeric:
     missing: bool = False
 
     def __post_init__(self) -> None:
-        if not (is_number(self.low) and is_number(self.high) and self.low <= self.high):
+        ends = is_number(self.low) and is_number(self.high)
+        if not (ends and self.low <= self.high and math.isfinite(float(self.high) - float(self.low))):
             raise ConfigurationError(
                 f"a numeric column has a public range, two finite numbers, the lower one first; not ({self.low!r}, {self.high!r})"
             )

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import _check_feature_names, _check_n_features, check_array, check_is_fitted, column_or_1d
+from sklearn.utils.validation import _check_feature_names, _check_n_features, check_array, check_is_fitted
 from torch.utils.data import TensorDataset
 
 from lipdp import losses
 from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, check_lengths, is_place, plan_head, softmax
+from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, check_lengths, is_place, one_column, plan_head, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
@@ -407,7 +407,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
     def _values(self, y: Any, rows: int) -> npt.NDArray[np.float64]:
         if y is None:
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a number for each row")
-        given = column_or_1d(y, warn=True)
+        given = one_column(y)
         check_lengths("rows", rows, given)
         if given.dtype.kind in "mMc":
             kind = "complex numbers" if given.dtype.kind == "c" else "dates or durations"
@@ -459,10 +459,10 @@ def _without_cells(text: str) -> str:
 
 def _target(given: Any) -> Numeric:
     """The declared range of the target."""
-    if isinstance(given, Numeric):
+    if isinstance(given, Numeric) and not given.missing:
         return given
     if not (isinstance(given, tuple | list) and len(given) == 2):
-        raise ConfigurationError(f"target is {given!r}: the public range of y, (low, high)")
+        raise ConfigurationError(f"target is {given!r}: the public range of y, (low, high), and no value of y is missing")
     return Numeric(*given)
 
 

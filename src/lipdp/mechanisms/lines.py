@@ -6,15 +6,21 @@ are matched by numbers of records alone, k times, so a record is in k pairs at m
 records, and both are ε-DP. k costs nothing: k times as many values, whose ranks are noised k times as much; and it gains what one
 matching leaves out. Where x is the same for both records, they say the mean of their y.
 
+**Order.** Tables are often sorted, and in a sorted table one other record moves many others to new numbers, and so to new partners.
+So rows are brought into a secret random order first, all orders being equally likely: what is released does not depend on the order
+that they came in, and neighbours may be taken to have it in common.
+
 **Which.** The error of medians is that of ranks, times how far the values of pairs are apart, and what they lose to least squares,
 some of σ²/n. Noise on moments is for the whole range, but falls with n²ε². So pairs are for nε² below 1,500, a public number.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +30,7 @@ from lipdp.mechanisms.problem import Problem, as_numbers, share_of
 from lipdp.mechanisms.spending import release_moments
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure
+from lipdp.privacy.randomness import Stream
 
 __all__ = ["Line", "pairs", "release_line"]
 
@@ -61,6 +68,15 @@ def pairs(n: int, matchings: int = _MATCHINGS) -> Tensor:
     return torch.cat(every)
 
 
+def shuffled(table: Tensor) -> Tensor:
+    """Rows (n, …) in a random order, all n! equally likely: by 64 bits for each, drawn again where two are the same."""
+    stream = Stream()
+    while True:
+        keys = stream.words(2 * len(table)).view(np.uint64)
+        if len(np.unique(keys)) == len(keys):
+            return table[torch.from_numpy(np.argsort(keys))]
+
+
 def values_at(table: Tensor, matched: Tensor, place: float) -> Tensor:
     """At ``place`` of x, of the line through each pair of records (n, 2)."""
     (x, y), (other, there) = table[matched[:, 0]].T, table[matched[:, 1]].T
@@ -78,7 +94,8 @@ def release_line(
     budget: AnyBudget = None,
     clamp: bool = False,
 ) -> Line:
-    """The line by which column 1 of ``x`` (n, 2) follows from column 0, for ε in all, replace-one. n is public.
+    """The line by which column 1 of ``x`` (n, 2) follows from column 0, for ε in all, replace-one. n is public, the order of rows
+    does not matter.
 
     Args:
         x: the private table.
@@ -89,19 +106,21 @@ def release_line(
         clamp: move values outside of the bounds to the nearest bound, instead of refusing them.
     """
     data = as_numbers(x)
+    if not hasattr(bounds, "__len__"):
+        raise ConfigurationError(f"bounds is {bounds!r}: give the public range of both columns, [(lo, hi), (lo, hi)].")
     if data.ndim != 2 or data.shape[1] != 2 or len(bounds) != 2 or data.shape[0] < 2:
         raise DataError(f"the table has shape {tuple(data.shape)}: give (n, 2) with bounds of both columns, the target last.")
     if method not in (None, "pairs", "moments"):
         raise ConfigurationError(f"method is {method!r}: 'pairs', 'moments', or None for what suits n and epsilon.")
     n = data.shape[0]
     share = share_of(epsilon, 2 * _MATCHINGS)
-    if method == "moments" or (method is None and n * epsilon**2 >= _FEW):
+    if method == "moments" or (method is None and math.sqrt(n) * epsilon >= math.sqrt(_FEW)):
         (slope,), intercept = release_moments(data, bounds, epsilon, budget=budget, clamp=clamp).regression(1)
         return Line(float(slope), intercept, epsilon, "moments")
     across, up = (Problem.of("mean", 1.0, n, pair) for pair in bounds)
     for problem, column in zip((across, up), data.T, strict=True):
         problem.dataset(column, clamp)  # refuses what is no number, or outside
-    inside = torch.stack([data[:, 0].clamp(across.low, across.high), data[:, 1].clamp(up.low, up.high)], 1)
+    inside = shuffled(torch.stack([data[:, 0].clamp(across.low, across.high), data[:, 1].clamp(up.low, up.high)], 1))
     matched = pairs(n)
     places = [across.low + part * across.width for part in _PLACES]
     median = Problem.of("median", share, len(matched), (up.low - _WIDER * up.width, up.high + _WIDER * up.width))

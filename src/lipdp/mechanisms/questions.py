@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -207,6 +207,8 @@ def laplace_error(sensitivity: float, epsilon: float, confidence: float = CONFID
 
 def normalised(questions: str | Sequence[str]) -> list[str]:
     """One or more different questions, in lower case."""
+    if not isinstance(questions, Iterable):
+        raise ConfigurationError(f"questions is {questions!r}: give one or more, e.g. 'mean' or ['mean', 'p90'].")
     asked = [str(question).strip().lower() for question in ([questions] if isinstance(questions, str) else questions)]
     if not asked or len(set(asked)) < len(asked):
         raise ConfigurationError(f"questions is {questions!r}: give one or more different ones.")

@@ -58,6 +58,7 @@ _NEEDS = {
 }
 _SUMS = ("count", "z", "z2", "sum")
 _MOST = 2**30  # records
+_MOST_RANKED = 2**26  # records that a choice of quantiles is made for
 _ROUNDING = 2.0**-20  # of 1: by how much more a record may move a sum, for its lattice and for float64
 
 
@@ -117,6 +118,8 @@ class OpenPlan:
             raise ConfigurationError("give one or more questions.")
         if self._by_noise is None and self.rho is not None:
             raise ConfigurationError(f"there is no Gaussian noise for rho {self.rho:g} and these questions: use a larger one.")
+        if self._ranked:
+            self._joint(_MOST_RANKED)  # refuses what can't be chosen before anything is paid, however many records there are
 
     @property
     def _spending(self) -> Spending:
@@ -181,7 +184,8 @@ class OpenPlan:
         if data.ndim != 1 or len(data) > _MOST:
             raise DataError(f"the dataset has shape {tuple(data.shape)}: give (records,), a number for each.")
         if len(data) < 2:  # a problem is about two records or more
-            return self.checked(torch.cat([data, torch.full((2,), self.low, dtype=torch.float64)]), clamp)[: len(data)]
+            filled = torch.full((2 - len(data),), self.low, dtype=torch.float64)
+            return self.checked(torch.cat([data, filled]), clamp)[: len(data)]
         problem = Problem.of("mean", self._problem.epsilon, len(data), (self.low, self.high))
         problem.dataset(data, clamp)
         return data.clamp(self.low, self.high)
@@ -252,7 +256,8 @@ class OpenPlan:
             return Answer(question, max(own.value, least), (max(low, least), max(high, least)), "noise", epsilon)
         value = self._moment(question, *(noisy[what].value for what in _NEEDS[question]))
         each = 1 - (1 - CONFIDENCE) / len(_NEEDS[question])
-        tried = [self._moment(question, *corner) for corner in _corners([noisy[what].ends(each) for what in _NEEDS[question]])]
+        ends = [noisy[what].ends(each) for what in _NEEDS[question]]
+        tried = [self._moment(question, *corner) for corner in [*_corners(ends), *_between(ends)]]
         return Answer(question, value, (min(tried), max(tried)), "noise", epsilon)
 
     def _share(self, needs: Sequence[str]) -> float | None:
@@ -270,14 +275,20 @@ class OpenPlan:
         variance = half**2 * max(min(max(second / size, 0.0), 1.0) - mean**2, 0.0)
         return variance if question == "variance" else math.sqrt(variance)
 
-    def _by_rank(self, x: Tensor, size: int) -> Iterator[Answer]:
+    def _levels(self, size: int) -> list[tuple[Fraction, ...]]:
+        """Of each question about ranks, for so many records."""
+        return [levels_of(question, size, self.shares["quantiles"]) or () for question in self._ranked]
+
+    def _joint(self, size: int) -> JointQuantiles:
+        levels = tuple(sorted({level for own in self._levels(size) for level in own}))
         spent = self.shares["quantiles"]
-        ranked = {question: levels_of(question, size, spent) or () for question in self._ranked}
-        levels: Sequence[Fraction] = sorted({level for own in ranked.values() for level in own})
-        joint = JointQuantiles(tuple(levels), spent, min(size, 2**26), self.low, self.high, "add_remove", self.step)
-        asked = [tuple(levels.index(level) for level in own) for own in ranked.values()]
-        for question, value in zip(ranked, combined(joint.respond(x), asked), strict=True):
-            yield Answer(question, value, None, "none", spent / len(ranked))
+        return JointQuantiles(levels, spent, min(size, _MOST_RANKED), self.low, self.high, "add_remove", self.step)
+
+    def _by_rank(self, x: Tensor, size: int) -> Iterator[Answer]:
+        joint = self._joint(size)
+        asked = [tuple(joint.levels.index(level) for level in own) for own in self._levels(size)]
+        for question, value in zip(self._ranked, combined(joint.respond(x), asked), strict=True):
+            yield Answer(question, value, None, "none", joint.epsilon / len(asked))
 
     def _by_counts(self, question: str, noisy: list[_Noisy]) -> Answer:
         values, error, spent = [max(own.value, 0.0) for own in noisy], noisy[0].error(CONFIDENCE), self._share((question,))
@@ -307,7 +318,7 @@ class _Gaussian:
 
 
 def _corners(ends: Sequence[tuple[float, float]]) -> Iterator[tuple[float, ...]]:
-    """All combinations of the ends, and of the middle of the mean's: a variance is largest where the mean is 0."""
+    """All combinations of the ends, and of 0 where it is between: a variance is largest where the mean is 0."""
     if not ends:
         yield ()
         return
@@ -317,3 +328,15 @@ def _corners(ends: Sequence[tuple[float, float]]) -> Iterator[tuple[float, ...]]
         yield (high, *rest)
         if low < 0 < high:
             yield (0.0, *rest)
+
+
+def _between(ends: Sequence[tuple[float, float]]) -> Iterator[tuple[float, ...]]:
+    """Where a variance is largest for a count inside of its ends: min(S/n, 1) − (F/n)² rises up to n = S or 2F²/S, whichever is
+    more, and falls from there on.
+    """
+    if len(ends) < 3:
+        return
+    (fewest, most), first, (_, second) = ends
+    least = 0.0 if first[0] < 0 < first[1] else min(map(abs, first))
+    if second > 0 and fewest < (best := max(second, 2 * least**2 / second)) < most:
+        yield best, least, second

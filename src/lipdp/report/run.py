@@ -80,8 +80,8 @@ class RunRecord:
         history: what happened.
         result: the figures that ``train`` wrote, as plain data.
         about: command, environment, evaluation.
-        epsilon: of the steps that were taken, by the accountant from the plan; or what the result says, where that is more (ranges
-            of columns that were released before).
+        epsilon: of the steps that were taken, by the accountant from the plan, and of ranges of columns that were released before;
+            or what the result says, where that is more.
         contradictions: where files say other things than follow from the plan.
     """
 
@@ -136,7 +136,9 @@ def read_run(folder: str | Path) -> RunRecord:
     # Of what was released, not of the plan's own figure: ∞ stands for a plan that is not asked.
     epsilon = dataclasses.replace(ledger, planned_epsilon=math.inf).epsilon if steps < plan.steps else _cost(plan)
     contradictions = tuple(_contradictions(plan, history, result, epsilon))
-    said = result.get("epsilon")
+    said, released = result.get("epsilon"), result.get("released")
+    if isinstance(released, int | float) and released > 0:  # pure ε beside the steps, whatever the result makes of both
+        epsilon += float(released)
     if isinstance(said, int | float) and said > epsilon * (1 + 1e-6):  # more than the steps cost is believed, less is not
         epsilon = float(said)
     return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions)

@@ -136,12 +136,17 @@ def _meaning(run: RunRecord) -> str:
     epsilon, delta = run.epsilon, run.plan.delta
     if run.plan.adjacency == "replace_one":
         return f"about what one given record held, by a factor of at most {_odds('e^ε', epsilon)}, but for a probability of about δ"
-    both = delta * (1 + math.exp(min(epsilon, _LARGE)))
+    both = delta * (1 + math.exp(min(epsilon, 700.0)))
     return (
         f"about whether one given record was used, by a factor of at most {_odds('e^ε', epsilon)}, but for a probability of about "
         f"δ = {delta:g}; and of any conclusion about what that record held, by a factor of at most {_odds('e^2ε', 2 * epsilon)}, "
-        f"but for a probability of about (1 + e^ε)·δ{f' = {both:.2g}' if both < 1 else ', which may be all cases'}"
+        f"but for a probability of about (1 + e^ε)·δ{f' = {_chance(both)}' if both < 1 else ', which may be all cases'}"
     )
+
+
+def _chance(value: float) -> str:
+    """A probability to two digits, rounded up."""
+    return f"{float(upwards(value, 2)):g}"
 
 
 _LARGE = 20.0  # ε from which on a factor says nothing any more
@@ -162,7 +167,7 @@ def together(runs: list[RunRecord]) -> Iterator[str]:
             epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
             yield (
                 f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at "
-                f"δ = {delta:.2g} "
+                f"δ = {_chance(delta)} "
                 "(basic composition; an account, `--budget`, composes them more tightly)."
             )
         if same and len(same) < len(every):
