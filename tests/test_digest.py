@@ -6,7 +6,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from lipdp.digest import Tag, content_digest, keyed_words, tensor_words
+from lipdp.digest import Tag, content_digest, keyed_words, same_bits, tensor_words
 
 DIFFERENT = [
     torch.zeros(2),
@@ -97,3 +97,46 @@ def test_words_under_a_key_differ_with_key_and_content():
     assert words.shape == (1, 2)
     others = [keyed_words(y, b"k" * 32) for y in (x.flip(0), x[:9], x + 1)] + [keyed_words(x, b"l" * 32)]
     assert not any(bool((other == words).any()) for other in others)
+
+
+def test_tags_of_quantised_tensors_are_of_their_values():
+    tensors = [torch.quantize_per_tensor(torch.arange(4.0), scale, 0, torch.qint8) for scale in (1.0, 0.5, 1.0)]
+    one, other, again = (Tag(b"k" * 32).update(tensor).finish() for tensor in tensors)
+    assert one == again
+    assert content_digest(tensors[0]) == content_digest(tensors[2]) != content_digest(torch.zeros(4))
+    assert one == Tag(b"k" * 32).update(torch.arange(4.0)).finish()
+    assert other == Tag(b"k" * 32).update(torch.arange(4.0)).finish(), "0, 1, 2, 3 either way"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x[::2, 1:],
+        lambda x: x.half(),
+        lambda x: torch.complex(x, -x).conj(),
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_sparse_csc(),
+        lambda x: x.to(torch.float8_e4m3fn),
+        lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8),
+    ],
+)
+def test_the_same_bits_in_any_layout(make):
+    x = torch.arange(16.0).reshape(4, 4) - 3
+    changed = x.clone()
+    changed[2, 3] += 1
+    assert same_bits(make(x), make(x.clone()))
+    assert not same_bits(make(x), make(changed))
+    assert not same_bits(make(x), make(x[:2]))
+
+
+def test_the_same_bits_are_more_than_equal_numbers():
+    nan = torch.full((2,), torch.nan)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.zeros(2), -torch.zeros(2))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+    assert not same_bits(torch.eye(2), torch.eye(2).to_sparse())
+    explicit = torch.sparse_coo_tensor([[0, 1], [0, 1]], [1.0, 0.0], (2, 2)), torch.sparse_coo_tensor([[0], [0]], [1.0], (2, 2))
+    assert not same_bits(*explicit), "a zero that is stored"

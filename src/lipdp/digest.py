@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from lipdp._numerics import whole_tensor
 
-__all__ = ["Tag", "content_digest", "keyed_words", "tensor_words"]
+__all__ = ["Tag", "as_bytes", "content_digest", "keyed_words", "same_bits", "tensor_words"]
 
 _CHUNK = 1 << 26  # bytes handed to the hash at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,7 +78,9 @@ def _head(kind: str, size: str) -> bytes:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    if tensor.layout != torch.strided:
+    if tensor.is_quantized:
+        tensor = tensor.detach().dequantize()
+    elif tensor.layout != torch.strided:
         tensor = tensor.detach().to_dense()
     flat = _words(whole_tensor(tensor).to("cpu"))
     step = _CHUNK // flat.element_size()
@@ -91,6 +93,50 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
     flat = real.contiguous().reshape(-1)
     return flat.view(_WORDS[flat.element_size()])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All entries in order, as bytes; of a tensor that has a place in memory (strided)."""
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | bool:
+    """Whether two tensors are the same to the bit: what is no number is compared too, and zeros with their signs.
+
+    Of any layout and type. Elsewhere than on a processor it may still be computed.
+
+    Example:
+        >>> bool(same_bits(torch.zeros(1), -torch.zeros(1)))
+        False
+    """
+    one, other = one.detach(), other.detach()
+    if _form(one) != _form(other):
+        return False
+    pairs = list(zip(_strided_parts(one), _strided_parts(other), strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        return False
+    if one.device.type == "cpu":
+        return all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in pairs)
+    return torch.stack([(as_bytes(a) == as_bytes(b)).all() for a, b in pairs]).all()
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor of any layout is made of."""
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
 
 def tensor_words(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

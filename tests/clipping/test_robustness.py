@@ -372,3 +372,21 @@ def test_a_model_that_draws_where_nobody_can_repeat_it_is_not_taken_for_one_that
     loss = torch.nn.CrossEntropyLoss(reduction="none")
     sums = clipping.clipped_gradients(Coin(4, 3), loss, torch.randn(5, 4), torch.arange(5) % 3, 1.0, "naive")
     assert all(torch.isfinite(part).all() for part in sums.values())
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_a_model_remembers_is_looked_for_among_records_that_count(copies):
+    """Empty seats have copies of one record, and between two copies of it the order shows nothing."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 4, generator=draw)
+    x[0] = x[-1] = x[1]
+    keep = torch.tensor([False, True, True, True, True, False, False])
+    rows, targets = x.repeat_interleave(copies, 0), torch.arange(7 * copies) % 3
+    model, loss = Remembering(Elsewhere, "last_of_a_test"), torch.nn.CrossEntropyLoss(reduction="none")
+    clipper = clipping.Clipper(model, loss, "naive", copies=copies)
+    try:
+        clipper(rows, targets, 1.0, mask=torch.tensor([True, True, *[False] * 5]))  # too few to tell: the next are looked at
+        with pytest.raises(UnsupportedError, match="remembers"):
+            clipper(rows, targets, 1.0, mask=keep)
+    finally:
+        del Elsewhere.last_of_a_test

@@ -403,3 +403,75 @@ def test_a_parameter_of_sensitivity_0_is_not_even_differentiated():
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), plan)
     engine.step(*toy(20).tensors)
     assert torch.equal(model.unused.detach(), torch.ones(3))
+
+
+class Kept(T.Module):
+    """A name that is registered, and what a forward pass does to it."""
+
+    def __init__(self, value, write=None, register="register_buffer"):
+        super().__init__()
+        self.inner, self.write = T.Linear(6, 3), write
+        getattr(self, register)("kept", value)
+
+    def forward(self, x):
+        if self.write is not None:
+            self.write(self, x.detach()[0])
+        return self.inner(x)
+
+
+def step_once(model, method="bookkeeping"):
+    loss = losses.CrossEntropy(tau=4.0)
+    plan = planned(model, loss, method=method, max_grad_norm=1.0)
+    engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    batches = engine.batches(toy())
+    for _ in range(2):
+        engine.step(*next(batches))
+
+
+def set_buffer(model, record):
+    model.kept = record.clone()
+
+
+def set_parameter(model, record):
+    model.kept = T.Parameter(record.clone(), requires_grad=False)
+
+
+def set_signs(model, record):
+    model.kept.data.copy_(torch.where(record > 0, 0.0, -0.0))
+
+
+@pytest.mark.parametrize("method", ["bookkeeping", "naive"])
+@pytest.mark.parametrize(
+    ("value", "write", "register"),
+    [
+        (None, set_buffer, "register_buffer"),
+        (None, set_parameter, "register_parameter"),
+        (torch.zeros(6), set_signs, "register_buffer"),
+    ],
+    ids=["a buffer that was None", "a parameter that was None", "signs of zeros"],
+)
+def test_a_record_stays_in_no_name_that_was_there(method, value, write, register):
+    model = Kept(None if value is None else value.clone(), write, register)
+    with pytest.raises(UnsupportedError, match="changes"):
+        step_once(model, method)
+    if value is None:
+        assert model.kept is None
+    else:
+        assert not torch.signbit(model.kept).any()
+
+
+@pytest.mark.parametrize(
+    "make_value",
+    [
+        lambda: torch.full((6,), torch.nan),
+        lambda: torch.eye(6).to_sparse(),
+        lambda: torch.eye(6).to_sparse_csr(),
+        lambda: torch.eye(6).to(torch.complex64).conj(),
+        lambda: torch.eye(6)[::2, 1:],
+        lambda: torch.empty(0, 3),
+        lambda: torch.quantize_per_tensor(torch.eye(6), 0.1, 0, torch.qint8),
+    ],
+    ids=["nan", "sparse", "csr", "conjugate", "view", "empty", "quantised"],
+)
+def test_buffers_of_any_kind_that_nobody_writes_to(make_value):
+    step_once(Kept(make_value()))

@@ -7,12 +7,14 @@ that 0 is a win and √2 a loss for the attacker; of some 100 to 200 numbers it 
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import functools
 import io
 import multiprocessing
 import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -668,3 +670,31 @@ def test_an_engine_is_not_pickled_and_says_what_to_do(how):
     with pytest.raises(ConfigurationError, match="state_dict"):
         how(engine)
     assert copy.copy(engine).plan is engine.plan
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_of_two_threads_at_one_position_one_is_the_first(drawn, monkeypatch):
+    take, claim = book_of()
+    words = torch.tensor([[3, 4]])
+    name = "same_draw" if drawn else "before"
+    look = getattr(positions._Run, name)
+
+    def slow_look(*about):
+        found = look(*about)
+        time.sleep(0.05)  # the other thread's turn, between looking and writing
+        return found
+
+    monkeypatch.setattr(positions._Run, name, slow_look)
+
+    def release(number):
+        try:
+            if drawn:
+                claim(0, 0, TAGS["bytes"][number])
+            else:
+                take(0, bytes([9 + number] * 32), words)
+        except BudgetError:
+            return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(release, range(2))) == [False, True]

@@ -13,6 +13,7 @@ from lipdp._numerics import HALF, no_autocast, seed_torch
 from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.layouts import is_mask, one_place_less
 from lipdp.clipping.loops import PerExampleLoss
+from lipdp.digest import same_bits
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, leaves, mapped
 
@@ -121,8 +122,11 @@ def put_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Buffers as they were."""
     with torch.no_grad():
         for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
+            if not same_bits(buffer, value):
+                if value.layout == torch.strided:
+                    buffer.copy_(value)
+                else:
+                    buffer.data = value.clone()
 
 
 def others_like(inputs: Inputs) -> Inputs:

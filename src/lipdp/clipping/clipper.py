@@ -400,8 +400,9 @@ class Clipper:
         """Of records that are taken one by one, once for a shape of batch."""
         kind = "forgetful", kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
         if kind not in self._checked:
-            check_forgetful(self.model, self.loss, batch.x, batch.y)
-            self._checked.add(kind)
+            rows = (torch.nonzero(batch.keep).flatten() * self.copies).tolist()
+            if check_forgetful(self.model, self.loss, batch.x, batch.y, rows):
+                self._checked.add(kind)
 
     def _know_again(self) -> None:
         """What the model has come to hold while it ran: tables of its own, or something of the batch."""

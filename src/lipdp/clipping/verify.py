@@ -41,7 +41,7 @@ from lipdp.clipping.follow import Reason, follow, known_before
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values
 from lipdp.clipping.record import Recording, recording
-from lipdp.digest import Tag
+from lipdp.digest import Tag, same_bits
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, nothing_kept, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, owned, rows_of, select
@@ -159,16 +159,16 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
                 )
 
 
-def check_forgetful(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
+def check_forgetful(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, rows: Sequence[int]) -> bool:
     """Raise if a record's loss depends on the record that the model was run on before it: where records are taken one by one.
 
     What a model keeps in itself is put back after every record (:func:`lipdp.fingerprint.nothing_kept`). It may keep a number
     elsewhere: in an object that a global name leads to, in a file. Three records one after another, twice, and then backwards: the
     one in the middle has the same loss each time. One whose loss is another the second time already is random, and can't be asked.
+    ``rows``: those of the records that count, for an empty seat has a copy of another record. False if there are too few.
     """
-    count = rows_of(x)
-    if count < _EXAMPLES:
-        return
+    if len(rows) < _EXAMPLES:
+        return False
 
     def middle(rows: tuple[int, ...]) -> torch.Tensor:
         found = []
@@ -182,13 +182,14 @@ def check_forgetful(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
 
     with checking(model, device_of(x)):
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        order = (0, count // 2, count - 1)
+        order = (rows[0], rows[len(rows) // 2], rows[-1])
         first, again, back = middle(order), middle(order), middle(order[::-1])
     if torch.equal(first, again) and not torch.allclose(first, back, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
         raise UnsupportedError(
             f"{type(model).__name__} or its loss remembers: a record's loss is another one after other records (by a number that "
             "is kept outside of the model, in a global object or a file, say). Make it a function of its inputs."
         )
+    return True
 
 
 def seeing_all(model: torch.nn.Module, x: Inputs, compute: Callable[[], T]) -> T:
@@ -393,7 +394,8 @@ class _Check:
         if different:
             raise UnsupportedError(_MIXED.format(name=different[0]))
         for (name, _), one, other in zip(named, *states, strict=True):
-            if not torch.equal(one, other) and bool(torch.isfinite(one).all()) and bool(torch.isfinite(other).all()):
+            numbers = [part for part in (one, other) if part.layout == torch.strided and not part.is_quantized]
+            if not same_bits(one, other) and all(bool(torch.isfinite(part).all()) for part in numbers):
                 raise UnsupportedError(
                     f"buffer '{name}' is updated from the data in the forward pass, without any privacy. Freeze it, or put its "
                     "module in evaluation mode."

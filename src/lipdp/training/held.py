@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lipdp.digest import as_bytes, same_bits
 from lipdp.errors import UnsupportedError
 from lipdp.training.shards import local
 from lipdp.training.watch import Flag, read_flags
@@ -27,12 +28,13 @@ class _Place(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """What a module called parameter, buffer or part when it was first seen."""
+    """What a module called parameter, buffer or part when it was first seen; names that stood for nothing yet are ``free``."""
 
     prefix: str
     module: torch.nn.Module
     holder: dict[Any, Any]
     known: frozenset[Any]
+    free: frozenset[Any]
 
 
 class HeldState:
@@ -68,12 +70,14 @@ class HeldState:
                     listed = self._weights if parameter.requires_grad else self._places
                     listed.append(_Place(prefix + key, module._parameters, key))
             holders = (module._buffers, module._parameters, module._modules, *_state_hooks(module))
-            self._names += [_Names(prefix, module, holder, frozenset(holder)) for holder in holders]
+            for holder in holders:
+                known = _filled(holder)
+                self._names.append(_Names(prefix, module, holder, known, frozenset(holder) - known))
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Remember the present values, of what the model has now; they come back if the block raises."""
-        if any(names.holder.keys() != names.known for names in self._names if names.holder or names.known):
+        if any(_filled(names.holder) != names.known for names in self._names if names.holder or names.known):
             self._find()
         self._foreign_before = set(_foreign_entries(self._model)) if self._own_code else set()
         self._kept = [place.holder[place.key].detach().clone() for place in self._places]
@@ -106,7 +110,7 @@ class HeldState:
 
     def _added(self) -> list[tuple[_Names, Any]]:
         """What modules have been given since, but buffers that are not persistent."""
-        grown = [names for names in self._names if names.holder and names.holder.keys() != names.known]
+        grown = [names for names in self._names if names.holder and _filled(names.holder) != names.known]
         return [
             (names, key) for names in grown for key, value in names.holder.items()
             if key not in names.known and value is not None and not self._is_passing(names, key)
@@ -153,7 +157,10 @@ class HeldState:
         changed = [at.name for at, fine in zip(self._places, others, strict=True) if not fine]
         with torch.no_grad():
             for names, key in [] if names_same else self._added():
-                del names.holder[key]
+                if key in names.free:
+                    names.holder[key] = None
+                else:
+                    del names.holder[key]
                 changed.insert(0, f"{names.prefix}{key}" if isinstance(key, str) else f"a hook of {names.prefix}state_dict")
             for at, kept, fine in zip(self._places, self._kept, others, strict=True):
                 if not fine:
@@ -218,7 +225,9 @@ def _restore(at: _Place, present: torch.Tensor | None, kept: torch.Tensor) -> No
         at.holder[at.key] = kept
         return
     here = local(present.detach())
-    if (here.shape, here.dtype, here.device) == (kept.shape, kept.dtype, kept.device):
+    if kept.layout != torch.strided:
+        present = kept
+    elif (here.shape, here.dtype, here.device, here.layout) == (kept.shape, kept.dtype, kept.device, kept.layout):
         here.copy_(kept)
     else:
         present.data = kept
@@ -226,11 +235,17 @@ def _restore(at: _Place, present: torch.Tensor | None, kept: torch.Tensor) -> No
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them in one row of bytes, so that what is no number is compared too."""
-    return torch.cat([local(tensor.detach()).reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
+    """All of them in one row of bytes, so that what is no number is compared too, and zeros with their signs."""
+    return torch.cat([as_bytes(local(tensor.detach())) for tensor in tensors])
+
+
+def _filled(holder: dict[Any, Any]) -> frozenset[Any]:
+    """Names that stand for something: one that was registered as ``None`` and is given a tensor is a new one."""
+    return frozenset(key for key, value in holder.items() if value is not None)
 
 
 def _is_same(present: torch.Tensor | None, before: torch.Tensor) -> Flag:
-    if present is None or present.shape != before.shape or present.dtype != before.dtype or present.device != before.device:
+    if present is None:
         return False
-    return torch.equal(present, before) if before.device.type == "cpu" else (present.detach() == before).all()
+    same = same_bits(present, before)
+    return bool(same) if before.device.type == "cpu" else same

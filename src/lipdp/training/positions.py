@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,11 +129,14 @@ class _Rows:
 
 _runs: dict[bytes, _Run] = {}
 _foreign: set[bytes] = set()
+_writing = threading.RLock()  # of two threads that ask for one position, one is the first
 
 
 def _forked() -> None:
     """Both sides of a fork have the keys; only the one that they were made in goes on with them."""
+    global _writing
     _foreign.update(_runs)
+    _writing = threading.RLock()  # another thread may have held it
 
 
 if hasattr(os, "register_at_fork"):
@@ -154,14 +158,15 @@ def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Te
             "this engine was made in another process, of which this one is a copy (os.fork): both would make the same releases, or "
             "other ones that nobody pays for. Make the engine in the process that trains with it."
         )
-    book, kept = _runs.setdefault(run, _Run()), trail[:_SIZE]
-    before = book.before(position)
-    if before is None:
-        book.write(position, kept, words[:0] if claims else words)
-    elif before != kept or not book.same_words(position, words):
-        raise _taken(position, "from other inputs")
-    for number, tag in claims:
-        claim_draw(run, position, number, tag)
+    with _writing:
+        book, kept = _runs.setdefault(run, _Run()), trail[:_SIZE]
+        before = book.before(position)
+        if before is None:
+            book.write(position, kept, words[:0] if claims else words)
+        elif before != kept or not book.same_words(position, words):
+            raise _taken(position, "from other inputs")
+        for number, tag in claims:
+            claim_draw(run, position, number, tag)
 
 
 def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None:
@@ -170,14 +175,16 @@ def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None
     Equal inputs give equal sums, unless the model or the data draw random numbers past torch's generators, or are written to past
     torch's bookkeeping; or threads (or a GPU's kernels) add in another order. Whatever it was, other sums are another release.
     """
-    book = _runs.setdefault(run, _Run())
-    if not book.same_draw(position, number, tag):
-        raise _taken(
-            position,
-            "with other sums from the same inputs (does something draw random numbers past torch's generators? do a GPU's kernels "
-            "add in any order? torch.use_deterministic_algorithms(True) makes them repeat)",
-        )
-    book.write_draw(position, number, tag)
+    with _writing:
+        book = _runs.setdefault(run, _Run())
+        if book.same_draw(position, number, tag):
+            book.write_draw(position, number, tag)
+            return
+    raise _taken(
+        position,
+        "with other sums from the same inputs (does something draw random numbers past torch's generators? do a GPU's kernels "
+        "add in any order? torch.use_deterministic_algorithms(True) makes them repeat)",
+    )
 
 
 def _taken(position: int | str, how: str) -> BudgetError:

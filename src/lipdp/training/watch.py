@@ -148,7 +148,7 @@ class ModelWatch:
         """The number of the settings and a digest of the tensors on the processor; digests of those elsewhere, still computed."""
         if self._tensors[0] != self.settings:
             self._tensors = self.settings, reachable_tensors(*self._watched.objects)
-        elsewhere = [t.device for t in self._tensors[1] if t.device.type != "cpu"]
+        elsewhere = [t.device for t in self._tensors[1] if _is_elsewhere(t)]
         if words is None and elsewhere:
             words = self._words(set(elsewhere))
         return [self.settings, self._digest_here()], words
@@ -169,7 +169,7 @@ class ModelWatch:
         coming = instead or {}
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in self._tensors[1]:
-            if tensor.device.type != "cpu":
+            if _is_elsewhere(tensor):
                 present = coming.get(id(tensor), tensor).detach()
                 plain = present if present.layout == torch.strided else present.to_dense()
                 kinds.setdefault((tensor.device, tensor.dtype), []).append(plain.reshape(-1))
@@ -178,6 +178,11 @@ class ModelWatch:
         if all(part.device == first for part in joined):
             return noise_cuda.words_of(joined, self._key())
         return torch.cat([noise_cuda.words_of([part], self._key()).to(first) for part in joined])
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether it has values that are not on the processor."""
+    return tensor.device.type not in ("cpu", "meta")
 
 
 def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
