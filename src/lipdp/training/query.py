@@ -458,7 +458,7 @@ class ClippedQuery:
 
         def repaired(before: Answer = answer, pending: Pending = pending) -> Answer:
             with _only_trained(self.model, parameters), arithmetic(plan.precision, batch.device):
-                return plus(before, pending.finish())
+                return plus(before, pending.finish(), torch.add)
 
         if batch.device.type != "cuda" or batch.turn.units is not None:
             return repaired()
