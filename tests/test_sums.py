@@ -296,7 +296,7 @@ def test_outer_products_on_a_gpu(rows, length, p, d, turned):
     a, b = (torch.randn(rows, length, size, device="cuda", generator=generator) for size in (p, d))
     if turned:
         a, b = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, b))
-    weights = torch.rand(rows, device="cuda", generator=generator)
+    weights = torch.rand(rows, 3, device="cuda", generator=generator)[:, 1]  # as one group's factors lie in memory
     assert _sums_kernel.available(a, b)
     expected = torch.einsum("b,btp,btd->pd", weights.double(), a.double(), b.double())
     assert float((_sums_kernel.outer_sums(a, b, weights, "tf32x3") - expected).norm() / expected.norm()) < 3e-6

@@ -197,6 +197,7 @@ def _add_up(partial: torch.Tensor, total: torch.Tensor) -> None:
 def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = None, precision: str | None = None) -> torch.Tensor:
     """Σ_i w_i·Σ_t a_it ⊗ b_it, (B, T, p) and (B, T, d) → (p, d): every record by itself in float32, all of them in float64."""
     rows, places, p, d = *a.shape, b.shape[2]
+    weights = None if weights is None else weights.contiguous()  # the kernel takes them one after another
     total = torch.zeros(p, d, dtype=torch.float64, device=a.device)
     tile_p, tile_d = _power(p, 16, _SIDE), _power(d, 16, _SIDE)
     tiles_p, tiles_d = -(-p // tile_p), -(-d // tile_d)
