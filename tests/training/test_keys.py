@@ -446,6 +446,22 @@ def test_rows_written_to_behind_torch_are_other_sums():
         twin.step(*gather_lazily(data, chosen))
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_an_engine_rewound_inside_its_loop_makes_the_same_release(optimizer):
+    """It still knows which dataset the rows are of."""
+    data, model = toy(), free()
+    engine = lipdp.PrivacyEngine(model, LOSS, optimizer(model.parameters(), lr=0.01), planned(model))
+    for number, chosen in enumerate(engine.samples(data)):
+        state = engine.state_dict()
+        engine.step(*gather_lazily(data, chosen))
+        after = weights(model)
+        engine.load_state_dict(state)
+        engine.step(*gather_lazily(data, chosen))
+        assert same(after, weights(model)), "the same release"
+        if number == 2:
+            break
+
+
 @pytest.mark.usefixtures("_drawn_by")
 def test_noise_that_is_drawn_ahead_is_claimed_when_it_leaves(monkeypatch):
     """A draw that is thrown away, for the model was proved anew meanwhile, claims nothing; one that leaves does."""
