@@ -3,26 +3,31 @@
     python benchmarks/accuracy/text.py bag --epsilon 1 3 8 --seeds 0 1 2 [--test] [--device cuda]
     python benchmarks/accuracy/text.py lora --weights FOLDER_OR_NAME --epsilon 3 8 --seeds 0 1 2 [--test] [--device cuda]
     python benchmarks/accuracy/text.py letters --epsilon 1 3 8 --seeds 0 1 2 [--test] [--device cuda]
+    python benchmarks/accuracy/text.py letters --choose 0.002 0.004 0.008 --test --device cuda
 
-``bag``: logistic regression on hashed words (lipdp.data.hashed_bag) of IMDB, every step on all reviews. ``lora``: a transformer
-whose weights are frozen but for adapters and the head, by peft; the weights are those of a folder, or of a name on Hugging Face's
-hub (downloaded unless they are in its cache), or without ``--weights`` random ones of a small configuration, which shows what it
-costs and not what it can. ``letters``: a small decoder on windows of 64 letters of the file text/tinyshakespeare.txt beside the
-other data sets; perplexity of letters.
+``bag``: logistic regression on hashed words (lipdp.data.hashed_bag) of IMDB, every step on all reviews. ``lora``: an encoder
+whose weights are frozen but for adapters, by peft, and a head on the mean over a review's tokens; the weights are those of a
+folder, or of a name on Hugging Face's hub (downloaded unless they are in its cache), or without ``--weights`` random ones of a
+small configuration, which shows what it costs and not what it can. ``letters``: a small decoder on windows of 64 letters of the
+file text/tinyshakespeare.txt beside the other data sets; perplexity of letters.
 
-Without ``--test`` a tenth of the training data is held out, and the test set is not read: settings are chosen like that. Lines are
-appended to benchmarks/results/text/NAME.jsonl. ``--epsilon inf``: the same training without privacy, as a yardstick.
+Without ``--test`` a tenth of the training data is held out, and the test set is not read: settings are chosen like that. With
+``--choose`` that is done first, for each ε, by one more seed, and what follows takes the best of these rates: with ``--test``
+the test set is read when nothing is to be chosen any more. As usual with such figures, ε is that of one run: what choosing has
+told of the records is not in it. Lines are appended to NAME.jsonl in ``--results``, benchmarks/results/text by default.
+``--epsilon inf``: the same training without privacy, as a yardstick.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "text"
 HELD_OUT, DELTA = 0.1, 1e-5
 LENGTH, LETTERS = 64, 128
 TOKENS = 128  # of a review that a transformer reads
+CHOOSING = 100  # the seed of runs that settings are chosen by
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ BAG = {
     3.0: Settings(0, 70, 0.42, 75.0),
     8.0: Settings(0, 70, 0.7, 100.0),
 }
-LORA = {3.0: Settings(2_000, 200, 0.3, 3e-3, None), 8.0: Settings(2_000, 200, 0.3, 3e-3, None)}
+LORA = {3.0: Settings(2_000, 100, 0.3, 2e-3, None), 8.0: Settings(2_000, 100, 0.3, 2e-3, None)}
 CHARACTERS = {
     1.0: Settings(4_000, 150, 0.3, 4e-3, None),
     3.0: Settings(4_000, 300, 0.3, 4e-3, None),
@@ -87,7 +93,7 @@ def trained(
         return _without_privacy(model, loss, train, optimizer, scheduler, found.steps, batch, seed, device)
     plan = lipdp.plan(
         model, loss, dataset_size=size, batch_size=batch, delta=DELTA, epsilon=epsilon, steps=found.steps,
-        method="bookkeeping", max_grad_norm=found.clip,
+        method="bookkeeping", max_grad_norm=found.clip, precision="tf32" if device == "cuda" else None,
     )  # fmt: skip
     history = lipdp.fit(model, loss, optimizer, plan, train, scheduler=scheduler, seed=seed, device=device)
     return float(history.epsilon)
@@ -127,51 +133,83 @@ def texts(test: bool) -> tuple[list[str], torch.Tensor, list[str], torch.Tensor]
     return [train[i] for i in kept], labels[kept], [train[i] for i in out], labels[out]
 
 
-def bag(options: argparse.Namespace) -> None:
-    train, labels, other, truth = texts(options.test)
-    x, other_x = data.hashed_bag(train, options.buckets), data.hashed_bag(other, options.buckets)
-    records = on(options.device, x, labels)
-    loss = torch.nn.CrossEntropyLoss(reduction="none")
+Once = Callable[[bool, float, Settings, int], dict[str, float]]
+
+
+def runs(name: str, options: argparse.Namespace, table: dict[float, Settings], once: Once) -> None:
+    """All budgets and seeds; ``once(test, epsilon, settings, seed)`` trains and gives what is reached, and the ε that was spent."""
     for epsilon in options.epsilon:
+        found = settings_for(table, epsilon, options)
+        tried = {}
+        for rate in options.choose:
+            reached = note(name, options, False, epsilon, replace(found, rate=rate), CHOOSING, once)
+            tried[rate] = reached.get("accuracy", -reached.get("perplexity", math.inf))
+        if tried:
+            found = replace(found, rate=max(tried, key=tried.__getitem__))
+            print(f"{name}: at ε = {epsilon:g} the rate is {found.rate:g} from now on", flush=True)
         for seed in options.seeds:
-            model = torch.nn.Linear(x.shape[1], 2, bias=False)  # whose gradient would be as long as that of all words
-            torch.nn.init.zeros_(model.weight)
-            started = time.perf_counter()
-            spent = trained(model, loss, records, epsilon, settings_for(BAG, epsilon, options), seed, options.device)
-            with torch.no_grad():
-                right = model.cpu()(other_x).argmax(1) == truth
-            note("bag", options, epsilon, seed, spent, {"accuracy": float(right.double().mean())}, started)
+            reached = note(name, options, options.test, epsilon, found, seed, once)
+            summary.setdefault((name, epsilon), []).append(reached.get("accuracy", reached.get("perplexity", math.nan)))
 
 
-def transformer(weights: str | None) -> tuple[torch.nn.Module, Callable[[list[str]], tuple[torch.Tensor, ...]]]:
-    """A classifier with LoRA adapters and a trained head, and what makes its two inputs: tokens and their mask.
+def bag(options: argparse.Namespace) -> None:
+    @functools.cache
+    def parts(test: bool) -> tuple[TensorDataset, TensorDataset]:
+        train, labels, other, truth = texts(test)
+        both = (data.hashed_bag(train, options.buckets), labels), (data.hashed_bag(other, options.buckets), truth)
+        return on(options.device, *both[0]), on(options.device, *both[1])
 
-    Without weights: a small random encoder that reads hashed words. With them, a folder or a name of Hugging Face's hub.
-    """
+    def once(test: bool, epsilon: float, found: Settings, seed: int) -> dict[str, float]:
+        train, other = parts(test)
+        model = torch.nn.Linear(options.buckets, 2, bias=False)  # a bias' gradient would be as long as that of all words
+        torch.nn.init.zeros_(model.weight)
+        loss = torch.nn.CrossEntropyLoss(reduction="none")
+        spent = trained(model, loss, train, epsilon, found, seed, options.device)
+        return {"spent": spent, "accuracy": lipdp.evaluate(model, loss, other, device=options.device)["accuracy"]}
+
+    runs("bag", options, BAG, once)
+
+
+class Reader(torch.nn.Module):
+    """An encoder, the mean of what it makes of a text's real positions, and a linear head."""
+
+    def __init__(self, encoder: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, torch.nn.Linear(width, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        real = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        logits: torch.Tensor = self.head((hidden * real).sum(1) / real.sum(1).clamp(min=1))
+        return logits
+
+
+def reader(weights: str | None) -> Reader:
+    """With adapters and a head to be trained. Without weights a small random encoder; else of a folder or a name of the hub."""
     import peft
     import transformers
 
     if weights is None:
         config = transformers.BertConfig(
             vocab_size=BUCKETS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
-            max_position_embeddings=TOKENS, num_labels=2,
         )  # fmt: skip
-        base: torch.nn.Module = transformers.BertForSequenceClassification(config)
-
-        def tokens(reviews: list[str]) -> tuple[torch.Tensor, ...]:
-            ids = hashed_words(reviews, TOKENS)
-            return ids, (ids > 0).long()
-
+        base: Any = transformers.BertModel(config, add_pooling_layer=False)
     else:
-        base = transformers.AutoModelForSequenceClassification.from_pretrained(weights, num_labels=2)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
+        base = transformers.AutoModel.from_pretrained(weights, dtype=torch.float32)
+    adapters = peft.LoraConfig(task_type="FEATURE_EXTRACTION", r=8, lora_alpha=16, lora_dropout=0.0)
+    return Reader(peft.get_peft_model(base, adapters), base.config.hidden_size)
 
-        def tokens(reviews: list[str]) -> tuple[torch.Tensor, ...]:
-            made = tokenizer(reviews, truncation=True, padding="max_length", max_length=TOKENS, return_tensors="pt")
-            return made["input_ids"], made["attention_mask"]
 
-    adapters = peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.0)
-    return peft.get_peft_model(base, adapters), tokens
+def tokens(weights: str | None, reviews: list[str], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of words and their mask: hashed, or as the weights' own tokenizer has them."""
+    import transformers
+
+    if weights is None:
+        ids = hashed_words(reviews, length)
+        return ids, (ids > 0).long()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
+    made = tokenizer(reviews, truncation=True, padding="max_length", max_length=length, return_tensors="pt")
+    return made["input_ids"], made["attention_mask"]
 
 
 def on(device: str, *tensors: torch.Tensor) -> TensorDataset:
@@ -180,21 +218,26 @@ def on(device: str, *tensors: torch.Tensor) -> TensorDataset:
 
 
 def lora(options: argparse.Namespace) -> None:
-    train, labels, other, truth = texts(options.test)
-    if options.records:
-        chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[: options.records]
-        train, labels = [train[i] for i in chosen], labels[chosen]
-        other, truth = other[: options.records], truth[: options.records]
-    loss = torch.nn.CrossEntropyLoss(reduction="none")
-    for epsilon in options.epsilon:
-        for seed in options.seeds:
-            torch.manual_seed(seed)
-            model, tokens = transformer(options.weights)
-            started = time.perf_counter()
-            found = settings_for(LORA, epsilon, options)
-            spent = trained(model, loss, on(options.device, *tokens(train), labels), epsilon, found, seed, options.device)
-            reached = lipdp.evaluate(model, loss, on(options.device, *tokens(other), truth), device=options.device)
-            note("lora", options, epsilon, seed, spent, {"accuracy": reached["accuracy"], "weights": options.weights}, started)
+    @functools.cache
+    def parts(test: bool) -> tuple[TensorDataset, TensorDataset]:
+        train, labels, other, truth = texts(test)
+        if options.records:
+            chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[: options.records]
+            train, labels = [train[i] for i in chosen], labels[chosen]
+            some = torch.randperm(len(other), generator=torch.Generator().manual_seed(1))[: options.records]
+            other, truth = [other[i] for i in some], truth[some]
+        both = ((*tokens(options.weights, part, options.length), y) for part, y in ((train, labels), (other, truth)))
+        kept, out = (on(options.device, *part) for part in both)
+        return kept, out
+
+    def once(test: bool, epsilon: float, found: Settings, seed: int) -> dict[str, float]:
+        train, other = parts(test)
+        torch.manual_seed(seed)
+        model, loss = reader(options.weights), torch.nn.CrossEntropyLoss(reduction="none")
+        spent = trained(model, loss, train, epsilon, found, seed, options.device)
+        return {"spent": spent, "accuracy": lipdp.evaluate(model, loss, other, device=options.device)["accuracy"]}
+
+    runs("lora", options, LORA, once)
 
 
 class Letters(torch.nn.Module):
@@ -238,37 +281,44 @@ def letters(options: argparse.Namespace) -> None:
     if options.records:
         records = records[: options.records]
     end = len(records) - len(records) // 10
-    kept, out = (torch.arange(end), torch.arange(end, len(records))) if options.test else held_out(end)
-    other = records[out]
-    print(f"tables, not private: letters {by_tables(records[kept], other, 0):.2f}, pairs {by_tables(records[kept], other, 1):.2f}")
-    train = on(options.device, records[kept, :-1], records[kept, 1:])
-    for epsilon in options.epsilon:
-        for seed in options.seeds:
-            torch.manual_seed(seed)
-            model = Letters(options.width, options.blocks)
-            started = time.perf_counter()
-            found = settings_for(CHARACTERS, epsilon, options)
-            spent = trained(model, next_letter, train, epsilon, found, seed, options.device)
-            model.eval().cpu()
-            with torch.no_grad():
-                value = torch.cat([next_letter(model(part[:, :-1]), part[:, 1:]) for part in other.split(256)]).mean()
-            note("letters", options, epsilon, seed, spent, {"perplexity": math.exp(float(value))}, started)
+
+    @functools.cache
+    def parts(test: bool) -> tuple[TensorDataset, torch.Tensor]:
+        kept, out = (torch.arange(end), torch.arange(end, len(records))) if test else held_out(end)
+        train, other = records[kept], records[out]
+        print(f"tables, not private: letters {by_tables(train, other, 0):.2f}, pairs {by_tables(train, other, 1):.2f}")
+        return on(options.device, train[:, :-1], train[:, 1:]), other.to(options.device)
+
+    def once(test: bool, epsilon: float, found: Settings, seed: int) -> dict[str, float]:
+        train, other = parts(test)
+        torch.manual_seed(seed)
+        model = Letters(options.width, options.blocks)
+        spent = trained(model, next_letter, train, epsilon, found, seed, options.device)
+        model.eval()
+        with torch.no_grad():
+            value = torch.cat([next_letter(model(part[:, :-1]), part[:, 1:]) for part in other.split(256)]).mean()
+        return {"spent": spent, "perplexity": math.exp(float(value))}
+
+    runs("letters", options, CHARACTERS, once)
 
 
 def note(
-    name: str, options: argparse.Namespace, epsilon: float, seed: int, spent: float, reached: dict[str, Any], started: float
-) -> None:
-    """A line in the file of results, and on the screen."""
+    name: str, options: argparse.Namespace, test: bool, epsilon: float, found: Settings, seed: int, once: Once
+) -> dict[str, float]:
+    """Run it; a line in the file of results, and on the screen."""
+    started = time.perf_counter()
+    reached = once(test, epsilon, found, seed)
     line = {
-        "epsilon": epsilon, "spent": round(spent, 6), "delta": DELTA, "seed": seed, "on": "test" if options.test else "held out",
-        **reached, "seconds": round(time.perf_counter() - started, 1), "device": options.device,
+        "epsilon": epsilon, "delta": DELTA, "seed": seed, "on": "test" if test else "held out", **reached,
+        "seconds": round(time.perf_counter() - started, 1), "device": options.device, **asdict(found),
     }  # fmt: skip
-    line |= {name: value for name in ("records", "buckets", "batch", "steps", "clip", "rate") if (value := getattr(options, name))}
+    shown = {"bag": ("buckets",), "lora": ("weights", "length", "records"), "letters": ("width", "blocks", "records")}[name]
+    line |= {what: Path(str(value)).name if what == "weights" else value for what in shown if (value := getattr(options, what))}
     print(name, json.dumps(line), flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / f"{name}.jsonl").open("a") as file:
+    options.results.mkdir(parents=True, exist_ok=True)
+    with (options.results / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    summary.setdefault((name, epsilon), []).append(reached.get("accuracy", reached.get("perplexity", math.nan)))
+    return reached
 
 
 summary: dict[tuple[str, float], list[float]] = {}
@@ -280,7 +330,9 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[3.0, 8.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--test", action="store_true", help="train on all training data, judge by the test set")
+    parser.add_argument("--choose", type=float, nargs="+", default=[], help="rates, of which a held-out part chooses one first")
     parser.add_argument("--weights", help="lora: a folder, or a name on the hub")
+    parser.add_argument("--length", type=int, default=TOKENS, help="lora: tokens of a review that are read")
     parser.add_argument("--records", type=int, default=0, help="only so many, for a trial")
     parser.add_argument("--width", type=int, default=96, help="letters: of the decoder")
     parser.add_argument("--blocks", type=int, default=2, help="letters: of the decoder")
@@ -290,7 +342,10 @@ def main() -> None:
     parser.add_argument("--clip", type=float)
     parser.add_argument("--rate", type=float)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that lines are appended in")
     options = parser.parse_args()
+    if options.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     {"bag": bag, "lora": lora, "letters": letters}[options.what](options)
     for (name, epsilon), values in summary.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0

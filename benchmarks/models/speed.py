@@ -236,14 +236,14 @@ def main() -> None:
         for part in options.parts:
             row = cell(model, part, options, device)
             rows.append(row)
-            if "error" in row:
-                print(f"{model:6} {options.batch:5} {part:12} {row['error']}", flush=True)
-                continue
-            base = base or row
-            row["times"], row["memory"] = row["ms"] / base["ms"], row["mib"] / base["mib"] if base["mib"] else 0.0
-            shown = f"{row['ms']:9.2f} {row['times']:7.2f} {row['mib']:8.0f} {row['memory']:6.2f}"
-            print(f"{model:6} {options.batch:5} {part:12} {shown} {row['first']:10.0f} {row['started']:8.1f}", flush=True)
-            if options.output:
+            shown = row.get("error", "")
+            if not shown:
+                base = base or row
+                row["times"], row["memory"] = row["ms"] / base["ms"], row["mib"] / base["mib"] if base["mib"] else 0.0
+                shown = f"{row['ms']:9.2f} {row['times']:7.2f} {row['mib']:8.0f} {row['memory']:6.2f} {row['first']:10.0f}"
+                shown += f" {row['started']:8.1f}"
+            print(f"{model:6} {options.batch:5} {part:12} {shown}", flush=True)
+            if options.output:  # after every row: a run that is stopped has left what it had
                 found = {"device": name, "torch": torch.__version__, "transformers": transformers.__version__, "rows": rows}
                 Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
     for model in options.profile:

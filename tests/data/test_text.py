@@ -80,9 +80,9 @@ def test_weights_of_a_folder_are_fine_tuned(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "text_benchmark", script)
     spec.loader.exec_module(script)
 
-    model, tokens = script.transformer(str(tmp_path))
-    ids, mask = tokens(["great film", "dull film"] * 8)
-    assert ids.shape == mask.shape == (16, script.TOKENS)
+    model = script.reader(str(tmp_path))
+    ids, mask = script.tokens(str(tmp_path), ["great film", "dull film"] * 8, 12)
+    assert ids.shape == mask.shape == (16, 12)
     assert ids[0, 1:4].tolist() == [5, 7, 3]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     train, loss = script.on("cpu", ids, mask, torch.arange(16) % 2), torch.nn.CrossEntropyLoss(reduction="none")
@@ -90,5 +90,5 @@ def test_weights_of_a_folder_are_fine_tuned(tmp_path, monkeypatch):
     assert 0 < spent <= 8.0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved
-    assert all("lora" in name or "classifier" in name for name in moved)
+    assert all("lora" in name or "head" in name for name in moved)
     assert 0 <= lipdp.evaluate(model, loss, train)["accuracy"] <= 1

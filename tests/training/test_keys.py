@@ -591,6 +591,23 @@ def test_a_state_has_all_that_a_resumed_run_needs_and_no_less():
 # ---------------------------------------------------------------- on a GPU, where digests are not waited for
 
 
+def test_a_step_that_is_made_again_in_other_microbatches_is_refused_by_name():
+    """Other microbatches round otherwise: other sums, other noise, a release that nobody has paid for."""
+    first, again = (free() for _ in range(2))
+    data, settings = toy(), {"method": "bookkeeping", "max_grad_norm": 0.5}
+    engines = [
+        lipdp.PrivacyEngine(
+            model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), planned(model, LOSS, **settings), microbatch_size=rows
+        )
+        for model, rows in ((first, 32), (again, 8))
+    ]
+    engines[1].load_state_dict(engines[0].state_dict())
+    engines[0].step(*data.tensors)
+    with pytest.raises(BudgetError, match=r"step 0 of this run was made before.*another microbatch_size\?"):
+        engines[1].step(*data.tensors)
+    assert same(weights(again), weights(free()))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.usefixtures("_same_secret")
 def test_on_a_gpu_other_batches_and_weights_get_other_noise():

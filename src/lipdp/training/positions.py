@@ -182,8 +182,8 @@ def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None
             return
     raise _taken(
         position,
-        "with other sums from the same inputs (does something draw random numbers past torch's generators? do a GPU's kernels "
-        "add in any order? torch.use_deterministic_algorithms(True) makes them repeat)",
+        "with other sums from the same inputs (another microbatch_size? does something draw random numbers past torch's "
+        "generators? do a GPU's kernels add in any order? torch.use_deterministic_algorithms(True) makes them repeat)",
     )
 
 
