@@ -286,12 +286,13 @@ def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, set, frozenset):  # by type first: asking abstract classes takes longer
         return list(value)
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, Sequence | Set | deque):
-        return list(value)
+    if type(value) is not types.FunctionType:
+        if type(value) is dict or isinstance(value, Mapping):
+            return [*value.keys(), *value.values()]
+        if isinstance(value, Sequence | Set | deque):
+            return list(value)
     if isinstance(value, types.FunctionType):
         return [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, types.MethodType):

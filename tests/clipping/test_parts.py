@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -13,6 +14,13 @@ from lipdp.clipping.batch import even_part
 from lipdp.clipping.loops import Loops
 from lipdp.errors import LipdpNotice
 from tests.clipping.helpers import METHODS, quadratic
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect():
+    """Every attempt that does not fit collects garbage: not among all that the tests before have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_weights_outside_of_their_sets_are_projected_with_a_warning(tmp_path):
     assert all(float(torch.linalg.matrix_norm(p, 2)) <= 1 for p in again.parameters() if p.ndim == 2)
 
 
-@pytest.mark.parametrize("size", [2**20, 2**24, 2**40])
+@pytest.mark.parametrize("size", [2**20, 2**40])
 def test_numbers_in_a_file_do_not_fill_up_the_memory(tmp_path, size):
     save_model(made("mlp"), tmp_path / "model")
     content = load_checkpoint(tmp_path / "model")

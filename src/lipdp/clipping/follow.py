@@ -153,11 +153,12 @@ class Following(TorchDispatchMode):
         for tensor in self._known:
             storage = tensor.untyped_storage()
             self._memories[storage._cdata] = _Entry(storage, None)
+        earlier = Mixed(EARLIER)  # one for all of them: nobody writes to a state
         for key, alive in list(_earlier.items()):
             if alive.expired():  # type: ignore[no-untyped-call]
                 del _earlier[key]
             else:
-                self._memories[key] = _Entry(alive, Mixed(EARLIER))
+                self._memories[key] = _Entry(alive, earlier)
 
     # What is known of a tensor -------------------------------------------------------------------------------------------
 
