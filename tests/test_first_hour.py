@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -49,6 +48,21 @@ model = lipdp.PrivateClassifier(epsilon=3.0).fit("pictures/train")
 print(model.report())
 accuracy = model.score("pictures/test")
 assert accuracy > 0.9, accuracy
+"""
+
+
+MEANS = """
+import contextlib, io, json, statistics, torch, lipdp
+from lipdp import recipes
+block, reached, demo = compile(open("block.py", encoding="utf-8").read(), "README.md", "exec"), [], []
+for seed in range(100):
+    torch.manual_seed(seed)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec(block, {"__name__": "example"})
+    reached.append(float(told.getvalue().splitlines()[-1].split()[1]))
+    demo.append(recipes.train(recipes.get("digits"), epsilon=3.0, seed=seed).accuracy)
+print(json.dumps([statistics.mean(reached), statistics.mean(demo)]))
 """
 
 
@@ -98,13 +112,22 @@ def test_make_test(clone) -> None:
 
 
 def test_the_example_of_the_readme(clone, tmp_path) -> None:
+    """Within a point of the demo. Three seeds as a user would run both; the means over 100 seeds each, in one process.
+
+    One seed has a deviation of 0.010 for both, and 40 seeds gave 0.9437 (example) and 0.9491 (demo): a gap of 0.0054 ± 0.0022. Were
+    that the true gap, the means of three would be more than a point apart in 3 cases of 10 by chance, those of 100 in less than
+    1 of 1,000.
+    """
     (block,) = re.findall(r"^```python\n(.*?)^```", (clone / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     script = f"import sys, torch\ntorch.manual_seed(int(sys.argv[1]))\n{block}"
     last = [_run(clone, _python(clone), "-c", script, str(seed), folder=tmp_path).splitlines()[-1] for seed in SEEDS]
-    reached = [float(line.split()[1]) for line in last]
     demo = [_lipdp(clone, tmp_path, "train", "digits", "--epsilon", "3", "--seed", str(seed))["accuracy"] for seed in SEEDS]
     assert all(float(line.split()[0]) <= 3 for line in last)
-    assert statistics.mean(reached) > statistics.mean(demo) - 0.01, (reached, demo)
+    assert min(demo + [float(line.split()[1]) for line in last]) > 0.9
+    (tmp_path / "block.py").write_text(block, encoding="utf-8")
+    found = json.loads(_run(clone, _python(clone), "-W", "ignore", "-c", MEANS, folder=tmp_path).splitlines()[-1])
+    print("means over 100 seeds, example and demo:", found)  # shown by pytest -s
+    assert found[0] > found[1] - 0.01, found
 
 
 def test_a_csv_with_mixed_columns(clone, tmp_path) -> None:
