@@ -407,7 +407,7 @@ def _drawn_by(request, monkeypatch):
 def coin_engine(device="cpu"):
     torch.manual_seed(0)
     model = Coin().to(device)
-    plan = planned(model, method="naive", max_grad_norm=1.0, input_shape=(6,))
+    plan = planned(model, method="multiloss", max_grad_norm=1.0, input_shape=(6,))
     return lipdp.PrivacyEngine(model, LOSS, Spy(model), plan, input_shape=(6,))
 
 
