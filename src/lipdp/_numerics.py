@@ -7,9 +7,11 @@ good if some numbers are finite (a projection with its certificate) asks :func:`
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +26,10 @@ __all__ = [
     "is_deferring",
     "keep_freed_memory",
     "no_autocast",
+    "random_states",
     "same_entries",
     "seed_torch",
+    "set_random_states",
     "unit_roundoff",
     "whole_tensor",
     "wide",
@@ -96,6 +100,22 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """What the generators that everybody draws from will draw next: torch's, Python's and numpy's."""
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), of_device, random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Let them draw that again."""
+    of_torch, of_device, of_python, of_numpy = states
+    torch.set_rng_state(of_torch)
+    if of_device is not None:
+        torch.cuda.set_rng_state(of_device, device)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def keep_freed_memory() -> None:

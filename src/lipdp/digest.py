@@ -47,7 +47,8 @@ def content_digest(*parts: Any, key: bytes = b"") -> bytes:
 
 def _pieces(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, torch.Tensor):
-        yield _head("tensor", f"{value.dtype}{tuple(value.shape)}{value.layout}")
+        shape = f"nested {len(value.unbind())}" if value.is_nested else tuple(value.shape)
+        yield _head("tensor", f"{value.dtype}{shape}{value.layout}")
         yield from _tensor_bytes(value)
     elif isinstance(value, bytes | bytearray | memoryview):
         yield _head("bytes", str(len(value)))
@@ -77,7 +78,11 @@ def _head(kind: str, size: str) -> bytes:
     return f"<{kind} {size}>".encode()
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _tensor_bytes(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+    if tensor.is_nested:
+        for part in tensor.detach().unbind():
+            yield from _pieces(part)
+        return
     if tensor.is_quantized:
         tensor = tensor.detach().dequantize()
     elif tensor.layout != torch.strided:
@@ -112,8 +117,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | bool:
     one, other = one.detach(), other.detach()
     if _form(one) != _form(other):
         return False
-    pairs = list(zip(_strided_parts(one), _strided_parts(other), strict=True))
-    if any(a.shape != b.shape for a, b in pairs):
+    parts = _strided_parts(one), _strided_parts(other)
+    pairs = list(zip(*parts, strict=False))
+    if len(parts[0]) != len(parts[1]) or any(a.shape != b.shape for a, b in pairs):
         return False
     if one.device.type == "cpu":
         return all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in pairs)
@@ -121,11 +127,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | bool:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+    return None if tensor.is_nested else tensor.shape, tensor.is_nested, tensor.dtype, tensor.device, tensor.layout
 
 
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What a tensor of any layout is made of."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
     if tensor.is_quantized:
         return [tensor.dequantize()]
     if tensor.layout == torch.strided:

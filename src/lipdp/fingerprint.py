@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import operator
+import random
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 from lipdp.errors import UnsupportedError
 
-__all__ = ["Watched", "fingerprint", "nothing_kept", "reachable_tensors", "storages"]
+__all__ = ["Watched", "fingerprint", "generator_states", "nothing_kept", "reachable_tensors", "storages"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
@@ -87,8 +89,7 @@ class Watched:
         self._filled = [value for value in self._containers if value]  # most are empty: no hooks
         contents = [_items(value) for value in self._filled]
         within = [value for found in contents for value in found]
-        tensors = [t for t in (*values, *within) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-        self._tensors = [t for t in tensors if not _is_wrapped(t)]
+        self._tensors = [t for t in (*values, *within) if isinstance(t, torch.Tensor) and _has_place(t)]
         others = [value for value in self.objects if not isinstance(value, torch.nn.Module)]
         nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
         self._deep = [*nested, *(value for value in (*values, *within, *others) if not _settled(value))]
@@ -121,6 +122,11 @@ class Watched:
 
     def _inside(self) -> list[Hashable]:
         return [_sign(value, {}, _DEPTH) for value in self._deep]
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    """Whether its numbers lie in memory by shape and strides: not those of sparse, nested, meta and torch.func's tensors."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta and not _is_wrapped(tensor)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
@@ -194,7 +200,7 @@ def _settled(value: Any) -> bool:
         bare = value.__closure__ is None and value.__defaults__ is None and value.__kwdefaults__ is None
         return bare and not _read_globals(value)
     if isinstance(value, torch.Tensor):
-        return value.layout == torch.strided
+        return value.layout == torch.strided and not value.is_nested
     if isinstance(value, dict | list | set):
         return True  # their items are looked at one by one
     return isinstance(value, (*_PLAIN, torch.nn.Module, type, types.BuiltinFunctionType))
@@ -243,7 +249,38 @@ def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
 
     One that was made inside torch.func, and kept, is refused: nobody can read it outside.
     """
-    tensors: dict[int, torch.Tensor] = {}
+    tensors = [value for value in _reachable(objects) if isinstance(value, torch.Tensor)]
+    if any(map(_is_wrapped, tensors)):
+        raise UnsupportedError(
+            "the model or its loss has kept a tensor that it made of a record (in a list of its own, say), and is to be run on "
+            "others after it: what one record has left there may reach the next. Make it a function of its inputs; to look at what "
+            "it computes, use a copy of the model."
+        )
+    return tensors
+
+
+def generator_states(*objects: Any) -> Hashable:
+    """What the random generators and counters that the objects' attributes and items lead to will give next.
+
+    Not of those that everybody draws from (``random.random``, ``numpy.random.rand``, torch's default generator).
+    """
+    own = [value for value in _reachable(objects) if not any(value is each for each in _EVERYBODYS)]
+    return tuple(_STATES[kind](value) for value in own for kind in _STATES if isinstance(value, kind))
+
+
+_EVERYBODYS = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_STATES: dict[type, Callable[[Any], Hashable]] = {
+    torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
+    random.Random: lambda generator: generator.getstate(),
+    np.random.Generator: lambda generator: repr(generator.bit_generator.state),
+    np.random.BitGenerator: lambda generator: repr(generator.state),
+    np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)),
+    itertools.count: repr,
+}
+
+
+def _reachable(objects: Sequence[Any]) -> list[Any]:
+    """What the objects' attributes and items lead to within a few references, each once."""
     met: dict[int, Any] = {}  # kept, so that no id is used again
     level = [part for value in objects for part in (value.modules() if isinstance(value, torch.nn.Module) else [value])]
     for depth in range(_DEPTH, -1, -1):
@@ -252,18 +289,10 @@ def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
             if type(value) in _WITHOUT_PARTS or id(value) in met:  # nearly all
                 continue
             met[id(value)] = value
-            if isinstance(value, torch.Tensor):
-                if _is_wrapped(value):
-                    raise UnsupportedError(
-                        "the model or its loss has kept a tensor that it made of a record (in a list of its own, say), and is to "
-                        "be run on others after it: what one record has left there may reach the next. Make it a function of its "
-                        "inputs; to look at what it computes, use a copy of the model."
-                    )
-                tensors[id(value)] = value
-            elif depth and not isinstance(value, _PLAIN):
+            if depth and not isinstance(value, (torch.Tensor, *_PLAIN)):
                 deeper += _parts(value)
         level = deeper
-    return list(tensors.values())
+    return list(met.values())
 
 
 @contextmanager
@@ -282,7 +311,7 @@ def nothing_kept(model: torch.nn.Module) -> Iterator[None]:
 
 def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Where each of them lies in memory: what a recording that reads them was made for."""
-    return tuple(t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors)
+    return tuple(t.data_ptr() if t.layout == torch.strided and not t.is_nested else id(t) for t in tensors)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -314,10 +343,10 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 
 def _tensor(tensor: torch.Tensor) -> Hashable:
-    # Sparse and quantised tensors have no storage of their own to point to.
-    at_a_place = tensor.layout == torch.strided and not tensor.is_meta and not _is_wrapped(tensor)
-    place = tensor.data_ptr() if at_a_place else id(tensor)
-    return place, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None, tensor.dtype, tensor.requires_grad
+    place = tensor.data_ptr() if _has_place(tensor) else id(tensor)
+    shape = None if tensor.is_nested else tensor.shape
+    strides = tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else None
+    return place, shape, strides, tensor.dtype, tensor.requires_grad
 
 
 def _module(module: torch.nn.Module, seen: _Signed, depth: int) -> Hashable:

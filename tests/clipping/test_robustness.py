@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
+import random
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -364,14 +367,146 @@ def test_records_that_are_taken_one_by_one_do_not_meet_by_a_number_kept_elsewher
         del place.last_of_a_test
 
 
-def test_a_model_that_draws_where_nobody_can_repeat_it_is_not_taken_for_one_that_remembers():
+def test_what_can_not_be_repeated_can_not_be_told_from_what_remembers():
     class Coin(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
 
     loss = torch.nn.CrossEntropyLoss(reduction="none")
-    sums = clipping.clipped_gradients(Coin(4, 3), loss, torch.randn(5, 4), torch.arange(5) % 3, 1.0, "naive")
-    assert all(torch.isfinite(part).all() for part in sums.values())
+    with pytest.raises(UnsupportedError, match="drawn from elsewhere"):
+        clipping.clipped_gradients(Coin(4, 3), loss, torch.randn(5, 4), torch.arange(5) % 3, 1.0, "naive")
+
+
+class Kept(torch.nn.Module):
+    """A linear map times 1 + (a number that ``step`` gives for a record), which it may have made of earlier ones."""
+
+    def __init__(self, step, **attributes):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+        self.step = step
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.inner(x) * (1 + self.step(self, x))
+
+
+class Outside:
+    """Where nobody looks: :meth:`clear` for every test."""
+
+    @classmethod
+    def clear(cls):
+        cls.count, cls.total, cls.most, cls.seen = 0, 0.0, 0.0, []
+
+
+def counted(model, x):
+    Outside.count += 1
+    return Outside.count
+
+
+def counted_in_twos(model, x):
+    Outside.count += 1
+    return Outside.count % 2
+
+
+def counted_in_threes(model, x):
+    Outside.count += 1
+    return Outside.count % 3 == 0
+
+
+def running_mean(model, x):
+    Outside.count, Outside.total = Outside.count + 1, Outside.total + float(x.detach().sum())
+    return Outside.total / Outside.count
+
+
+def largest_so_far(model, x):
+    Outside.most = max(Outside.most, float(x.detach().abs().max()))
+    return Outside.most
+
+
+def before_it(model, x):
+    Outside.seen.append(float(x.detach().sum()))
+    return Outside.seen[-2] if len(Outside.seen) > 1 else 0.0
+
+
+HOSTILE = {
+    "a counter outside": (counted, {}),
+    "a counter outside, even or odd": (counted_in_twos, {}),
+    "a counter outside, every third": (counted_in_threes, {}),
+    "a running mean outside": (running_mean, {}),
+    "the largest number so far": (largest_so_far, {}),
+    "the record before it": (before_it, {}),
+    "torch's generator": (
+        lambda model, x: torch.rand((), generator=model.own).item(),
+        lambda: {"own": torch.Generator().manual_seed(0)},
+    ),
+    "Python's generator": (lambda model, x: model.own.random(), lambda: {"own": random.Random(0)}),
+    "numpy's generator": (lambda model, x: model.own.random(), lambda: {"own": np.random.default_rng(0)}),
+    "numpy's old generator": (lambda model, x: model.own.rand(), lambda: {"own": np.random.RandomState(0)}),
+    "a rare draw": (lambda model, x: model.own.random() < 1e-3, lambda: {"own": random.Random(0)}),
+    "itertools.count": (lambda model, x: next(model.own), lambda: {"own": itertools.count()}),
+    "a dictionary": (lambda model, x: model.own.update(n=model.own["n"] + 1) or model.own["n"], lambda: {"own": {"n": 0}}),
+    "a generator function": (lambda model, x: next(model.own), lambda: {"own": (n for n in range(10**6))}),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("count", [2, 5, 6])
+def test_records_that_are_taken_one_by_one_are_functions_of_themselves(kind, count):
+    """Counters, means and generators: what moves from record to record is refused in the batch in which it moves."""
+    Outside.clear()
+    step, attributes = HOSTILE[kind]
+    torch.manual_seed(0)
+    model, loss = Kept(step, **(attributes() if attributes else {})), torch.nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(UnsupportedError, match=r"remembers|changes while it runs"):
+        clipping.clipped_gradients(model, loss, torch.randn(count, 4), torch.arange(count) % 3, 1.0, "naive")
+
+
+def first_of_all(model, x):
+    if not Outside.seen:
+        Outside.seen.append(float(x.detach().abs().max()))
+    return Outside.seen[0]
+
+
+@pytest.mark.parametrize("method", ["naive", "bookkeeping"])
+def test_the_first_record_that_a_model_ever_sees_is_nobodys(method):
+    """A scale that is set by the first record: it is that of a made-up one, whoever is in the batch."""
+    torch.manual_seed(0)
+    loss, kept = torch.nn.CrossEntropyLoss(reduction="none"), []
+    for x in (torch.randn(5, 4), torch.randn(5, 4)):
+        Outside.clear()
+        clipping.clipped_gradients(Kept(first_of_all), loss, x, torch.arange(5) % 3, 1.0, method)
+        kept.append(Outside.seen)
+    assert kept[0] == kept[1]
+    assert 0 < kept[0][0] < 1
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()], ids=["random", "numpy", "torch"])
+def test_random_numbers_that_can_be_drawn_again_are_fine(draw):
+    """And what was drawn to look again is not missing afterwards."""
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    model, x = Kept(lambda model, x: draw()), torch.randn(5, 4)
+
+    def seed():
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+
+    seed()
+    clipping.clipped_gradients(model, loss, x, torch.arange(5) % 3, 1.0, "naive")
+    behind = draw()
+    seed()
+    assert behind == [draw() for _ in range(6)][-1]
+
+
+@pytest.mark.parametrize("method", ["naive", "multiloss", "bookkeeping"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_a_nested_tensor_among_the_attributes(method, layout):
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(5, 4)
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    expected = clipping.clipped_gradients(model, loss, x, torch.arange(5) % 3, 1.0, method)
+    model.lengths = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=layout)
+    assert_close(clipping.clipped_gradients(model, loss, x, torch.arange(5) % 3, 1.0, method), expected, 1e-6)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -385,7 +520,7 @@ def test_what_a_model_remembers_is_looked_for_among_records_that_count(copies):
     model, loss = Remembering(Elsewhere, "last_of_a_test"), torch.nn.CrossEntropyLoss(reduction="none")
     clipper = clipping.Clipper(model, loss, "naive", copies=copies)
     try:
-        clipper(rows, targets, 1.0, mask=torch.tensor([True, True, *[False] * 5]))  # too few to tell: the next are looked at
+        clipper(rows, targets, 1.0, mask=torch.zeros(7, dtype=torch.bool))  # nobody to look at
         with pytest.raises(UnsupportedError, match="remembers"):
             clipper(rows, targets, 1.0, mask=keep)
     finally:

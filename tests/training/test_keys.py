@@ -394,7 +394,11 @@ class Coin(torch.nn.Module):
         self.inner = torch.nn.Linear(6, 3)
 
     def forward(self, x):
-        return self.inner(x) * (1 + int.from_bytes(os.urandom(4), "big") / 2**32)
+        return self.inner(x) * (1 + Coin.face)
+
+    @staticmethod
+    def toss():
+        Coin.face = int.from_bytes(os.urandom(4), "big") / 2**32
 
 
 @pytest.fixture(params=["processor", "device"])
@@ -414,7 +418,9 @@ def coin_engine(device="cpu"):
 def assert_released_once(engine, again, x, y):
     """A second release of the same step is refused where its sums are others, and leaves the weights as they are."""
     state, twin = engine.state_dict(), copy.deepcopy(engine)
+    Coin.toss()
     engine.step(x, y)
+    Coin.toss()  # for all records of a step
     other = twin if again == "copied" else engine
     if again == "rewound":
         engine.load_state_dict(state)

@@ -55,9 +55,9 @@ from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
-from lipdp.clipping.verify import check_alone, check_forgetful, kind_of, seeing_all, state_of, untrained_tensors, verify_once
+from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
-from lipdp.fingerprint import Watched
+from lipdp.fingerprint import Watched, generator_states
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
 from lipdp.inputs import Inputs, device_of, flattened, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
@@ -323,10 +323,15 @@ class Clipper:
         return replace(pending, before=[*before, *pending.before])
 
     def _start(self, x: Inputs, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
-        self._look()
+        new = self._look()
         groups = clipping_groups(self._parameters, max_norm, self.style, self.groups)
         batch = prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies)
         device = device_of(x)
+        if new and rows_of(x) > 0:
+            with eager(self.model):
+                show_public(self.model, self.loss, batch.x, batch.y)
+            self._look()
+            self._known = known_before(self.model, self.loss)  # with tables that it has made now
         bounds = group_bounds(groups, wide(next(iter(self._parameters.values()))), device)
         flag = Flag()
         if rows_of(x) == 0:
@@ -368,12 +373,13 @@ class Clipper:
             stacklevel=5,
         )
 
-    def _look(self) -> None:
-        """At the model, once for a batch: what was learned of it stands until something about it changes."""
+    def _look(self) -> bool:
+        """At the model, once for a batch: what was learned of it stands until something about it changes. Whether it has."""
         if self._number is None:
             check_supported(self.model)  # what is not initialised can't even be looked at
         number = self._watched()
-        if number != self._number:
+        new = number != self._number
+        if new:
             check_supported(self.model)
             self._parameters = trainable(self.model)
             self._layers = trained_layers(self.model)
@@ -384,6 +390,7 @@ class Clipper:
             self._number = number
         if self.alone is not None and self._alone_with != state_of(self._untrained):
             self.alone = None
+        return new
 
     def _verify(self, batch: Batch) -> None:
         """The self-check, once for a shape of batch."""
@@ -395,14 +402,6 @@ class Clipper:
                 self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
         finally:
             self._know_again()
-
-    def _check_forgetful(self, batch: Batch) -> None:
-        """Of records that are taken one by one, once for a shape of batch."""
-        kind = "forgetful", kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
-        if kind not in self._checked:
-            rows = (torch.nonzero(batch.keep).flatten() * self.copies).tolist()
-            if check_forgetful(self.model, self.loss, batch.x, batch.y, rows):
-                self._checked.add(kind)
 
     def _know_again(self) -> None:
         """What the model has come to hold while it ran: tables of its own, or something of the batch."""
@@ -422,16 +421,19 @@ class Clipper:
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
-            else:
-                self._check_forgetful(batch)
-            before = self._watched(), state_of(self._untrained)
+            before = self._kept() if method == "naive" else None
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
-            if method == "naive" and before != (self._watched(), state_of(self._untrained)):
+            if method == "naive" and before != self._kept():
                 raise UnsupportedError(
-                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps). "
-                    "What one record has left there may reach the next. Make it a function of its inputs."
+                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "
+                    "generator of its own). What one record has left there may reach the next. Make it a function of its inputs; "
+                    "random numbers come from torch's own generators."
                 )
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
+
+    def _kept(self) -> Hashable:
+        """All that can be named of what the model and its loss could keep of a record."""
+        return self._watched(), state_of(self._untrained), generator_states(self.model, self.loss)
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
         """One pass over the leaves of the inputs, targets, mask and bounds; nothing is read from the device once it is verified.

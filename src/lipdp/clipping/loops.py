@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lipdp._numerics import wide
+from lipdp._numerics import random_states, set_random_states, wide
 from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.follow import Following, follow
 from lipdp.clipping.styles import Clip, Group, clip_factors
-from lipdp.errors import DataError
+from lipdp.digest import same_bits
+from lipdp.errors import DataError, UnsupportedError
 from lipdp.fingerprint import nothing_kept
-from lipdp.inputs import Inputs, call, loss_of, mapped, owned, per_row, select
+from lipdp.inputs import Inputs, call, device_of, loss_of, mapped, owned, per_row, select
 
-__all__ = ["Loops", "PerExampleLoss", "followed_losses", "loss_values", "zeros"]
+__all__ = ["Loops", "PerExampleLoss", "followed_losses", "loss_values", "public_record", "zeros"]
 
 PerExampleLoss = Callable[[Any, torch.Tensor], torch.Tensor]
+# What a GPU's atomic additions may change when a gradient is computed again, of its largest number.
+_AGAIN = 1e-4
 
 
 def zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Where a parameter's gradients are summed up: in float64."""
     return torch.zeros_like(parameter, dtype=wide(parameter), requires_grad=False)
+
+
+def public_record(x: Inputs, y: torch.Tensor, copies: int = 1) -> Any:
+    """Inputs and targets like those of one record, and nobody's: numbers between 0 and 1 that are the same each time, or zeros."""
+
+    def like(leaf: torch.Tensor) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        return torch.rand(leaf.shape, generator=draw).to(leaf) if leaf.is_floating_point() else torch.zeros_like(leaf)
+
+    return mapped(like, select((x, y), slice(0, copies)))
 
 
 def followed_losses(
@@ -63,18 +78,48 @@ class Loops:
     copies: int = 1
     answering: bool = True
     known: Sequence[torch.Tensor] = ()
+    repeating: bool = True
 
     def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups)."""
+        """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups).
 
-        def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
-            rows = slice(i * self.copies, (i + 1) * self.copies)
-            one, target = owned(select((x, y), rows))
+        A record's gradient has to be a function of the record, the weights and the random numbers drawn for it. What the model's
+        attributes hold is put back after each. What is kept elsewhere is looked for: a made-up record is computed before all others
+        and twice behind them, a record that is chosen in secret once more, with the same random numbers.
+        """
+        kept = torch.nonzero(keep).flatten().tolist()
+        device, made_up = device_of(x), public_record(x, y, self.copies)
+        secret = kept[secrets.randbelow(len(kept))] if kept and self.repeating else None
+        seen: list[tuple[Any, tuple[Any, ...], tuple[torch.Tensor | None, ...]]] = []
+
+        def alone(record: Any) -> tuple[torch.Tensor | None, ...]:
+            one, target = owned(record)
             with nothing_kept(self.model):  # what one record leaves there never reaches the next
                 value = loss_values(self.loss, call(self.model, one), target, self.copies).sum()
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
-        return self._over(gradients, keep)
+        def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
+            record, before = select((x, y), slice(i * self.copies, (i + 1) * self.copies)), random_states(device)
+            found = alone(record)
+            if i == secret:
+                seen.append((record, before, found))
+            return found
+
+        before = random_states(device)
+        if secret is not None:
+            with suppress(Exception), torch.enable_grad():  # what the model can't take is no concern here
+                seen += [(made_up, before, alone(made_up))] * 2
+            set_random_states(before, device)
+        result = self._over(gradients, keep)
+        after = random_states(device)
+        try:
+            with torch.enable_grad():
+                for record, before, found in seen:
+                    set_random_states(before, device)
+                    _refuse_other(type(self.model).__name__, found, alone(record))
+        finally:
+            set_random_states(after, device)
+        return result
 
     def multiloss(
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor
@@ -87,7 +132,7 @@ class Loops:
         found = self._of_one_pass(x, y, keep)
         if bool(torch.isfinite(found[1]).all()):
             return found
-        bad = ~torch.isfinite(self.naive(x, y, torch.ones_like(keep))[1]).all(1)
+        bad = ~torch.isfinite(replace(self, repeating=False).naive(x, y, torch.ones_like(keep))[1]).all(1)
         rows = bad.repeat_interleave(self.copies)
         clean = mapped(lambda part: part.masked_fill(per_row(rows, part), 0), (x, y))
         sums, norms, factors = self._of_one_pass(clean[0], clean[1], keep & ~bad)
@@ -133,3 +178,23 @@ class Loops:
                     if gradient is not None:
                         sums[name] += factors[i, number] * gradient.to(sums[name].dtype)
         return sums, norms, factors
+
+
+def _refuse_other(name: str, before: Sequence[torch.Tensor | None], now: Sequence[torch.Tensor | None]) -> None:
+    """A record's gradient, computed again behind other records, is the same: to the bit, but for a GPU's order of additions."""
+    if not all(map(_is_same, before, now)):
+        raise UnsupportedError(
+            f"{name} or its loss remembers: a record's gradient is another one after other records. Something that is kept outside "
+            "of the model's attributes changes with every record (a counter, a mean, a number in a global object or a file), or "
+            "random numbers are drawn from elsewhere than torch's, Python's and numpy's own generators. Make it a function of its "
+            "inputs."
+        )
+
+
+def _is_same(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    if before is None or now is None:
+        return before is now
+    if bool(same_bits(before, now)):
+        return True
+    most = before.abs().max() if before.device.type != "cpu" and before.numel() else None
+    return most is not None and bool(((before - now).abs() <= _AGAIN * most).all())

@@ -19,7 +19,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ from lipdp.clipping.checking import (
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.follow import Reason, follow, known_before
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
-from lipdp.clipping.loops import PerExampleLoss, loss_values
+from lipdp.clipping.loops import PerExampleLoss, loss_values, public_record
 from lipdp.clipping.record import Recording, recording
 from lipdp.digest import Tag, same_bits
 from lipdp.errors import UnsupportedError
@@ -48,10 +48,10 @@ from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_
 
 __all__ = [
     "check_alone",
-    "check_forgetful",
     "forget",
     "kind_of",
     "seeing_all",
+    "show_public",
     "state_of",
     "telling_rows",
     "untrained_tensors",
@@ -159,37 +159,14 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
                 )
 
 
-def check_forgetful(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, rows: Sequence[int]) -> bool:
-    """Raise if a record's loss depends on the record that the model was run on before it: where records are taken one by one.
+def show_public(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
+    """A made-up record passes through before any other does: whoever keeps the first one it sees (a scale) has nobody's.
 
-    What a model keeps in itself is put back after every record (:func:`lipdp.fingerprint.nothing_kept`). It may keep a number
-    elsewhere: in an object that a global name leads to, in a file. Three records one after another, twice, and then backwards: the
-    one in the middle has the same loss each time. One whose loss is another the second time already is random, and can't be asked.
-    ``rows``: those of the records that count, for an empty seat has a copy of another record. False if there are too few.
+    What the model can't take is no concern here.
     """
-    if len(rows) < _EXAMPLES:
-        return False
-
-    def middle(rows: tuple[int, ...]) -> torch.Tensor:
-        found = []
-        for row in rows:
-            same_randomness()
-            with nothing_kept(model):
-                inputs, targets = owned(select((x, y), slice(row, row + 1)))
-                found.append(loss_values(loss, call(model, fitting(model, inputs)), targets).detach())
-            put_back(buffers)
-        return found[1]
-
-    with checking(model, device_of(x)):
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        order = (rows[0], rows[len(rows) // 2], rows[-1])
-        first, again, back = middle(order), middle(order), middle(order[::-1])
-    if torch.equal(first, again) and not torch.allclose(first, back, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
-        raise UnsupportedError(
-            f"{type(model).__name__} or its loss remembers: a record's loss is another one after other records (by a number that "
-            "is kept outside of the model, in a global object or a file, say). Make it a function of its inputs."
-        )
-    return True
+    with checking(model, device_of(x)), nothing_kept(model), suppress(Exception):
+        inputs, targets = public_record(x, y)
+        loss_values(loss, call(model, fitting(model, inputs)), targets)
 
 
 def seeing_all(model: torch.nn.Module, x: Inputs, compute: Callable[[], T]) -> T:

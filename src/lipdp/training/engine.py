@@ -517,10 +517,14 @@ class PrivacyEngine:
         return added_up(self._ranks, answer, turn.units, settings.count_std)
 
     def _release(self, asked: _Asked) -> None:
-        """The one place where something about the data begins to leave in a step: its position is taken, and it is charged."""
-        self._streams.take(asked.prepared, asked.claims)
+        """The one place where something about the data begins to leave in a step: it is charged, and its position is taken.
+
+        In this order: an interrupt between the two leaves a step that was paid for and not made; the next goes on behind it.
+        """
+        self._streams.refuse_taken(asked.prepared, asked.claims)
         self.ledger.charge()
         self._account.note(self.ledger)
+        self._streams.take(asked.prepared, asked.claims)
 
     def _noised(self, asked: _Asked) -> dict[str, torch.Tensor]:
         """What leaves: the answer with its noise, unless it was drawn already."""

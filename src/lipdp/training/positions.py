@@ -35,6 +35,7 @@ __all__ = [
     "digest_records",
     "know_run",
     "layout",
+    "refuse_taken",
     "stored_tensors",
     "take_position",
     "unsteady_digest",
@@ -45,6 +46,10 @@ __all__ = [
 _SIZE = 16  # bytes of a trail that are kept
 _COLUMNS = 16  # words of a position that are kept on a device: of weights by type, of inputs and targets
 _TAG = 4  # those of a draw
+_OTHER_SUMS = (
+    "with other sums from the same inputs (another microbatch_size? does something draw random numbers past torch's generators? do "
+    "a GPU's kernels add in any order? torch.use_deterministic_algorithms(True) makes them repeat)"
+)
 Claims = Sequence[tuple[int, Claim]]
 """Draws of a position, by number, and what stands for each."""
 
@@ -148,25 +153,35 @@ def know_run(run: bytes) -> None:
     _runs.setdefault(run, _Run())
 
 
-def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
-    """Take a position (a step's number, or a release's name) for what ``trail`` and ``words`` stand for.
-
-    ``claims``: draws that were made ahead, and are handed out from here on. Their tags stand for the words too.
-    """
+def refuse_taken(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
+    """Refuse a position that was taken for something else; nothing is taken. Arguments as of :func:`take_position`."""
     if run in _foreign:
         raise BudgetError(
             "this engine was made in another process, of which this one is a copy (os.fork): both would make the same releases, or "
             "other ones that nobody pays for. Make the engine in the process that trains with it."
         )
     with _writing:
-        book, kept = _runs.setdefault(run, _Run()), trail[:_SIZE]
+        book = _runs.setdefault(run, _Run())
         before = book.before(position)
-        if before is None:
-            book.write(position, kept, words[:0] if claims else words)
-        elif before != kept or not book.same_words(position, words):
+        if before is not None and (before != trail[:_SIZE] or not book.same_words(position, words)):
             raise _taken(position, "from other inputs")
         for number, tag in claims:
-            claim_draw(run, position, number, tag)
+            if not book.same_draw(position, number, tag):
+                raise _taken(position, _OTHER_SUMS)
+
+
+def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
+    """Take a position (a step's number, or a release's name) for what ``trail`` and ``words`` stand for.
+
+    ``claims``: draws that were made ahead, and are handed out from here on. Their tags stand for the words too.
+    """
+    with _writing:
+        refuse_taken(run, position, trail, words, claims)
+        book = _runs[run]
+        if book.before(position) is None:
+            book.write(position, trail[:_SIZE], words[:0] if claims else words)
+        for number, tag in claims:
+            book.write_draw(position, number, tag)
 
 
 def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None:
@@ -180,11 +195,7 @@ def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None
         if book.same_draw(position, number, tag):
             book.write_draw(position, number, tag)
             return
-    raise _taken(
-        position,
-        "with other sums from the same inputs (another microbatch_size? does something draw random numbers past torch's "
-        "generators? do a GPU's kernels add in any order? torch.use_deterministic_algorithms(True) makes them repeat)",
-    )
+    raise _taken(position, _OTHER_SUMS)
 
 
 def _taken(position: int | str, how: str) -> BudgetError:

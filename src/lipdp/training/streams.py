@@ -34,6 +34,7 @@ from lipdp.training.positions import (
     digest_records,
     know_run,
     layout,
+    refuse_taken,
     stored_tensors,
     take_position,
     unsteady_digest,
@@ -294,8 +295,13 @@ class Streams:
             stream.claim = lambda number, tag: claims.append((number, tag))
         return stream
 
+    def refuse_taken(self, prepared: Prepared, claims: Claims = ()) -> None:
+        """Refuse a step whose position in the book was taken for something else; to be asked before it is charged."""
+        if self.private:
+            refuse_taken(self.run, *prepared, claims)
+
     def take(self, prepared: Prepared, claims: Claims = ()) -> None:
-        """Take a step's position in the book, where it may be refused, for what was drawn ahead."""
+        """Take a step's position in the book, for what was drawn ahead."""
         self._take(prepared, claims)
         self.trail = prepared.trail
 
