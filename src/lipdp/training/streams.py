@@ -170,12 +170,10 @@ class Streams:
         data, left = (None if state[name] is None else bytes.fromhex(state[name]) for name in ("data", "left"))
         if len(key) != KEY_BYTES or len(trail) != KEY_BYTES:
             raise ValueError(f"its key and its trail have {KEY_BYTES} bytes")
-        stays = data is not None and (key, data) == (self.key, self.data)  # rewound: the records are still those that it knows
-        known = self._dataset, self._known, self._versions, self.steady
-        self._begin(key, bool(state["private"]))
+        private = bool(state["private"])
+        if data is None or (key, data, private) != (self.key, self.data, self.private):  # else rewound: it still knows the records
+            self._begin(key, private)
         self.trail, self.data, self.left, self.kept = trail, data, left, str(state["kept"])
-        if stays:
-            self._dataset, self._known, self._versions, self.steady = known
 
     def _begin(self, key: bytes, private: bool) -> None:
         self.key, self.private = key, private
