@@ -35,7 +35,7 @@ def test_a_tensor_is_its_own_leaf():
 
 def test_other_mappings_and_lists_become_plain():
     assert inputs.plain(UserDict({"b": [ONE, TWO], "a": TWO})).keys() == {"a", "b"}
-    with pytest.raises(DataError, match="names for keys, not 3"):
+    with pytest.raises(DataError, match="names for keys, not an int"):
         inputs.plain({3: ONE})
 
 

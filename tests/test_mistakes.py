@@ -42,6 +42,14 @@ class Stream(IterableDataset):
         return iter(data())
 
 
+class Failing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, number):
+        raise KeyError("secret")
+
+
 class Mixing(torch.nn.Module):
     def forward(self, x):
         return x - x.mean(0)
@@ -143,6 +151,15 @@ MISTAKES = {
     "a date in a schema": (lambda: tables(schema={0: (datetime.date(2020, 1, 1), datetime.date(2021, 1, 1))}), "dates"),
     "a GPU that is not there": (lambda: tables(device="cuda" if not torch.cuda.is_available() else "gpu"), "device"),
     "pictures of several sizes in a list": (lambda: tables([np.zeros((9, 9)), np.zeros((8, 9))]), "one size"),
+    "a range or categories": (lambda: tables(schema=[0, 1]), "numeric(low, high)"),
+    "a sparse matrix": (lambda: tables(__import__("scipy.sparse").sparse.csr_matrix(np.eye(9))), "toarray"),
+    "rows of several lengths": (lambda: tables([[1.0]] * 8 + [[1.0, 2.0]]), "different lengths"),
+    "the labels as classes": (lambda: tables(classes=["secret", "b", "c"] * 3), "list of 9"),
+    "a table as epsilon": (lambda: lipdp.PrivateClassifier(np.zeros((9, 1))).fit(np.zeros((9, 1)), [0, 1, 0] * 3), "epsilon"),
+    "a table of three dimensions": (lambda: regressed_images(), "images"),
+    "two columns of labels": (lambda: tables(y=[[0, 1]] * 9), "1d array"),
+    "a record's text as a label": (lambda: fit(train=TensorDataset(torch.rand(50, 4), torch.full((50,), 7))), "0 to 2"),
+    "a dataset that fails": (lambda: fit(train=Failing()), "LIPDP_DEBUG"),
     "a report of nothing": (lambda: __import__("lipdp.report").report.read_run("nowhere"), "plan.json"),
     "a rate for a head at 0": (lambda: lipdp.suggest_optimizer((net := seq(_zero())), plan(net)), "start at 0"),
 }
@@ -154,6 +171,10 @@ def tables(rows=None, y=(0, 1, 0) * 3, **options):
 
 def regressed(y):
     return lipdp.PrivateRegressor(schema={0: (0, 1)}, target=(0, 1)).fit(np.zeros((9, 1)), y)
+
+
+def regressed_images():
+    return lipdp.PrivateRegressor(target=(0, 1)).fit(np.zeros((9, 9, 9)), [0.0] * 9)
 
 
 class Series(list):

@@ -129,13 +129,13 @@ def one_without_noise() -> Iterator[None]:
 @contextmanager
 def clipped_too_far(by: float = 1.5) -> Iterator[None]:
     """Examples are clipped to more than the norm that the noise is for."""
-    original = Clipper.start
+    original = Clipper.begin
 
-    def wider(self, x, y, max_norm, **options):
+    def wider(self, batch, max_norm, *number):
         larger = {name: by * value for name, value in max_norm.items()} if isinstance(max_norm, dict) else by * max_norm
-        return original(self, x, y, larger, **options)
+        return original(self, batch, larger, *number)
 
-    with patch.object(Clipper, "start", wider):
+    with patch.object(Clipper, "begin", wider):
         yield
 
 

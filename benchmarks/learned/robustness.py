@@ -127,13 +127,18 @@ def _moments(problem: Problem, mean: Tensor, variance: Tensor) -> Tensor:
     return (((second.clamp(0, 0.25) - first**2).clamp(0, 0.25) - variance[:, None, None]) ** 2).mean((1, 2))
 
 
+def drawn_from(name: str, column: np.ndarray, problem: Problem) -> Tensor:
+    """The unit datasets of a column, the same for every mechanism."""
+    own, (low, high) = scaled(column)
+    generator = np.random.default_rng([problem.n, *name.encode()])
+    drawn = np.stack([generator.choice(own, problem.n, replace=len(own) < problem.n) for _ in range(DRAWS)])
+    return problem.unit(torch.as_tensor((drawn - low) / (high - low)))
+
+
 def measure(name: str, column: np.ndarray, query: str, epsilon: float, n: int) -> dict[str, Any]:
     """One column, one question."""
-    own, (low, high) = scaled(column)
     problem = Problem.of(query, epsilon, n, (0.0, 1.0))
-    generator = np.random.default_rng([n, *name.encode()])
-    drawn = np.stack([generator.choice(own, n, replace=len(own) < n) for _ in range(DRAWS)])
-    t = problem.unit(torch.as_tensor((drawn - low) / (high - low)))
+    t = drawn_from(name, column, problem)
     mechanism = learned(query, epsilon, n)
     losses = truth_losses(mechanism, problem.query(t)) if isinstance(mechanism, AdditiveMechanism) else mechanism.losses(t)
     plain = without_assumptions(problem, t)

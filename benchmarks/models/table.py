@@ -154,6 +154,9 @@ def main() -> None:
         if not options.names or any(part in case.name for part in options.names):
             rows.append(look(case))
             print(json.dumps(rows[-1]), flush=True)
+    if options.write:  # rows of models that were not tried (they can't be built here, or were not named) stay as they were
+        tried = {row["name"] for row in rows}
+        rows += [row for row in json.loads(RESULTS.read_text()) if row["name"] not in tried]
     text = table(rows)
     print(text)
     if options.write:

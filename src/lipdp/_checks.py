@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from numbers import Real
 from operator import index
 
+from lipdp._discreet import shown
 from lipdp.errors import ConfigurationError
 
 __all__ = [
@@ -34,7 +35,7 @@ def is_number(value: object) -> bool:
 def positive(name: str, value: float) -> float:
     """A finite number above 0."""
     if not (is_number(value) and value > 0):
-        raise ConfigurationError(f"{name} is {value!r}: it has to be a finite number above 0.")
+        raise ConfigurationError(f"{name} is {shown(value)}: it has to be a finite number above 0.")
     return float(value)
 
 
@@ -42,7 +43,7 @@ def probability(value: float) -> float:
     """A number strictly between 0 and 1: a delta."""
     if not (is_number(value) and 0 < value < 1):
         raise ConfigurationError(
-            f"delta is {value!r}: a probability strictly between 0 and 1, best well below 1 / dataset size, e.g. 1e-5."
+            f"delta is {shown(value)}: a probability strictly between 0 and 1, best well below 1 / dataset size, e.g. 1e-5."
         )
     return float(value)
 
@@ -51,7 +52,7 @@ def rate(value: float) -> float:
     """A sampling rate: above 0, at most 1."""
     if not (is_number(value) and 0 < value <= 1):
         raise ConfigurationError(
-            f"sampling_rate is {value!r}: each record's chance to be in a step, above 0 and at most 1 "
+            f"sampling_rate is {shown(value)}: each record's chance to be in a step, above 0 and at most 1 "
             "(expected batch size / dataset size)."
         )
     return float(value)
@@ -64,7 +65,7 @@ def whole(name: str, value: int, least: int = 1) -> int:
     except TypeError:
         count = least - 1
     if count < least:
-        raise ConfigurationError(f"{name} is {value!r}: it has to be a whole number (an int), at least {least}.")
+        raise ConfigurationError(f"{name} is {shown(value)}: it has to be a whole number (an int), at least {least}.")
     return count
 
 
@@ -77,10 +78,12 @@ def _plain(name: str) -> str:
 
 def match(name: object, known: Iterable[str]) -> str | None:
     """The known name that is meant: this one, or the one that differs in case, dashes, underscores, slashes and blanks only."""
+    if not isinstance(name, str):
+        return None
     names = tuple(known)
     if name in names:
         return str(name)
-    same = [other for other in names if _plain(other) == _plain(name)] if isinstance(name, str) else []
+    same = [other for other in names if _plain(other) == _plain(name)]
     return same[0] if len(same) == 1 else None
 
 
@@ -104,7 +107,7 @@ def choose(kind: str, name: object, known: Iterable[str], choices: str | None = 
     guess = " or ".join(map(repr, _nearest(name, names) if isinstance(name, str) else ()))
     meant_perhaps = f" Did you mean {guess}?" if guess else ""
     listed = choices or f"Choose one of {', '.join(map(repr, names))}."
-    raise ConfigurationError(f"there is no {kind} named {name!r}.{meant_perhaps} {listed}")
+    raise ConfigurationError(f"there is no {kind} named {shown(name)}.{meant_perhaps} {listed}")
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> list[str]:

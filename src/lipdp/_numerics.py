@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "keep_freed_memory",
     "no_autocast",
     "random_states",
+    "same_as_array",
     "same_entries",
     "seed_torch",
     "set_random_states",
@@ -128,11 +129,9 @@ def keep_freed_memory() -> None:
     torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
 
 
-@contextmanager
-def no_autocast(device: torch.device) -> Iterator[None]:
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Products in the dtype of their factors, whatever autocast the caller is in."""
-    with torch.autocast(device.type, enabled=False):
-        yield
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 _numbers: ContextVar[list[torch.Tensor] | None] = ContextVar("numbers", default=None)
@@ -167,6 +166,12 @@ def are_finite(numbers: torch.Tensor) -> bool:
         return bool(torch.isfinite(numbers).all())
     noted.append(numbers)
     return True
+
+
+def same_as_array(tensor: torch.Tensor) -> bool:
+    """Whether numpy sees the same numbers in the same memory."""
+    ordinary = type(tensor) in _ORDINARY and tensor.dtype in _NUMPY and tensor.device.type == "cpu"
+    return ordinary and tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_neg()
 
 
 def same_entries(a: torch.Tensor, b: torch.Tensor) -> bool:

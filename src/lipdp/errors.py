@@ -13,7 +13,9 @@ __all__ = [
     "LipdpNotice",
     "LipdpWarning",
     "RepeatedRunWarning",
+    "RepeatedStepError",
     "UnboundedError",
+    "UnexpectedError",
     "UnsupportedError",
 ]
 
@@ -30,6 +32,10 @@ class BudgetError(LipdpError, RuntimeError):
     """The privacy budget does not allow it: too small for one step, or already spent."""
 
 
+class RepeatedStepError(BudgetError):
+    """A step that was made before would be made again as another release, which nobody pays for; see ``engine.give_up()``."""
+
+
 class AuditError(LipdpError, RuntimeError):
     """An audit has refuted what is promised: a bound was beaten, or what is released is not what the plan says."""
 
@@ -44,6 +50,10 @@ class UnsupportedError(LipdpError, TypeError):
 
 class DataError(LipdpError, ValueError):
     """The data are not what they should be: missing, corrupt, not finite, of the wrong shape."""
+
+
+class UnexpectedError(LipdpError, RuntimeError):
+    """An exception of somebody else's, met with private records at hand: its type and place, without its text."""
 
 
 class CheckpointError(LipdpError, RuntimeError):

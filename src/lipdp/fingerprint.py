@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipdp.errors import UnsupportedError
+from lipdp.errors import LipdpError, UnsupportedError
 
 __all__ = ["Watched", "fingerprint", "generator_states", "nothing_kept", "reachable_tensors", "storages"]
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
+_PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
 _WITHOUT_PARTS = frozenset((*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -50,7 +50,8 @@ def fingerprint(*objects: Any) -> Hashable:
         False
     """
     seen: _Signed = {}
-    return tuple(_sign(value, seen, _DEPTH) for value in objects)
+    with _readable():
+        return tuple(_sign(value, seen, _DEPTH) for value in objects)
 
 
 class Watched:
@@ -69,26 +70,27 @@ class Watched:
         self.objects = objects
         self.looks = 0
         self._modules: list[torch.nn.Module] = []
-        self._seen: list[Any] | None = None
+        self._seen: tuple[Any, ...] | None = None
         self._numbers: dict[Hashable, int] = {}
         self._present = 0
 
     def __call__(self) -> int:
         """The present state's number."""
-        if self._seen is None or not self._unchanged():
-            self._look()
+        with _readable():
+            changed = self._seen is None or not self._unchanged()
+            if changed:
+                self._look()
+        if changed:
             self._present = self._numbers.setdefault(fingerprint(*self.objects), len(self._numbers))
         return self._present
 
     def _look(self) -> None:
         self.looks += 1
         self._modules = [module for value in self.objects if isinstance(value, torch.nn.Module) for module in value.modules()]
-        attributes = [_named(module) for module in self._modules]
-        values = [value for found in attributes for value in found]
+        values = [value for module in self._modules for value in (*vars(module), *vars(module).values())]
         self._containers = [value for value in values if isinstance(value, dict | list | set)]
         self._filled = [value for value in self._containers if value]  # most are empty: no hooks
-        contents = [_items(value) for value in self._filled]
-        within = [value for found in contents for value in found]
+        within = [part for value in self._filled for part in (*value, *(value.values() if isinstance(value, dict) else ()))]
         self._tensors = [t for t in (*values, *within) if isinstance(t, torch.Tensor) and _has_place(t)]
         others = [value for value in self.objects if not isinstance(value, torch.nn.Module)]
         nested = [value for value in (*within, *others) if isinstance(value, dict | list | set)]
@@ -97,31 +99,29 @@ class Watched:
         simple = [_simple_objects(value, _DEPTH) for value in self._deep]
         self._simple = [value for found in simple if found is not None for value in found]
         self._deep = [value for value, found in zip(self._deep, simple, strict=True) if found is None]
-        sizes = list(map(len, self._containers))
-        bodies = [_body(value) for value in self._simple]
-        self._seen = [self._classes(), attributes, sizes, contents, self._places(), bodies, self._inside()]
+        self._seen = self._glance()
 
     def _unchanged(self) -> bool:
         assert self._seen is not None
-        classes, attributes, sizes, contents, places, bodies, inside = self._seen
-        return (
-            _same(classes, self._classes())
-            and all(_same(old, _named(module)) for module, old in zip(self._modules, attributes, strict=True))
-            and sizes == list(map(len, self._containers))
-            and all(_same(old, _items(value)) for value, old in zip(self._filled, contents, strict=True))
-            and places == self._places()
-            and all(_same(old, _body(value)) for value, old in zip(self._simple, bodies, strict=True))
-            and inside == self._inside()
-        )
+        (objects, *numbers), (present, *others) = self._seen, self._glance()
+        return numbers == others and len(objects) == len(present) and all(map(operator.is_, objects, present))
 
-    def _classes(self) -> tuple[Any, ...]:
-        return tuple(part for module in self._modules for part in (type(module), _forward(module)))
-
-    def _places(self) -> list[Hashable]:
-        return [(t.data_ptr(), t.requires_grad, t.shape, t.stride(), t.dtype) for t in self._tensors]
-
-    def _inside(self) -> list[Hashable]:
-        return [_sign(value, {}, _DEPTH) for value in self._deep]
+    def _glance(self) -> tuple[list[Any], list[int], list[Hashable], list[Hashable]]:
+        """All that is compared by identity, end to end: classes, what they compute, attributes with their names (two may have
+        changed places), items; how many belong to each; where tensors are; signatures."""
+        objects: list[Any] = []
+        sizes = []
+        for module in (*self._modules, *self._simple):
+            kind, own = module.__class__, module.__dict__
+            objects += (kind, getattr(kind, "forward", None), *own, *own.values())
+            sizes.append(len(own))
+        sizes += map(len, self._containers)
+        for value in self._filled:
+            objects += value
+            if isinstance(value, dict):
+                objects += value.values()
+        places: list[Hashable] = [(t.data_ptr(), t.requires_grad, t.shape, t.stride(), t.dtype) for t in self._tensors]
+        return objects, sizes, places, [_sign(value, {}, _DEPTH) for value in self._deep]
 
 
 def _has_place(tensor: torch.Tensor) -> bool:
@@ -134,14 +134,10 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _items(container: Any) -> tuple[Any, ...]:
-    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
-
-
 def _simple_objects(value: Any, depth: int) -> list[Any] | None:
     """An object and those in its attributes, where nothing else is in them but plain values; ``None`` for any other.
 
-    Then it is the same inside as long as :func:`_body` of each gives the same objects.
+    Then it is the same inside as long as the attributes of each are the same objects.
     """
     own = getattr(value, "__dict__", None)
     kinds = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module, torch.Tensor, np.ndarray)
@@ -156,17 +152,6 @@ def _simple_objects(value: Any, depth: int) -> list[Any] | None:
                 return None
             found += inside
     return found
-
-
-def _body(value: Any) -> tuple[Any, ...]:
-    """The class of a simple object, and its attributes with their names."""
-    return type(value), *_named(value)
-
-
-def _named(value: Any) -> tuple[Any, ...]:
-    """The names of its attributes, and what they are: two may have changed places."""
-    own = vars(value)
-    return *own, *own.values()
 
 
 def _forward(module: torch.nn.Module) -> Any:
@@ -186,10 +171,6 @@ def _read_globals(function: types.FunctionType) -> list[Any]:
 
 def _is_large(value: Any) -> bool:
     return value.nbytes > _LARGE if isinstance(value, np.ndarray) else isinstance(value, _CONTAINERS) and len(value) > _MANY
-
-
-def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    return len(old) == len(new) and all(map(operator.is_, old, new))
 
 
 def _settled(value: Any) -> bool:
@@ -281,6 +262,11 @@ _STATES: dict[type, Callable[[Any], Hashable]] = {
 
 def _reachable(objects: Sequence[Any]) -> list[Any]:
     """What the objects' attributes and items lead to within a few references, each once."""
+    with _readable():
+        return _led_to(objects)
+
+
+def _led_to(objects: Sequence[Any]) -> list[Any]:
     met: dict[int, Any] = {}  # kept, so that no id is used again
     level = [part for value in objects for part in (value.modules() if isinstance(value, torch.nn.Module) else [value])]
     for depth in range(_DEPTH, -1, -1):
@@ -293,6 +279,20 @@ def _reachable(objects: Sequence[Any]) -> list[Any]:
                 deeper += _parts(value)
         level = deeper
     return list(met.values())
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Objects of the user's are asked for what they hold; what they raise then is no error of ours."""
+    try:
+        yield
+    except LipdpError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            "something that the model or its loss holds can't be looked at, so that a change of it would go unnoticed: asked for "
+            f"its contents it raises {type(error).__name__} ({error}). Keep it outside of the model, or in a form that can be read."
+        ) from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lipdp._discreet import kind_of
 from lipdp.errors import DataError
 
 __all__ = [
@@ -37,10 +38,12 @@ Inputs: TypeAlias = "torch.Tensor | tuple[Inputs, ...] | dict[str, Inputs]"
 
 def plain(x: Any) -> Any:
     """The same as tuples and dicts: lists are tuples, other mappings (a tokenizer's) dicts with their keys in order."""
+    if isinstance(x, torch.Tensor):  # nearly always: asking an abstract class takes longer
+        return x
     if isinstance(x, Mapping):
         strange = [key for key in x if not isinstance(key, str)]
         if strange:
-            raise DataError(f"a dict of inputs has names for keys, not {strange[0]!r}: they become the model's arguments")
+            raise DataError(f"a dict of inputs has names for keys, not {kind_of(strange[0])}: they become the model's arguments")
         return {key: plain(x[key]) for key in sorted(x)}
     if isinstance(x, tuple | list):
         return tuple(plain(part) for part in x)
@@ -61,11 +64,13 @@ def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def leaves(x: Any) -> list[Any]:
     """Its tensors, in order."""
-    return [leaf for _, leaf in named_leaves(x)]
+    return [x] if isinstance(x, torch.Tensor) else [leaf for _, leaf in named_leaves(x)]
 
 
 def mapped(function: Callable[..., Any], x: Any, *others: Any) -> Any:
     """``function`` of each leaf (and of the leaves of ``others`` at the same places), in the same structure."""
+    if isinstance(x, torch.Tensor):
+        return function(x, *others)
     if isinstance(x, Mapping):
         return {key: mapped(function, x[key], *(other[key] for other in others)) for key in sorted(x)}
     if isinstance(x, tuple | list):
@@ -75,7 +80,7 @@ def mapped(function: Callable[..., Any], x: Any, *others: Any) -> Any:
 
 def flattened(x: Any) -> tuple[list[Any], Hashable]:
     """Its leaves, and the structure that :func:`rebuilt` puts them back into."""
-    return leaves(x), _structure(x)
+    return ([x], None) if isinstance(x, torch.Tensor) else (leaves(x), _structure(x))
 
 
 def _structure(x: Any) -> Hashable:
@@ -88,6 +93,8 @@ def _structure(x: Any) -> Hashable:
 
 def rebuilt(values: Sequence[Any], structure: Any) -> Any:
     """Leaves in a structure of :func:`flattened`."""
+    if structure is None:
+        return values[0]
     return _rebuilt(iter(values), structure)
 
 
@@ -102,6 +109,8 @@ def _rebuilt(values: Iterator[Any], structure: Any) -> Any:
 
 def rows_of(x: Any) -> int:
     """How many examples there are; refuses what is no batch of tensors with a row for each of them."""
+    if isinstance(x, torch.Tensor) and x.ndim:
+        return len(x)
     counts: dict[str, int] = {}
     for name, leaf in named_leaves(x):
         what = f"the input '{name}'" if name else "the input"
@@ -121,8 +130,8 @@ def rows_of(x: Any) -> int:
 
 def device_of(x: Any) -> torch.device:
     """Where its first tensor is."""
-    device: torch.device = leaves(x)[0].device
-    return device
+    first: torch.Tensor = x if isinstance(x, torch.Tensor) else leaves(x)[0]
+    return first.device
 
 
 def select(x: Any, part: Any) -> Any:
@@ -156,6 +165,8 @@ def per_row(condition: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def call(model: Callable[..., Any], x: Any) -> Any:
     """The model's output: a tensor is its one argument, a tuple its arguments, a dict its arguments by name."""
+    if isinstance(x, torch.Tensor):
+        return model(x)
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, tuple | list):

@@ -6,8 +6,14 @@ whose pixels open the gate. What is accepted is compared on neighbouring batches
 
 from __future__ import annotations
 
+import _thread
+import asyncio
+import ctypes
 import functools
+import os
+import queue
 import random
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -559,6 +565,126 @@ def test_a_tensor_that_no_operation_has_made(how, method):
     check_neighbours(Past(how), method)
 
 
+def through(start):
+    """A value that another thread has read, by a queue."""
+    answers = queue.SimpleQueue()
+    start(answers.put)
+    return answers.get()
+
+
+def by_fork(x):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(write, b"1" if x.max() > 50 else b"0")
+        finally:
+            os._exit(0)
+    os.close(write)
+    answer = float(os.read(read, 1))
+    os.close(read)
+    os.wait()
+    return answer
+
+
+def by_storage(model, x):
+    model.note.copy_(x.detach().max() > 50)
+    return model.storage.tolist()[3] > 0
+
+
+def by_new_storage(x):
+    note = torch.zeros(())
+    storage = note.untyped_storage()
+    note.copy_(x.detach().max() > 50)
+    return storage.tolist()[3] > 0
+
+
+def by_address(x):
+    note = torch.zeros(())
+    place = (ctypes.c_float * 1).from_address(note.data_ptr())
+    note.copy_(x.detach().max() > 50)
+    return place[0]
+
+
+def by_array(x):
+    note = torch.zeros(())
+    array = note.numpy()
+    note.copy_(x.detach().max() > 50)
+    return float(array)
+
+
+READ_ELSEWHERE = {
+    "item": lambda model, x: in_thread(lambda: x.max().item() > 50),
+    "item of a method": lambda model, x: in_thread((x.detach().max() > 50).item),
+    "float": lambda model, x: in_thread(float, x.detach().max() > 50),
+    "bool": lambda model, x: in_thread(bool, x.detach().max() > 50),
+    "size": lambda model, x: in_thread(lambda: len(x[x > 50]) > 0),
+    "numpy": lambda model, x: in_thread(lambda: x.detach().numpy().max() > 50),
+    "map": lambda model, x: next(POOL.map(lambda h: h.max().item() > 50, [x])),
+    "thread": lambda model, x: through(lambda put: threading.Thread(target=lambda: put(x.max().item() > 50)).start()),
+    "raw thread": lambda model, x: through(lambda put: _thread.start_new_thread(lambda: put(x.max().item() > 50), ())),
+    "timer": lambda model, x: through(lambda put: threading.Timer(0, lambda: put(x.max().item() > 50)).start()),
+    "new pool": lambda model, x: NewPool(1).submit(lambda: x.max().item() > 50).result(),
+    "loop": lambda model, x: asyncio.run(asyncio.to_thread(lambda: x.max().item() > 50)),
+    "fork": lambda model, x: by_fork(x.detach()),
+    "storage": by_storage,
+    "storage made in the pass": lambda model, x: by_new_storage(x),
+    "address": lambda model, x: by_address(x),
+    "array": lambda model, x: by_array(x),
+}
+NewPool = ThreadPoolExecutor
+
+
+class ReadElsewhere(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
+        self.note = torch.zeros(())
+        self.storage = self.note.untyped_storage()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * (1 - 2 * float(READ_ELSEWHERE[self.how](self, x))))
+
+
+@pytest.mark.parametrize("how", list(READ_ELSEWHERE))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_number_that_is_read_where_no_operation_is_followed(how, method):
+    """In another thread, which was there before or not, in a copy of the process, through a storage or an address."""
+    torch.manual_seed(0)
+    check_neighbours(ReadElsewhere(how), method)
+
+
+def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more():
+    """Twice it runs beside, then no more: the sums are those without it, with the same dropout, and records are not taken alone."""
+    torch.manual_seed(0)
+    x, _, y = batches()
+    left = [0]
+
+    class Disturbed(nn.Sequential):
+        def forward(self, x):
+            if left[0]:
+                left[0] -= 1
+                in_thread(sum, range(1000))
+            return super().forward(x)
+
+    model = Disturbed(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+    clip, sums = clipping.Clipper(model, LOSS), []
+    clip(x, y, C)
+    for count in (0, 2, 3):
+        left[0] = count
+        torch.manual_seed(1)
+        sums.append(clip(x, y, C).sums)
+        assert clip.alone is None
+        assert left[0] == 0
+    assert moved(sums[0], sums[1]) == moved(sums[0], sums[2]) == 0
+
+
+def test_a_thread_that_always_runs_is_named():
+    torch.manual_seed(0)
+    x, _, y = batches()
+    with pytest.warns(LipdpNotice, match=r"another thread or process ran beside the model.*ThreadPoolExecutor"):
+        clipping.Clipper(ReadElsewhere("item"), LOSS)(x, y, C)
+
+
 def test_what_came_past_the_operations_is_named():
     x, _, y = batches()
     for how in ("thread", "dlpack"):
@@ -607,6 +733,18 @@ def cached_table(width):
     return torch.linspace(0, 1, width) + torch.tensor([0.5] * width)
 
 
+def behind_a_decorator(function):
+    """As transformers caches tables: only the decorator's closure leads to the cache."""
+    cached = functools.lru_cache(maxsize=4)(function)
+
+    @functools.wraps(function)
+    def wrapper(width):
+        return cached(width)
+
+    wrapper.cache_clear = cached.cache_clear
+    return wrapper
+
+
 def outer(h):
     return inner(h) + 1
 
@@ -620,6 +758,7 @@ CONSTANTS = {
     "in a container": lambda model, h: h * TABLES["deep"][0]["table"],
     "of a function that is called": lambda model, h: outer(h),
     "cached": lambda model, h: h + cached_table(6),
+    "cached behind a decorator": lambda model, h: h + model.hidden_table(6),
     "kept when first met": lambda model, h: h * model.table(h.shape[1]),
     "attribute": lambda model, h: h + model.plain[0],
     "made here": lambda model, h: h * torch.tensor([1.0, 2, 3, 4, 5, 6]) + h.new_tensor(2.0) + torch.as_tensor([1.0] * 6),
@@ -634,6 +773,11 @@ class WithConstants(nn.Module):
         super().__init__()
         self.first, self.last, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
         self.plain, self.tables = [torch.ones(6)], {}
+
+    @staticmethod
+    @behind_a_decorator
+    def hidden_table(width):
+        return torch.linspace(0, 3, width) + torch.tensor([0.25] * width)
 
     def table(self, width):
         if width not in self.tables:
@@ -652,6 +796,7 @@ def test_constants_are_nobodys(how, called):
     x, _, y = batches()
     model = WithConstants(how)
     cached_table.cache_clear()
+    model.hidden_table.cache_clear()
     if called:
         model(x)
     clip = clipping.Clipper(model, LOSS)

@@ -114,7 +114,7 @@ def test_what_is_evaluated_again():
     """Nothing, where a rule can be used; else the smallest module that sees the examples."""
     for model, layer in ((Positions(), "table"), (LengthFirst(), "norm")):
         assert _place(model, layer) is None
-    assert _place(Windows(), "inner") == ""  # several rows of each example: shapes do not tell whose they are
+    assert _place(Windows(), "inner") is None  # several rows of each example, one after another: each pass shows whose they are
     assert _place(Experts(), "block.experts.1") == "block"
     assert _place(Positions(rows=False), "table") == ""
     assert _place(Interleaved(), "inner") == ""

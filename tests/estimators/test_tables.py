@@ -336,7 +336,7 @@ def test_a_reproducible_fit_is_repeatable_and_says_what_it_is() -> None:
         ({}, np.zeros((0, 2)), [], "minimum of 1 is required"),
         ({}, np.zeros(20), [0, 1] * 10, "Reshape your data"),
         ({}, np.zeros((20, 2)), np.linspace(0, 1, 20), "continuous"),
-        ({}, [["a", "b"]] * 20, [0, 1] * 10, "bytes/strings"),
+        ({}, [["a", "b"]] * 20, [0, 1] * 10, "X holds texts"),
     ],
 )
 def test_what_is_refused(change, rows, labels, message) -> None:
@@ -350,7 +350,7 @@ def test_sparse_rows_are_refused() -> None:
     from scipy.sparse import csr_matrix
 
     for schema in (None, UNIT):
-        with pytest.raises(TypeError, match="dense data is required"):
+        with pytest.raises(DataError, match="dense data is required"):
             lipdp.PrivateClassifier(schema=schema).fit(csr_matrix(np.eye(4)), [0, 1, 0, 1])
 
 

@@ -11,8 +11,9 @@ import lipdp
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, World, learn
 from lipdp.mechanisms.beyond import CELLS, BeyondMechanism, candidate, counted, fitted
+from lipdp.mechanisms.learning import plain_mechanisms
 from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.robust import plain_mechanisms, truth_losses
+from lipdp.mechanisms.robust import truth_losses
 from lipdp.privacy.randomness import Stream
 from tests.many import examples
 

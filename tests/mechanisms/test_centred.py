@@ -11,8 +11,9 @@ import lipdp
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, learn
 from lipdp.mechanisms.centred import CentredMechanism
+from lipdp.mechanisms.learning import plain_mechanisms
 from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.robust import plain_mechanisms, truth_losses
+from lipdp.mechanisms.robust import truth_losses
 
 PLACES = 2**30
 

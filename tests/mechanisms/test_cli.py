@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lipdp.cli.csv_files import read_column
 from lipdp.cli.mechanism import app as mechanism
-from lipdp.cli.mechanism import read_column
 from lipdp.cli.output import FriendlyGroup
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy import Budget
@@ -71,7 +71,7 @@ def test_release_refuses_what_it_should(files: Path) -> None:
     assert invoke(*begin, outside, "--column", "age", *ledger, "--clamp")[0] == 0
     mistakes = (
         ("age\n1\n\n,\nx\n", "no number"),
-        ("age;pay\n1,5;2\n", "1.5 for 1,5"),
+        ("age;pay\n1,5;2\n", "1.5, not 1,5"),
         ("age\n1\n", "shape"),
         ("years\n1\n", "no column 'age'"),
     )
@@ -118,7 +118,7 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 columns named 'age'"):
         read_column(tmp_path / "twice", "age")
     (tmp_path / "short").write_text("a,b\n1,2\n3\n")
-    with pytest.raises(DataError, match="line 3"):
+    with pytest.raises(DataError, match="a line is too short"):
         read_column(tmp_path / "short", "b")
 
 

@@ -13,7 +13,7 @@ import torch
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms import noise
 from lipdp.mechanisms.noise import density, draw_noise, opendp_installed, release_noise, release_selection, staircase_step
-from lipdp.mechanisms.selection import probabilities
+from lipdp.mechanisms.utilities import probabilities
 from lipdp.privacy import exact
 
 DRAWS = 20_000

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lipdp.mechanisms.networks import LaplaceNetwork, UtilityNetwork
 from lipdp.mechanisms.paper import NetworkStatistic, NetworkUtility, utility_probabilities
-from lipdp.mechanisms.selection import probabilities
-from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility, RankUtility, Utility
+from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility, RankUtility, Utility, probabilities
 
 N, R, EPSILON = 12, 16, 1.0
 

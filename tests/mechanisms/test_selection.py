@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipdp.errors import ConfigurationError
-from lipdp.mechanisms.selection import ENOUGH_NODES, flip_probabilities, probabilities
+from lipdp.mechanisms.utilities import ENOUGH_NODES, flip_probabilities, probabilities
 
 
 def test_permute_and_flip_is_its_definition() -> None:

@@ -10,7 +10,8 @@ import torch
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Problem, Settings, answer, learn, load
 from lipdp.mechanisms.centred import CentredMechanism
-from lipdp.mechanisms.robust import plain_mechanisms, truth_losses
+from lipdp.mechanisms.learning import plain_mechanisms
+from lipdp.mechanisms.robust import truth_losses
 from lipdp.mechanisms.squares import SquaresMechanism
 
 

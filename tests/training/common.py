@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import torch
 from torch.utils.data import TensorDataset
@@ -11,6 +12,8 @@ import lipdp
 from lipdp import losses, nn
 
 SIZE, BATCH = 256, 32
+_settings = weakref.WeakKeyDictionary()  # what a network of this file was made with
+_plans = {}
 
 
 def toy(count=SIZE, seed=0):
@@ -21,6 +24,12 @@ def toy(count=SIZE, seed=0):
 
 def small(seed=0, dropout=0.0, clip=None):
     """Constrained weights."""
+    model = _small(seed, dropout, clip)
+    _settings[model] = "small", seed, dropout, clip
+    return model
+
+
+def _small(seed, dropout, clip):
     torch.manual_seed(seed)
     layers = [nn.BoundedInput((6,)), nn.SpectralLinear(6, 8), nn.GroupSort(2)]
     layers += [torch.nn.Dropout(dropout)] if dropout else []
@@ -31,18 +40,29 @@ def small(seed=0, dropout=0.0, clip=None):
 def free(seed=0, width=16):
     """Weights that nothing projects, with four different sensitivities."""
     torch.manual_seed(seed)
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.BoundedInput((6,), norm=2.0), torch.nn.Linear(6, width), nn.Boundary(norm=0.7, cotangent=0.3), torch.nn.Linear(width, 3)
     )
+    _settings[model] = "free", seed, width
+    return model
 
 
 def planned(model, loss=None, **changes):
+    """A plan; for a network of this file as it was made, and the usual loss, the one that was made before with these settings."""
     settings = {"dataset_size": SIZE, "batch_size": BATCH, "delta": 1e-4, "accountant": "rdp"}
     if not {"epsilon", "noise_multiplier"} & changes.keys():
         settings["noise_multiplier"] = 1.0
     if not {"steps", "epochs"} & changes.keys():
         settings["steps"] = 12
-    return lipdp.plan(model, losses.CrossEntropy(tau=4.0) if loss is None else loss, **{**settings, **changes})
+    settings |= changes
+    if loss is not None or model not in _settings:
+        return lipdp.plan(model, losses.CrossEntropy(tau=4.0) if loss is None else loss, **settings)
+    values = [(p.dtype, p.device, p.tolist(), p.requires_grad) for p in model.parameters()]
+    attributes = [{**vars(module), "_parameters": list(module._parameters)} for module in model.modules()]
+    key = repr((_settings[model], values, attributes, sorted(settings.items())))
+    if key not in _plans or " at 0x" in key:  # of such an object nothing is known but its place
+        _plans[key] = lipdp.plan(model, losses.CrossEntropy(tau=4.0), **settings)
+    return _plans[key]
 
 
 def quiet(model, loss=None, **changes):

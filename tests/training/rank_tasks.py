@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -209,6 +211,54 @@ def disagreements(folder):
     return found
 
 
+def _stumble(name, folder):
+    """What one of two ranks does wrong between two exchanges with the other, in a run."""
+    rank, model = dist.get_rank(), free()
+    plan = planned(model, LOSS, steps=4, method="bookkeeping", max_grad_norm=0.5)
+
+    class Failing(torch.optim.SGD):
+        def step(self, *arguments):
+            if name == "optimiser" and rank == 1:
+                raise RuntimeError("this rank's own")
+            return super().step(*arguments)
+
+    class Callback(lipdp.training.Callback):
+        def on_step(self, run):
+            if name == "callback" and run.engine.steps == 2:
+                raise RuntimeError("this rank's own")
+
+        def on_evaluation(self, run, row):
+            if name == "evaluation":
+                raise RuntimeError("this rank's own")
+
+    released, saved = lipdp.PrivacyEngine._release, torch.save
+
+    def release(engine, asked):
+        if name == "release" and rank == 1 and engine.steps == 1:
+            raise RuntimeError("this rank's own")
+        released(engine, asked)
+
+    def save(*arguments, **options):
+        if name == "file" and rank == 0:
+            raise OSError("this rank's own")
+        saved(*arguments, **options)
+
+    lipdp.PrivacyEngine._release, torch.save = release, save
+    try:
+        others = {"seed": {"seed": 3 + rank}, "evaluations": {"evaluations": 1 + rank}, "mode": {}}.get(name, {})
+        model.train(name != "mode" or rank == 0)
+        settings = {"seed": 3, "reproducible": True, "callbacks": [Callback()], "checkpoint": f"{folder}/{name}", **others}
+        return _refusal(lambda: lipdp.fit(model, LOSS, Failing(model.parameters(), lr=0.1), plan, toy(), **settings))
+    finally:
+        lipdp.PrivacyEngine._release, torch.save = released, saved
+
+
+def stumbles(folder):
+    """In one group, one after the other: none may leave the ranks out of step."""
+    names = ("optimiser", "callback", "evaluation", "release", "file", "seed", "evaluations", "mode")
+    return {name: _stumble(name, folder) for name in names}
+
+
 class _Leave(lipdp.training.Callback):
     def __init__(self, step):
         self.step = step
@@ -372,3 +422,30 @@ def odd_kinds():
             ends.append({of: whole_tensor(value).double().clone() for of, value in values})
         found[name] = _apart(*ends)
     return found
+
+
+def kept_in_a_book(folder):
+    """A disk that is full for the first rank alone; a twin that goes on behind a closed engine; a book that one rank has only."""
+    first, path = dist.get_rank() == 0, Path(folder) / "book"
+    model, data, real = small(), toy(), os.write
+    engine = engine_of(model, None, torch.optim.SGD(model.parameters(), lr=0.1), seed=None, book=path)
+    batches = engine.batches(data)
+    engine.step(*next(batches))
+    before = weights(model)
+
+    def full(descriptor, content):
+        if content.startswith(b"["):
+            raise OSError(28, "No space left on device")
+        return real(descriptor, content)
+
+    os.write = full if first else real
+    refused = _refusal(lambda: engine.step(*next(batches)))
+    os.write = real
+    moved = not all(torch.equal(before[name], now) for name, now in weights(model).items())
+    twin = copy.deepcopy(engine)
+    engine.close()
+    twin.step(*next(twin.batches(data)))
+    twin.close()
+    lines = [] if not first else path.read_text().splitlines()[1:]
+    alone = _refusal(lambda: engine_of(small(), seed=None, book=path if first else None))
+    return {"refused": refused, "moved": moved, "lines": len(lines), "alone": alone}

@@ -27,11 +27,13 @@ from tests.training.rank_tasks import (
     disagreements,
     divided_cases,
     fitted_in,
+    kept_in_a_book,
     noise_of_empty_batches,
     odd_kinds,
     paid,
     some_cases,
     some_cases_and_crops,
+    stumbles,
     written_to,
 )
 from tests.training.ranks import results, run_ranks
@@ -134,16 +136,28 @@ def test_ranks_that_were_given_different_things_are_refused(tmp_path):
         assert found["steps"] == found["alone steps"] == 0
         assert found["alone"][0] == "UnsupportedError"  # on both, though only the second has refused
         assert "something of this rank's own" in messages["alone"]
-        assert "a disk is gone" in messages["unread"]
+        assert "an unexpected OSError" in messages["unread"]  # its words may hold a record's
         assert found["wrapped"][0] == found["partly"][0] == found["policy"][0] == "UnsupportedError"
         assert "fully_shard the model itself, too" in messages["partly"]
         assert "MixedPrecisionPolicy" in messages["policy"]
         assert "microbatch_size must be" in messages["own argument"]
         assert "has hooks" in messages["own hook"]
-        assert "record 7" in messages["own data"]
+        assert "a record contains a NaN" in messages["own data"]
         assert "shape" in messages["own batch"]
         assert found["budget"][0] == "BudgetError"  # on both, though only the first has asked
         assert found["released"] == 0
+
+
+def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
+    """After the sums, too, with the words of the rank that failed; and they can go on to another run, none waits for another."""
+    found = results(2, stumbles, str(tmp_path))
+    for name, failing in {"optimiser": 1, "callback": 0, "evaluation": 0, "release": 1, "file": 0}.items():
+        assert found[failing][name] in (("RuntimeError", "this rank's own"), ("OSError", "this rank's own"))
+        assert found[1 - failing][name] == ("LipdpError", f"rank {failing}: this rank's own"), name
+    for each in found:
+        assert "an argument of the engine of rank 1 differs" in each["seed"][1]
+        assert "an argument of fit of rank 1 differs" in each["evaluations"][1]
+        assert "the mode (training or evaluation) of a layer of rank 1 differs" in each["mode"][1]
 
 
 def test_processes_that_are_not_joined_are_refused(monkeypatch):
@@ -270,3 +284,13 @@ def test_sums_that_might_not_fit_are_refused():
         check_range(10**9, 100, 2, 1e-5)
     with pytest.raises(ConfigurationError, match="larger microbatch_size"):
         check_range(10**9, 10**6, 2, 1.0)
+
+
+def test_a_release_is_in_the_book_before_any_rank_has_it(tmp_path):
+    one, other = results(2, kept_in_a_book, str(tmp_path))
+    for found in (one, other):
+        assert found["refused"][0] == "CheckpointError"
+        assert "No space left" in found["refused"][1]
+        assert not found["moved"]
+        assert "an argument of the engine" in found["alone"][1]
+    assert one["lines"] == 2

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import codecs
-import csv
 import dataclasses
-import io
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lipdp.cli import options
+from lipdp.cli.csv_files import read_column
 from lipdp.cli.output import console, print_fields, print_json
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lipdp.mechanisms import Answer, Comparison
@@ -274,55 +271,6 @@ def _account(budget: str | None, ledger: Path | None, dataset: str | None) -> Bu
     except ValueError:
         raise ConfigurationError(f"with --ledger, --budget is a total epsilon, not {budget!r}: give --budget FILE alone") from None
     return BudgetLedger(ledger, total, dataset)
-
-
-def read_column(path: Path, column: str, encoding: str | None = None) -> list[float]:
-    """The numbers of a CSV column; empty and non-numeric cells are refused with their line, and so is a name that stands twice."""
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
-    text, used = _decoded(path, encoding)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
-    names = next(reader, [])
-    if column not in names:
-        guessed = f" (read as {used}; --encoding names another)" if encoding is None and used != "utf-8-sig" else ""
-        raise DataError(f"{path} has no column {column!r}: it has {', '.join(map(repr, names)) or 'no header'}{guessed}")
-    if names.count(column) > 1:
-        raise DataError(f"{path} has {names.count(column)} columns named {column!r}: rename all but the one that is meant")
-    place, values = names.index(column), []
-    for row in reader:
-        if not row:
-            continue  # an empty line is no record
-        try:
-            values.append(float(row[place]))
-        except (IndexError, ValueError):
-            raise DataError(
-                f"{path}, line {reader.line_num}: column {column!r} holds no number. Fill it in or drop the record before"
-                + (", and write 1.5 for 1,5" if len(row) > place and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", row[place]) else "")
-            ) from None
-    return values
-
-
-def _decoded(path: Path, encoding: str | None) -> tuple[str, str]:
-    """The file's text, and the encoding that it was read with: the one given, that of its byte order mark, UTF-8, or Latin-1.
-
-    Latin-1 reads every file, and digits are the same in all of these: at worst, a column's name looks odd.
-    """
-    raw = path.read_bytes()
-    marked = "utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-    for name in (encoding,) if encoding is not None else (marked, "latin-1"):
-        try:
-            return raw.decode(name), name
-        except LookupError:
-            raise ConfigurationError(f"--encoding {name}: no such encoding; utf-8, utf-16, latin-1 and cp1252 are common") from None
-        except UnicodeError as error:
-            failure = error
-    raise DataError(f"{path} can't be read as {encoding}: {failure}. Give the --encoding that it was written in")
-
-
-def _delimiter(text: str) -> str:
-    """What separates the header's names: a comma, a semicolon or a tab, whichever stands there most often."""
-    header = text.split("\n", 1)[0]
-    return max(",;\t", key=header.count)
 
 
 def _compare(

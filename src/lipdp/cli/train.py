@@ -14,6 +14,7 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.audit import MODEL, audit_recipe
+from lipdp.cli.csv_files import CsvForm
 from lipdp.cli.options import (
     check_budget,
     configured,
@@ -26,7 +27,7 @@ from lipdp.cli.options import (
     training_size,
 )
 from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
-from lipdp.cli.own import CsvForm, train_images, train_table
+from lipdp.cli.own import train_images, train_table
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
 if TYPE_CHECKING:

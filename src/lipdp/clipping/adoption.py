@@ -1,7 +1,8 @@
 """Which layers of a model show their gradients themselves, and which modules are evaluated again for the others.
 
 A layer with a norm rule whose examples are where its rule expects them (:mod:`lipdp.clipping.layouts`) shows its own; so does one
-whose parameters can be given to each example (:mod:`lipdp.clipping.spread`). Every other layer's gradients are those of a module
+whose parameters can be given to each example (:mod:`lipdp.clipping.spread`), or are handed to functions that are known
+(:mod:`lipdp.clipping.handed`). Every other layer's gradients are those of a module
 that is evaluated for one example at a time: itself, or the smallest one around it for which that is possible.
 """
 
@@ -9,22 +10,79 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
+from lipdp.behaviour import ClassBodies
 from lipdp.clipping.fallback import own_parameters
-from lipdp.clipping.layouts import Layouts
-from lipdp.clipping.norm_rules import find_norm_rule, find_watched_forward
+from lipdp.clipping.layouts import Layouts, configs_of, generation
+from lipdp.clipping.norm_rules import NormRule, WatchedForward, find_norm_rule, find_watched_forward
+from lipdp.errors import UnsupportedError
 
-__all__ = ["Replayed", "TrainedLayers", "place_of_gradients", "replayed_modules", "take_larger", "trained_layers"]
+__all__ = ["Shown", "TrainedLayers", "Ways", "place_of_gradients", "take_larger", "trained_layers"]
 
 
-@dataclass(frozen=True)
+class Shown(NamedTuple):
+    """A layer that shows its gradients by a norm rule."""
+
+    name: str
+    module: torch.nn.Module
+    rule: NormRule | None
+
+
+@dataclass(eq=False)
+class Ways:
+    """How each trained layer of a model comes to show its gradients, as long as nothing about it changes.
+
+    Attributes:
+        shown: by their rules.
+        watched: those whose forward is replaced by one that can be watched, with what makes it.
+        handed: those whose uses of their own parameters show them.
+        spread: those whose parameters are given to each example.
+        replayed: modules that are evaluated again.
+        owners: all of them by name.
+        starts: of the names inside layers whose forward is watched: these call what their class does not.
+        configs: settings that may say that a decoder keeps a cache.
+    """
+
+    shown: tuple[Shown, ...]
+    watched: tuple[tuple[str, torch.nn.Module, WatchedForward], ...]
+    handed: tuple[tuple[str, torch.nn.Module], ...]
+    spread: tuple[tuple[str, torch.nn.Module], ...]
+    replayed: Replayed
+    owners: dict[str, torch.nn.Module]
+    starts: tuple[str, ...]
+    configs: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        self.bodies = ClassBodies({type(module) for module in self.owners.values()})
+        self._attributes = [frozenset(vars(layer.module)) for layer in self.shown]
+
+    def check(self) -> None:
+        """Raise if a rule that was used is not the layer's any more: what it computes was changed while the model ran."""
+        own = [vars(layer.module).keys() for layer in self.shown]  # a method of its own would be a new name here
+        if self.bodies.stand and own == self._attributes:
+            return
+        for name, module, rule in self.shown:
+            if find_norm_rule(module) is not rule:
+                raise UnsupportedError(f"layer '{name}' ({type(module).__name__}) has changed, or gives no tensor any more")
+
+
+@dataclass(eq=False)
 class TrainedLayers:
     """The layers of a model with trainable parameters of their own, and how these are called."""
 
     layers: tuple[tuple[str, torch.nn.Module], ...]
     names: dict[int, str]
+    _known: tuple[Layouts | None, int, Ways] | None = field(default=None, init=False, repr=False)
+
+    def ways(self, model: torch.nn.Module, layouts: Layouts | None) -> Ways:
+        """How they show their gradients, with what is known of their dimensions."""
+        known, number = self._known, generation(model)
+        if known is None or known[0] is not layouts or known[1] != number or not known[2].bodies.stand:
+            known = self._known = layouts, number, _ways_of(model, self, layouts)
+        return known[2]
 
 
 def trained_layers(model: torch.nn.Module) -> TrainedLayers:
@@ -53,6 +111,25 @@ class Replayed:
     layers: set[str] = field(default_factory=set)
 
 
+def _ways_of(model: torch.nn.Module, trained: TrainedLayers, layouts: Layouts | None) -> Ways:
+    replayed = replayed_modules(model, trained, layouts)
+    owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
+    factories = {name: find_watched_forward(module) for name, module in owners.items()}
+    known = Layouts() if layouts is None else layouts
+    left = [(name, m) for name, m in trained.layers if name not in replayed.layers]
+    rest = [(name, m) for name, m in left if name not in known.handed and name not in known.spread]
+    return Ways(
+        tuple(Shown(name, module, find_norm_rule(module)) for name, module in rest if factories[name] is None),
+        tuple((name, module, factory) for name, module in rest if (factory := factories[name]) is not None),
+        tuple((name, module) for name, module in left if name in known.handed),
+        tuple((name, module) for name, module in left if name in known.spread and name not in known.handed),
+        replayed,
+        owners,
+        tuple(f"{name}." if name else "" for name, factory in factories.items() if factory is not None),
+        configs_of(model),
+    )
+
+
 def replayed_modules(model: torch.nn.Module, trained: TrainedLayers, layouts: Layouts | None) -> Replayed:
     """Those of this model, as far as its layouts are known."""
     replayed = Replayed()
@@ -75,7 +152,7 @@ def place_of_gradients(model: torch.nn.Module, name: str, module: torch.nn.Modul
     if layouts is None or not (layouts.calls.get(name) or risen):
         return None if ruled else name
     by_rule = ruled and (watched or isinstance(module, torch.nn.EmbeddingBag) or layouts.is_ordinary(name))
-    shows = by_rule or name in layouts.spread
+    shows = by_rule or name in layouts.spread or name in layouts.handed
     if shows and risen == 0:
         return None
     around = [other for other in _around(name) if not (ruled and other == name) and layouts.can_replay(other)]

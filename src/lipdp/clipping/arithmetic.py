@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,12 +38,13 @@ def input_roundoff(tensor: torch.Tensor, *, convolution: bool = False) -> float:
     return _TF32 if allowed else 0.0
 
 
-@contextmanager
-def matmuls(device: torch.device, *, tf32: bool) -> Iterator[None]:
+def matmuls(device: torch.device, *, tf32: bool) -> AbstractContextManager[None]:
     """Matrix products of norms: in float32 proper; or in TF32, where that is exact (half-precision numbers fit) or counted."""
-    if device.type != "cuda":
-        yield
-        return
+    return _matmuls(tf32) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _matmuls(tf32: bool) -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
@@ -58,14 +59,12 @@ def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     A square below the smallest normal number may come out as 0: each term loses at most that number. It only matters where
     the result is multiplied by something huge, and there it does: cotangents of 1e-23 times inputs of 1e19.
     """
-    count = math.prod(tensor.shape[dim] for dim in dims)
-    lost = count * float(torch.finfo(tensor.dtype).tiny)
-    inside = dims == tuple(range(1, tensor.ndim))
-    if inside and tensor.is_contiguous() and tensor.numel() and kernels.available(tensor):
-        found, length = kernels.row_squares(tensor.flatten(1))
-        return found.to(wide(tensor)) * (1 + gamma(length, tensor.dtype)) + lost
-    if inside and tensor.is_contiguous():
+    if len(dims) == tensor.ndim - 1 and 0 not in dims and tensor.is_contiguous():
         tensor, dims = tensor.flatten(1), (1,)
+        if tensor.numel() and kernels.available(tensor):
+            found, length = kernels.row_squares(tensor)
+            return found.to(wide(tensor)) * (1 + gamma(length, tensor.dtype)) + _lost(tensor, dims)
+    lost = _lost(tensor, dims)
     *outer, last = dims
     length = tensor.shape[last]
     if length > _SHORT and last == tensor.ndim - 1:
@@ -78,6 +77,10 @@ def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
         norms, dims = torch.linalg.vector_norm(tensor, dim=last, keepdim=True), (*outer, last)
     # A norm as it comes is off by γ_(n+3)/2, its square by γ_(n+4).
     return norms.to(wide(norms)).square().sum(dims) * (1 + gamma(length + 8, tensor.dtype)) + lost
+
+
+def _lost(tensor: torch.Tensor, dims: tuple[int, ...]) -> float:
+    return math.prod([tensor.shape[dim] for dim in dims]) * float(torch.finfo(tensor.dtype).tiny)
 
 
 @dataclass(frozen=True)

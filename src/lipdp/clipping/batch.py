@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -28,6 +28,7 @@ __all__ = [
     "check_style",
     "eager",
     "even_part",
+    "is_compiled",
     "notice_parts",
     "part_of",
     "prepare",
@@ -166,15 +167,17 @@ def uncompiled(function: F) -> F:
     return cast(F, call)
 
 
-@contextmanager
-def eager(model: torch.nn.Module) -> Iterator[None]:
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether torch.compile has been given a part of it."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
+
+
+def eager(compiled: bool) -> AbstractContextManager[Any]:
     """A compiled model is run uncompiled: a compiled graph shows nothing of its layers."""
-    compiled = any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
     if compiled and not torch.compiler.is_compiling():
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
+        stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
+    return nullcontext()
 
 
 def even_part(examples: int, most: int) -> int:

@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
 
-from lipdp._numerics import no_autocast, wide
+from lipdp._numerics import no_autocast, random_states, set_random_states, wide
 from lipdp.clipping.adoption import TrainedLayers, trained_layers
 from lipdp.clipping.batch import (
     Batch,
@@ -43,23 +43,25 @@ from lipdp.clipping.batch import (
     check_style,
     eager,
     even_part,
+    is_compiled,
     notice_parts,
     part_of,
     prepare,
     trainable,
     uncompiled,
 )
+from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
-from lipdp.clipping.record import check_supported, recording
+from lipdp.clipping.record import check_supported, leave_off, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, generator_states
 from lipdp.graphs import GraphedFunction, Staged, is_recording, through
-from lipdp.inputs import Inputs, device_of, flattened, plain, rebuilt, rows_of
+from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
 __all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
@@ -96,7 +98,7 @@ def per_example_norms(
     own = _own_dtype(next(iter(parameters.values())))
     if rows == 0:
         return torch.zeros(0, dtype=own, device=device)
-    with eager(model):
+    with eager(is_compiled(model)):
 
         def shown() -> dict[str, Contribution]:
             verify_once(model, loss, x, targets)
@@ -229,6 +231,10 @@ class _Computed(NamedTuple):
         return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
 
 
+# How often a pass is made that something else has run beside.
+_ATTEMPTS = 4
+
+
 @dataclass
 class Clipper:
     """How a model's gradients are clipped: the settings of :func:`clipped_gradients`, for one batch after another.
@@ -247,6 +253,7 @@ class Clipper:
         groups: for "per_group": prefixes of parameter names.
         stability: γ of "automatic", above 0.
         copies: rows that make up one example.
+        watched: who numbers the states of the model and the loss (and perhaps of more); by default one of its own.
 
     Example:
         >>> model, loss = torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss(reduction="none")
@@ -265,15 +272,18 @@ class Clipper:
     groups: Sequence[str] | None = None
     stability: float = 0.01
     copies: int = 1
+    watched: Watched | None = field(default=None, repr=False, compare=False)
     _most: int | None = field(default=None, init=False, repr=False, compare=False)  # examples that fit into memory, once known
 
     def __post_init__(self) -> None:
         check_choices(self.method, self.clip, self.form, self.stability)
         check_style(self.method, self.style)
         self._types = Types(self.model, self.loss)
-        self._watched = Watched(self.model, self.loss)
+        self._watched = Watched(self.model, self.loss) if self.watched is None else self.watched
         self._number: int | None = None
+        self.seen: int | None = None  # the number of the state that the last batch has left
         self._made_for: tuple[Group, ...] = ()
+        self._grouped: tuple[MaxNorm, tuple[Group, ...]] | None = None  # the last norms, of plain numbers, and their groups
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self._known: list[torch.Tensor] = []  # before a pass
@@ -305,36 +315,45 @@ class Clipper:
         A batch that does not fit into the GPU's memory is done in parts, and from then on without trying it as a whole first: the
         result is a sum over examples.
         """
+        if self._number is None:
+            check_supported(self.model)  # what is not initialised can't even be looked at
         x = plain(x)
-        examples = rows_of(x) // max(1, self.copies)
+        return self.begin(prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies), max_norm)
+
+    @uncompiled
+    def begin(self, batch: Batch, max_norm: MaxNorm, number: int | None = None) -> Pending:
+        """:meth:`start` for a batch in the model's types, in memory of its own, with a target for each row.
+
+        ``number``: of the present state, where :attr:`watched` has just been asked.
+        """
+        leave_off(self.model)
+        examples = len(batch.keep)
         if self._most is None or examples <= self._most:
             try:
-                return self._start(x, y, max_norm, mask)
+                return self._begin(batch, max_norm, self._watched() if number is None else number)
             except torch.OutOfMemoryError:
                 if examples < 2:
                     raise
             gc.collect()  # only here can the tensors of the attempt go: the exception held on to them
             self._most = -(-examples // 2)
             notice_parts(examples, self._most)
-        batch, size = prepare(x, y, mask, self.copies), even_part(examples, self._most)
+        size = even_part(examples, self._most)
         *first, last = [part_of(batch, start, size, self.copies) for start in range(0, examples, size)]
-        before = [self(part.x, part.y, max_norm, mask=part.keep) for part in first]
-        pending = self.start(last.x, last.y, max_norm, mask=last.keep)
+        before = [self.begin(replace(part, x=owned(part.x), y=owned(part.y)), max_norm).finish() for part in first]
+        pending = self.begin(replace(last, x=owned(last.x), y=owned(last.y)), max_norm)
         return replace(pending, before=[*before, *pending.before])
 
-    def _start(self, x: Inputs, y: torch.Tensor, max_norm: MaxNorm, mask: torch.Tensor | None) -> Pending:
-        new = self._look()
-        groups = clipping_groups(self._parameters, max_norm, self.style, self.groups)
-        batch = prepare(self._types.inputs(x), self._types.targets(y), mask, self.copies)
-        device = device_of(x)
-        if new and rows_of(x) > 0:
-            with eager(self.model):
+    def _begin(self, batch: Batch, max_norm: MaxNorm, number: int) -> Pending:
+        new, device, self.seen = self._look(number), device_of(batch.x), number
+        groups = self._groups_for(max_norm)
+        if new and len(batch.keep):
+            with eager(self._compiled):
                 show_public(self.model, self.loss, batch.x, batch.y)
-            self._look()
+            self._look(self._watched())
             self._known = known_before(self.model, self.loss)  # with tables that it has made now
         bounds = group_bounds(groups, wide(next(iter(self._parameters.values()))), device)
         flag = Flag()
-        if rows_of(x) == 0:
+        if not len(batch.keep):
             nothing = bounds.new_zeros(0, len(groups))
             sums = {name: zeros(p) for name, p in self._parameters.items()}
             computed = _Computed(sums, nothing, nothing, nothing.any())
@@ -343,13 +362,27 @@ class Clipper:
         else:
             replays = self._replayed.replays
             try:
-                computed = self._together(batch, groups, bounds, flag)
+                computed = self._undisturbed(lambda: self._together(batch, groups, bounds, flag), device)
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
                 computed, flag = self._looped("naive", batch, groups, bounds), Flag()
-            if self._replayed.replays == replays and self._watched() != self._number:  # the model's own code ran
-                self._know_again()
+            if self._replayed.replays == replays:  # the model's own code ran
+                self.seen = self._watched()
+                if self.seen != self._number:
+                    self._know_again()
         return Pending(self, groups, batch, bounds, computed, flag)
+
+    def _undisturbed(self, work: Callable[[], _Computed], device: torch.device) -> _Computed:
+        """The work, begun anew with the same random numbers where another thread ran beside it, which may have been by chance."""
+        before = random_states(device)
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return work()
+            except NotApartError as error:
+                if BESIDE not in error.reason.what:
+                    raise
+            set_random_states(before, device)
+        return work()
 
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
         """The records of a batch in one pass."""
@@ -363,7 +396,7 @@ class Clipper:
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
             raise UnsupportedError(f"{type(self.model).__name__} or its loss uses {reason}. Make it a function of its inputs.")
-        with eager(self.model):
+        with eager(self._compiled):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone, self._alone_with = reason, state_of(self._untrained)
         warnings.warn(
@@ -373,14 +406,20 @@ class Clipper:
             stacklevel=5,
         )
 
-    def _look(self) -> bool:
+    def _groups_for(self, max_norm: MaxNorm) -> tuple[Group, ...]:
+        """The groups with these norms; those of numbers that stay the same are made once."""
+        if self._grouped is not None and type(max_norm) is float and max_norm == self._grouped[0]:
+            return self._grouped[1]
+        groups = clipping_groups(self._parameters, max_norm, self.style, self.groups)
+        self._grouped = (max_norm, groups) if type(max_norm) is float else None
+        return groups
+
+    def _look(self, number: int) -> bool:
         """At the model, once for a batch: what was learned of it stands until something about it changes. Whether it has."""
-        if self._number is None:
-            check_supported(self.model)  # what is not initialised can't even be looked at
-        number = self._watched()
         new = number != self._number
         if new:
             check_supported(self.model)
+            self._grouped, self._compiled = None, is_compiled(self.model)
             self._parameters = trainable(self.model)
             self._layers = trained_layers(self.model)
             self._untrained = untrained_tensors(self.model, self.loss)
@@ -392,13 +431,13 @@ class Clipper:
             self.alone = None
         return new
 
-    def _verify(self, batch: Batch) -> None:
+    def _verify(self, x: Inputs, y: torch.Tensor) -> None:
         """The self-check, once for a shape of batch."""
-        kind = kind_of(batch.x), kind_of(batch.y), rows_of(batch.x)
+        kind = kind_of(x), kind_of(y), rows_of(x)
         if (*kind, state_of(self._untrained), generation(self.model)) in self._checked:
             return
         try:
-            if verify_once(self.model, self.loss, batch.x, batch.y):
+            if verify_once(self.model, self.loss, x, y):
                 self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
         finally:
             self._know_again()
@@ -415,9 +454,9 @@ class Clipper:
 
     def _looped(self, method: str, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor) -> _Computed:
         loops = Loops(self.model, self.loss, self._parameters, groups, bounds, self.clip, self.stability, self.copies)
-        with eager(self.model):
+        with eager(self._compiled):
             if method == "multiloss":
-                self._verify(batch)
+                self._verify(batch.x, batch.y)
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
@@ -443,8 +482,13 @@ class Clipper:
         """
         *parts, y, keep, bounds = tensors
         x, device = rebuilt(parts, self._structure), parts[0].device
-        with eager(self.model):
-            contributions = seeing_all(self.model, x, lambda: self._shown(Batch(x, y, keep)))
+
+        def shown() -> dict[str, Contribution]:
+            self._verify(x, y)
+            return shown_gradients(self.model, self.loss, x, y, self.copies, self._layers, self._known)
+
+        with eager(self._compiled):
+            contributions = seeing_all(self.model, x, shown)
             form: Form = "gram" if self.method == "ghost" else self.form
             squares = _squared_norms(contributions, device, form, as_released=True)
             norms = _group_norms(squares, self._made_for, len(keep), device)
@@ -456,10 +500,6 @@ class Clipper:
                 dropped = ~finite.all(1)
                 contributions = {name: part.without(dropped) for name, part in contributions.items()}
             return _Computed(self._weighted_sums(contributions, factors), norms, factors, spoiled)
-
-    def _shown(self, batch: Batch) -> dict[str, Contribution]:
-        self._verify(batch)
-        return shown_gradients(self.model, self.loss, batch.x, batch.y, self.copies, self._layers, self._known)
 
     def _weighted_sums(self, contributions: dict[str, Contribution], factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Uses up the contributions: what only one of them holds is free for the next sum."""

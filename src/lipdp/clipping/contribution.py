@@ -130,7 +130,7 @@ class PositionSum(Contribution):
 
     def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
         """Of the sums, which are what is weighted."""
-        return squared(flat(self.materialise()), (1,))
+        return squared(flat(self._sums), (1,))
 
     def materialise(self) -> torch.Tensor:
         """The sums over positions."""
@@ -143,7 +143,7 @@ class PositionSum(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Σ_i w_i Σ_t δ_it."""
-        return weighted(weights, self.materialise())
+        return weighted(weights, self._sums)
 
     def rounding(self) -> torch.Tensor:
         """Of a sum over the positions."""

@@ -26,7 +26,7 @@ from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
 from lipdp.clipping.follow import At, Following, NotApartError
-from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, Where
+from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, UnseenLayerError, Where
 from lipdp.clipping.norm_rules import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import nothing_kept
@@ -173,6 +173,10 @@ class _Replay:
         for number, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 place = FIRST if places is None else _place(next(places))
+                if place is not None and place.runs > 1 and self.following.state(value) not in (None, At(place.dim, place.runs)):
+                    raise UnseenLayerError(
+                        f"{name} sees several rows of each example, in an order that is not known", self.parameters
+                    )
                 self.following.own(value, None if place is None else At(place.dim, place.runs), f"what {name} sees")
                 if self.following.state(value) is not None:
                     found.add(number)

@@ -15,6 +15,10 @@ A memory that nobody has seen being made is no constant. Known are those that we
 loss lead to: :func:`known_before`), and those that operations of this pass, or of an earlier one, have made of nothing or of
 constants. Any other came past the operations (from another thread, by DLPack, from numpy): whose it is can't be told.
 
+Only operations of the thread that runs the pass are seen. A number that another one has read is no operation's, so no other may run
+meanwhile (:mod:`lipdp.clipping.beside`). A memory that can be read without an operation, because its storage or its address was
+handed out in the pass, must not come to hold a record's numbers.
+
 What leaves the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) decides what is done with the others:
 that is noted too (:attr:`Following.reads`).
 
@@ -32,7 +36,7 @@ import sys
 import types as kinds
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -44,6 +48,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
@@ -82,6 +87,45 @@ class _Memory(NamedTuple):
     unit: int
 
 
+_Form = tuple[torch.Size, tuple[int, ...], int, int]
+"""Of a tensor: shape, strides, where it begins in its memory, and bytes of a number."""
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_map(records: int, whose: _Memory, form: _Form) -> At | None:
+    """Where the records are in a tensor of this form; ``None``: in no order."""
+    start, unit = whose
+    shape, strides, offset, width = form
+    turn, (above, within) = records * unit, divmod(offset * width - start, unit)
+    found = None
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        step = stride * width
+        if size == 1 or step == 0 or step % turn == 0:
+            continue
+        runs = unit // step if step <= unit else 0
+        if found is None and runs and runs * step == unit and size % (records * runs) == 0:
+            found = At(dim, runs)
+            within += (runs - 1) * step
+        else:
+            within += (size - 1) * step
+    return None if found is None or within >= unit or above % records else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(records: int, at: At, form: _Form, exact: bool) -> _Memory | str:
+    """The memory of a tensor of this form that has its records there; or why there is none."""
+    _, strides, offset, width = form
+    unit = at.runs * strides[at.dim] * width
+    if unit == 0:
+        return "one memory for all records"
+    whose = _Memory(offset * width if exact else offset * width - offset * width % unit, unit)
+    return whose if _read_map(records, whose, form) == at else "records that overlap in memory"
+
+
 class _Entry(NamedTuple):
     """A memory; as long as ``alive`` is held, no other memory has its key.
 
@@ -93,14 +137,16 @@ class _Entry(NamedTuple):
     made: weakref.ref[torch.Tensor] | None = None
 
 
-_READERS = {
-    torch.Tensor.tolist,
+_LENDERS = {
     torch.Tensor.numpy,
     torch.Tensor.__array__,
     torch.Tensor.data_ptr,
     torch.Tensor.untyped_storage,
     torch.Tensor.storage,
     torch.Tensor.__dlpack__,
+}
+_READERS = _LENDERS | {
+    torch.Tensor.tolist,
     torch.Tensor.__reduce_ex__,
     torch.Tensor.__repr__,
     torch.Tensor.__format__,
@@ -140,6 +186,8 @@ class Following(TorchDispatchMode):
         self.reads: list[Reason] = []
         self.recomputed = False
         self._memories: dict[int, _Entry] = {}
+        self._lent: set[int] = set()  # memories that may be read past all operations
+        self._beside: Beside | None = None
         self._given: set[int] = set()  # the batch itself, which is the caller's to keep
         self._known = [tensor for tensor in known if tensor.layout == torch.strided]
         for key, (made, version) in list(_constants.items()):
@@ -164,7 +212,7 @@ class Following(TorchDispatchMode):
 
     def declare(self, tensor: torch.Tensor, at: At) -> None:
         """From here on, these are the records' numbers."""
-        if tensor.numel() and self.state(tensor) != at:
+        if tensor.numel() and not (_key(tensor) in self._memories and self.state(tensor) == at):
             self._set(tensor, at, exact=True)
 
     def state(self, tensor: torch.Tensor) -> State:
@@ -174,39 +222,34 @@ class Following(TorchDispatchMode):
         entry = self._memories.get(_key(tensor))
         if entry is None:
             return Mixed(_UNKNOWN, _line()) if tensor.numel() else None
-        if entry.whose is None or isinstance(entry.whose, Mixed):
-            return entry.whose
-        return self._read_map(tensor, entry.whose) if tensor.numel() else None  # no number at all, whatever the batch is
+        whose = entry.whose
+        if whose is None or isinstance(whose, Mixed):
+            return whose
+        if not tensor.numel():
+            return None  # no number at all, whatever the batch is
+        found = _read_map(self.records, whose, _form(tensor))
+        if found is None:
+            return Mixed("some of the batch's records are taken out of it, or put in another order", _line())
+        return found
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Whether something of the batch may be in a tensor's memory, in entries that it does not have itself too."""
         entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
         return entry is None or entry.whose is not None
 
-    def _read_map(self, tensor: torch.Tensor, whose: _Memory) -> At | Mixed:
-        start, unit = whose
-        width = tensor.element_size()
-        turn, (above, within) = self.records * unit, divmod(int(tensor.storage_offset()) * width - start, unit)
-        found = None
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            step = stride * width
-            if size == 1 or step == 0 or step % turn == 0:
-                continue
-            runs = unit // step if step <= unit else 0
-            if found is None and runs and runs * step == unit and size % (self.records * runs) == 0:
-                found = At(dim, runs)
-                within += (runs - 1) * step
-            else:
-                within += (size - 1) * step
-        if found is None or within >= unit or above % self.records:
-            return Mixed("some of the batch's records are taken out of it, or put in another order", _line())
-        return found
+    def lend(self, tensor: torch.Tensor, how: str) -> None:
+        """The tensor's memory is handed out: what is in it, or is written to it from here on, can be read past all operations."""
+        self._lent.add(_key(tensor))
+        if self.shows(tensor):
+            self.reads.append(Reason(f"Python sees values of the batch ({how})", _line()))
 
     def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
         if tensor.layout != torch.strided:
             return  # see state
         storage = tensor.untyped_storage()
-        whose: _Memory | Mixed = at if isinstance(at, Mixed) else self._map(tensor, at, exact)
+        whose = at if isinstance(at, Mixed) else _map(self.records, at, _form(tensor), exact)
+        if isinstance(whose, str):
+            whose = Mixed(whose, _line())
         self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
 
     def _nobodys(self, tensor: torch.Tensor) -> None:
@@ -215,14 +258,6 @@ class Following(TorchDispatchMode):
             storage = tensor.untyped_storage()
             alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._memories.setdefault(storage._cdata, _Entry(alive, None, weakref.ref(tensor)))
-
-    def _map(self, tensor: torch.Tensor, at: At, exact: bool) -> _Memory | Mixed:
-        width = tensor.element_size()
-        unit, offset = at.runs * tensor.stride(at.dim) * width, int(tensor.storage_offset()) * width
-        if unit == 0:
-            return Mixed("one memory for all records", _line())
-        whose = _Memory(offset if exact else offset - offset % unit, unit)
-        return whose if self._read_map(tensor, whose) == at else Mixed("records that overlap in memory", _line())
 
     def _write(self, tensor: torch.Tensor, state: State) -> None:
         """The tensor was given numbers with this state; its memory may be that of others.
@@ -234,6 +269,9 @@ class Following(TorchDispatchMode):
         entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
         if tensor.layout == torch.strided and (entry is None or entry.whose is None or _key(tensor) in _earlier):
             self._check_shared(tensor.untyped_storage())
+        if tensor.layout == torch.strided and _key(tensor) in self._lent:
+            what = "records are written into memory that was handed out, and can be read past all operations"
+            self.reads.append(Reason(what, _line()))
         if isinstance(state, Mixed) or entry is None or entry.whose is None:
             self._set(tensor, state)
         elif self.state(tensor) != state:
@@ -367,6 +405,7 @@ class Following(TorchDispatchMode):
         state = self.state(losses)
         if state != At(0, 1):
             raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
+        self._alone(started=True)
         if self.reads:
             raise NotApartError(self.reads[0])
         for tensor, version in zip(self._known, self._versions, strict=True):
@@ -376,11 +415,18 @@ class Following(TorchDispatchMode):
         if foreign is not None:
             raise NotApartError(Reason(f"{foreign.__qualname__} has a backward pass of its own", foreign.__module__))
 
+    def _alone(self, *, started: bool) -> None:
+        """Raise if something else than this thread has run since the pass began. ``started``: or was begun since."""
+        who = None if self._beside is None else self._beside.who(started=started)
+        if who is not None:
+            raise NotApartError(Reason(BESIDE, who))
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """Within the block, what the model does is followed, and what it reads is noted."""
         global _current
         before, _current = _current, self
+        self._beside = Beside()
         try:
             with self, _Readings(self):
                 yield
@@ -396,11 +442,9 @@ class Following(TorchDispatchMode):
     @contextmanager
     def going_back(self) -> Iterator[None]:
         """Within the block is the backward pass: what is computed anew there (checkpointing) may have become something else."""
-        if not self.recomputed:
+        with _Again(self) if self.recomputed else nullcontext(), _Readings(self) if self.recomputed else nullcontext():
             yield
-            return
-        with _Again(self), _Readings(self):
-            yield
+        self._alone(started=False)  # torch may have begun its own threads for a device; hooks of the model are no part of a pass
 
     def untouched(self, *given: torch.Tensor) -> _Untouched:
         """Within the block, a module is evaluated again for one record at a time, on copies: nothing else of the batch is used.
@@ -477,12 +521,22 @@ class _Readings(TorchFunctionMode):
                     self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", _line()))
             elif func in _HOOKS:
                 self._of.reads.append(Reason("a function of its own in the backward pass", _line()))
+            elif args and isinstance(args[0], torch.Tensor) and args[0].layout == torch.strided and func in _LENDERS:
+                self._of.lend(args[0], func.__name__)
             elif args and isinstance(args[0], torch.Tensor) and self._of.shows(args[0]):
                 self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", _line()))
         return func(*args, **(kwargs or {}))
 
 
 _current: Following | None = None
+
+
+def _forked() -> None:
+    if _current is not None:
+        _current.reads.append(Reason(BESIDE, "a copy of this process"))
+
+
+on_fork(_forked)
 _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
 
 
@@ -520,7 +574,9 @@ def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
         value = getattr(value, "__func__", value)
         if isinstance(value, functools._lru_cache_wrapper):
             behind += gc.get_referents(value)
-        value = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", getattr(value, "__wrapped__", value))))
+        if isinstance(value, kinds.FunctionType | functools._lru_cache_wrapper) and hasattr(value, "__wrapped__"):
+            waiting.append(value.__wrapped__)  # too: what is around it may keep what it gives
+        value = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
         if not isinstance(value, kinds.FunctionType) or value in seen or _is_torchs(value):
             continue
         seen.add(value)

@@ -7,7 +7,7 @@ A rule is asked when some argument depends on the batch. It says where the recor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,8 +46,7 @@ State = At | Mixed | None
 """Of a tensor; ``None``: it does not depend on the batch."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of an operation: all its arguments in their order, their states (a list for a list of tensors), what it gave."""
 
     rule: Rule
@@ -67,24 +66,35 @@ class Call:
         return self.states[place] if place < len(self.states) else None
 
     @property
-    def tensors(self) -> Iterator[tuple[torch.Tensor, State]]:
+    def tensors(self) -> list[tuple[torch.Tensor, State]]:
         """All tensors with their states; raises one that is mixed."""
+        pairs: list[tuple[torch.Tensor, State]] = []
         for arg, state in zip(self.args, self.states, strict=True):
-            pairs = zip(arg, state, strict=True) if isinstance(state, list) else [(arg, state)]
-            for part, one in pairs:
+            for part, one in zip(arg, state, strict=True) if isinstance(state, list) else ((arg, state),):
                 if isinstance(one, Mixed):
                     raise one
                 if isinstance(part, torch.Tensor):
-                    yield part, one
+                    pairs.append((part, one))
+        return pairs
 
     def only(self, *names: str) -> At:
         """Where the records are, if of all arguments only these depend on the batch, in the same way."""
-        found = {state for _, state in self.tensors if state is not None}
-        apart = {self.state(name) for name in names} - {None}
-        others = [k for k, state in enumerate(self.states) if _depends(state) and k not in {self.rule.places.get(n) for n in names}]
-        if others or len(found) != 1 or apart != found:
+        found: At | None = None
+        allowed, odd = {self.rule.places.get(name) for name in names}, False
+        for number, state in enumerate(self.states):
+            if isinstance(state, Mixed):
+                raise state
+            if isinstance(state, list):
+                for one in state:
+                    if isinstance(one, Mixed):
+                        raise one
+                    odd = odd or one is not None
+            elif state is not None:
+                odd = odd or number not in allowed or found not in (None, state)
+                found = state
+        if odd or found is None:
             raise Mixed("arguments depend on the batch that should not, or not in the same dimension")
-        return _same(list(found))
+        return found
 
     def dims(self, *names: str) -> set[int] | None:
         """Dimensions that an argument names; ``None``: all of them."""
@@ -94,10 +104,6 @@ class Call:
         if not isinstance(given, list | tuple) or not given:
             return None
         return {_dim(d, self.args[0].ndim) for d in given}
-
-
-def _depends(state: Any) -> bool:
-    return any(part is not None for part in state) if isinstance(state, list) else state is not None
 
 
 Results = Callable[[Call], Any]
@@ -200,7 +206,7 @@ def _broadcast(tensors: Sequence[tuple[torch.Tensor, State]], shape: Sequence[in
 
 def _pointwise(call: Call) -> Any:
     like = call.output[0] if isinstance(call.output, tuple | list) else call.output
-    return _broadcast(list(call.tensors), like.shape)
+    return _broadcast(call.tensors, like.shape)
 
 
 def _reduction(call: Call) -> Any:

@@ -82,9 +82,11 @@ def _triton() -> Any:
 
 def available(*tensors: torch.Tensor) -> bool:
     """Whether the kernels can be used on these tensors: in single or half precision, on an NVIDIA GPU that knows TF32."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return False
     if not all(t.device.type == "cuda" and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in tensors):
         return False
-    device = tensors[0].device
     if device not in _tried:
         if torch.cuda.is_current_stream_capturing():
             return False

@@ -1,9 +1,9 @@
 """Where the examples are in what a module sees: found by running a model on two and on three examples, and comparing shapes.
 
 A dimension that grows with the examples, by one row each, holds them. One that stays the same does not, whatever its size happens
-to be in some batch. One that grows by several rows for each (windows, tokens) may hold as many of every example, or those that some
-layer has chosen, of one example more than of another, from batch to batch: shapes do not tell, so nobody goes by it. Nor by shapes
-behind an operation that chooses (:mod:`lipdp.clipping.chosen`). So a layer is
+to be in some batch. One that grows by several rows for each (windows, tokens) holds as many of every example, one example after
+another, as far as shapes tell; that it is so is proved in each pass (:mod:`lipdp.clipping.follow`), and where it is not, a larger
+module is taken. Nobody goes by shapes behind an operation that chooses (:mod:`lipdp.clipping.chosen`). So a layer is
 
 * ordinary: dimension 0 of its tensors holds the examples; or dimension 1 does (length first);
 * shared: it sees no example at all and gives a tensor of one row, (1, …), that every example uses: a table of positions. Its
@@ -18,15 +18,17 @@ of the example alone. Where it does not, the next larger module is tried.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lipdp.clipping.chosen import Suspects
+from lipdp.clipping.handed import Handing
 from lipdp.clipping.spread import Spreading, spreadable
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, call, leaves, mapped, named_leaves, rows_of, select
@@ -40,6 +42,7 @@ __all__ = [
     "Place",
     "UnseenLayerError",
     "Where",
+    "configs_of",
     "generation",
     "is_mask",
     "layouts_of",
@@ -106,25 +109,27 @@ class Call:
         """Whether these tensors can be those of such a call."""
         if len(inputs) != len(self.inputs) or len(outputs) != len(self.outputs):
             return False
-        pairs = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
-        return all(where.fits(part, batch) if isinstance(where, Place) else part.shape == where for where, part in pairs)
+        for where, part in zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True):
+            if not (where.fits(part, batch) if isinstance(where, Place) else part.shape == where):
+                return False
+        return True
 
-    @property
+    @cached_property
     def sees_examples(self) -> bool:
         """Whether an argument holds some."""
         return any(isinstance(where, Place) for where in self.inputs)
 
-    @property
+    @cached_property
     def rows_for_all(self) -> bool:
         """Whether some output is one row, (1, …), that all examples use."""
         return any(not isinstance(where, Place) and where[:1] == (1,) for where in self.outputs)
 
-    @property
+    @cached_property
     def shared(self) -> bool:
         """Whether it sees no example, and gives nothing but rows that all use."""
         return not self.sees_examples and bool(self.outputs) and all(where[:1] == (1,) for where in _sizes(self.outputs))
 
-    @property
+    @cached_property
     def replays(self) -> bool:
         """Whether it can be evaluated for one example at a time: every output has a part for each, or is a row that all use."""
         if _ODD in (*self.inputs, *self.outputs) or not self.outputs:
@@ -136,7 +141,7 @@ class Call:
         sides = ((_ODD if isinstance(where, Place) else where for where in side) for side in (self.inputs, self.outputs))
         return Call(*map(tuple, sides))
 
-    @property
+    @cached_property
     def place(self) -> Place | None:
         """Where the examples are, if they are at the same place in all its tensors."""
         places = {*self.inputs, *self.outputs}
@@ -151,6 +156,8 @@ def _sizes(wheres: tuple[Where, ...]) -> Iterator[tuple[int, ...]]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors among arguments or outputs, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -168,6 +175,7 @@ class Layouts:
         repeated: names of modules whose rows for all examples may be repeated for each of them, with the same result.
         risen: by layer: how many modules around it would do, and did not.
         spread: by module: how its own parameters are given to each example (:mod:`lipdp.clipping.spread`).
+        handed: modules whose uses of their own parameters show the gradients (:mod:`lipdp.clipping.handed`).
         answering: whether questions about all of a batch may be answered the same for every batch
             (:class:`lipdp.clipping.follow.Following`).
         answered: whether that was done.
@@ -177,13 +185,18 @@ class Layouts:
     repeated: set[str] = field(default_factory=set)
     risen: dict[str, int] = field(default_factory=dict)
     spread: dict[str, dict[str, int]] = field(default_factory=dict)
+    handed: set[str] = field(default_factory=set)
     answering: bool = True
     answered: bool = False
 
-    def find(self, name: str, inputs: Any, output: Any, batch: int) -> Call | None:
+    def find(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, batch: int) -> Call | None:
         """The call that these arguments and this output are one of."""
-        given, made = tensors_in(inputs), numbers_in(output)
-        return next((known for known in self.calls.get(name, ()) if known.fits(given, made, batch)), None)
+        simple = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+        given, made = list(args) if simple else tensors_in((args, kwargs)), numbers_in(output)
+        for known in self.calls.get(name, ()):
+            if known.fits(given, made, batch):
+                return known
+        return None
 
     def has_not_seen(self, name: str) -> bool:
         """Whether the model was looked at, and this module was not called."""
@@ -239,7 +252,7 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
     """
     rows = rows_of(x)
     modes = [(module, module.training) for module in model.modules()]
-    with torch.no_grad(), without_caches(model):
+    with torch.no_grad(), without_caches(configs_of(model)):
         try:
             model.eval()  # without what is random: layers that are left out, masks of other shapes
             two, three = (select(x, torch.arange(size) % rows) for size in _SIZES)
@@ -254,14 +267,16 @@ def look_at(model: torch.nn.Module, x: Inputs) -> Layouts:
             found.calls.update({name: [known.doubted() for known in found.calls.get(name, ())] for name in suspects.names})
             found.repeated = _repeated(model, three, found)
             contents = [two, three, *(other for other, _ in seen_of)]
-            found.spread = _spread(model, contents, [n for n in few if found.is_regular(n) and n not in suspects.choosing])
+            regular = {n for n in few if found.is_regular(n) and n not in suspects.choosing}
+            found.handed = _handed(model, (two, three), regular)
+            found.spread = _spread(model, contents, regular - found.handed)
         except _FAILS:
             found = Layouts()
         finally:
             for module, mode in modes:
                 module.training = mode
     before = layouts_of(model, x)
-    if before is not None and (before.calls, before.repeated, before.spread) == (found.calls, found.repeated, found.spread):
+    if before is not None and all(getattr(before, part) == getattr(found, part) for part in _FOUND):
         return before  # with all that has risen since
     _known.setdefault(model, {})[_kind(x)] = found
     renew(model)
@@ -284,6 +299,7 @@ def _in_training_only(
     return {name: _compared(few[name], more[name], (), name) for name in few.keys() & more.keys() if name not in seen}
 
 
+_FOUND = "calls", "repeated", "spread", "handed"
 _FAILS = RuntimeError, ValueError, IndexError, TypeError, NotImplementedError
 
 
@@ -300,7 +316,19 @@ def _repeated(model: torch.nn.Module, x: Inputs, found: Layouts) -> set[str]:
     return {name for name in names if _same_with(model, x, name, found.calls[name], expected)}
 
 
-def _spread(model: torch.nn.Module, contents: Sequence[Inputs], regular: Sequence[str]) -> dict[str, dict[str, int]]:
+def _handed(model: torch.nn.Module, sizes: Sequence[Inputs], regular: Set[str]) -> set[str]:
+    """Modules whose own parameters' gradients can be told from their uses in torch's functions."""
+    handing = Handing({name: module for name, module in spreadable(model).items() if name in regular})
+    try:
+        for x in sizes if handing.modules else ():
+            with handing.looking(rows_of(x)):
+                call(model, x)
+    except Exception:  # whatever it raises, some module can't be given stand-ins
+        return set()
+    return handing.fitting()
+
+
+def _spread(model: torch.nn.Module, contents: Sequence[Inputs], regular: Set[str]) -> dict[str, dict[str, int]]:
     """How modules' own parameters can be given to each example, where all that they see has a place for each."""
     candidates = {name: module for name, module in spreadable(model).items() if name in regular}
     spreading = Spreading(candidates)
@@ -344,11 +372,16 @@ def repeated_row(leaf: Any, wheres: Iterator[Where], batch: int) -> Any:
     return leaf if isinstance(next(wheres), Place) else leaf.expand(batch, *leaf.shape[1:]).clone()
 
 
+def configs_of(model: torch.nn.Module) -> tuple[Any, ...]:
+    """The settings that modules hold as their ``config``, each once."""
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    return tuple(config for config in configs.values() if config is not None)
+
+
 @contextmanager
-def without_caches(model: torch.nn.Module) -> Iterator[None]:
+def without_caches(configs: Iterable[Any]) -> Iterator[None]:
     """Decoders that keep keys and values for the next token (``config.use_cache``) don't: a layer could not be evaluated twice."""
-    configs: dict[int, Any] = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
-    keeping = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    keeping = [config for config in configs if getattr(config, "use_cache", None) is True]
     try:
         for config in keeping:
             config.use_cache = False
@@ -477,5 +510,6 @@ def _where(few: torch.Size, more: torch.Size) -> Where:
         return _ODD
     for dim, (a, b) in enumerate(zip(few, more, strict=True)):
         if a != b:
-            return Place(dim, 1) if (a, b) == _SIZES else _ODD
+            runs = b - a
+            return Place(dim, runs) if (a, b) == (_SIZES[0] * runs, _SIZES[1] * runs) else _ODD
     return few

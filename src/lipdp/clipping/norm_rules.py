@@ -27,6 +27,7 @@ __all__ = [
     "Contributions",
     "NormRule",
     "Refusal",
+    "WatchedForward",
     "find_norm_rule",
     "find_refusal",
     "find_watched_forward",

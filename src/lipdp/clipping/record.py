@@ -16,24 +16,24 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lipdp._numerics import no_autocast
-from lipdp.clipping.adoption import TrainedLayers, replayed_modules, trained_layers
+from lipdp.clipping.adoption import Shown, TrainedLayers, Ways, trained_layers
 from lipdp.clipping.contribution import Contribution, Dense
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
 from lipdp.clipping.follow import At, Following
+from lipdp.clipping.handed import Note, Use, stand_ins
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.norm_rules import (
     Contributions,
     NormRule,
-    find_norm_rule,
     find_refusal,
-    find_watched_forward,
     is_at_once,
     watched_forward,
 )
@@ -41,7 +41,16 @@ from lipdp.clipping.outer import combine
 from lipdp.clipping.spread import copies_for_all, swapped
 from lipdp.errors import DataError, UnsupportedError
 
-__all__ = ["Recording", "TrainedLayers", "check_supported", "recording", "refusal", "trained_layers", "watched_forward"]
+__all__ = [
+    "Recording",
+    "TrainedLayers",
+    "check_supported",
+    "leave_off",
+    "recording",
+    "refusal",
+    "trained_layers",
+    "watched_forward",
+]
 
 
 FIRST_ROWS = At(0, 1)
@@ -92,11 +101,10 @@ class Recording:
 
     batch: int
     names: dict[int, str]
+    ways: Ways  # how layers show their gradients
     copies: int = 1
-    owners: dict[str, torch.nn.Module] = field(default_factory=dict)  # by name
-    spread: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what its copies are of
+    replaced: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what copies or stand-ins are of
     taps: list[_Tap] = field(default_factory=list)
-    watched: tuple[str, ...] = ()  # starts of names inside layers whose forward is watched: these call what their class does not
     following: Following | None = None  # who knows whose numbers are whose
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
@@ -127,6 +135,8 @@ class Recording:
                     "(batch_first=True)."
                 )
         at = At(0, runs)
+        if batched and runs > 1 and not all(self.lies(part, at) for part in tensors):
+            raise UnseenLayerError(_ELSEWHERE.format(owner=owner, kind=type(module).__name__), module.parameters(recurse=False))
         if self.following is not None and batched:
             for part in tensors:
                 self.following.own(part, at, f"what layer '{owner}' sees")
@@ -152,8 +162,8 @@ class Recording:
 
     def copies_of(self, owner: str, ones: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Copies of a layer's parameters for each example, watched."""
-        own = dict(self.owners[owner].named_parameters(recurse=False))
-        self.spread[owner] = {local: own[local] for local in ones}
+        own = dict(self.ways.owners[owner].named_parameters(recurse=False))
+        self.replaced[owner] = {local: own[local] for local in ones}
         with torch.enable_grad():
             copies = {local: copies_for_all(own[local], number, self.batch) for local, number in ones.items()}
         for local, part in copies.items():
@@ -162,10 +172,32 @@ class Recording:
             self.tap(owner, part, _as_they_are(local, (self.batch, *own[local].shape)), ())
         return copies
 
+    def note_of(self, owner: str) -> Note:
+        """What is told of every use of a layer's own parameters in a function; the use is watched."""
+        module = self.ways.owners[owner]
+        self.replaced[owner] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+        def note(use: Use | None) -> torch.Tensor | None:
+            if not (self.open and torch.is_grad_enabled()):
+                return None
+            runs = None if use is None else use.runs(self.batch)
+            if use is None or runs is None or not self.lies(use.x, At(0, runs)):
+                kind = type(module).__name__
+                raise UnseenLayerError(_UNKNOWN_USE.format(owner=owner, kind=kind), self.replaced[owner].values())
+            output = _of_its_own(use.output, [use.x])
+            self.tap(owner, output, use.contributions(self.batch), [use.x] if use.keeps else [], At(0, runs), at_once=use.at_once)
+            return output
+
+        return note
+
+    def lies(self, tensor: torch.Tensor, at: At) -> bool:
+        """Whether the records are at this place in a tensor, or nowhere in it."""
+        return self.following is None or self.following.state(tensor) in (None, at)
+
     def plain_inside(self, owner: str) -> dict[str, torch.Tensor]:
-        """The parameters inside a module that others have copies of just now, by their names there."""
+        """The parameters inside a module that something else stands for just now, by their names there."""
         start = f"{owner}." if owner else ""
-        inside = ((name, own) for name, own in self.spread.items() if name == owner or name.startswith(start))
+        inside = ((name, own) for name, own in self.replaced.items() if name == owner or name.startswith(start))
         return {
             f"{name}.{local}".removeprefix(start).removeprefix("."): p.detach() for name, own in inside for local, p in own.items()
         }
@@ -173,6 +205,7 @@ class Recording:
     def contributions(self, total: torch.Tensor, retain_graph: bool = False) -> dict[str, Contribution]:
         """Per-example gradients by parameter name, factored: one backward pass that computes no parameter's gradient."""
         self.open = False
+        self.ways.check()
         if not total.requires_grad:
             raise DataError("the loss does not depend on any trainable parameter")
         if not self.taps:
@@ -216,15 +249,15 @@ class Recording:
         return late, hooks
 
     def _collect(self, tap: _Tap, parts: dict[str, list[Contribution]]) -> None:
-        owner = self.owners[tap.owner]
+        owner = self.ways.owners[tap.owner]
         for local, contribution in (tap.made or {}).items():
             if contribution.batch != self.batch:
                 raise UnsupportedError(
                     f"layer '{tap.owner}' ({type(owner).__name__}) mixes the examples of the batch, or its first dimension is not "
                     "the batch"
                 )
-            spread = self.spread.get(tap.owner, {})
-            name = self.names.get(id(spread[local] if local in spread else owner.get_parameter(local)))
+            replaced = self.replaced.get(tap.owner, {})
+            name = self.names.get(id(replaced[local] if local in replaced else owner.get_parameter(local)))
             if name is not None:
                 parts.setdefault(name, []).append(contribution if self.copies == 1 else contribution.merged(self.copies))
         tap.made = None  # they are the caller's now, to let go as soon as he can
@@ -257,6 +290,11 @@ def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.
     return base if plain and not shared else output
 
 
+def _of_its_own(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``output``; a copy, if it is a view that could lose its place in the graph: see :func:`private_base`."""
+    return output.clone() if output._base is not None and private_base(output, inputs) is output else output
+
+
 def _as_they_are(local: str, shape: tuple[int, ...]) -> Contributions:
     """The cotangents of a parameter's copies are its gradients."""
     return lambda cotangent: {local: Dense(cotangent.reshape(shape))}
@@ -281,34 +319,38 @@ def recording(
     The block must cover the backward passes too: layers that are evaluated again there (gradient checkpointing) must be what
     they were in the forward pass.
     """
+    leave_off(model)
     trained = trained_layers(model) if trained is None else trained
     following = None if following is not None and following.records == 1 else following
-    replayed = replayed_modules(model, trained, layouts)
-    owners = {**dict(trained.layers), **{name: model.get_submodule(name) for name in replayed.own}}
-    recorded = Recording(batch, trained.names, copies, owners, following=following)
-    recorded.watched = tuple(
-        f"{name}." if name else "" for name, module in owners.items() if find_watched_forward(module) is not None
-    )
+    ways = trained.ways(model, layouts)
+    recorded = Recording(batch, trained.names, ways, copies, following=following)
     with ExitStack() as stack:
-        for name, module in trained.layers:
-            if name in replayed.layers:
-                continue
-            factory = find_watched_forward(module)
-            if layouts is not None and name in layouts.spread:
-                stack.enter_context(swapped(module, recorded.copies_of(name, layouts.spread[name])))
-            elif factory is not None:
-                stack.enter_context(_patched(module, types.MethodType(factory(recorded, name), module)))
-            else:
-                # First of all hooks: what the user's own hooks make of the output is not the layer's output.
-                hook = _hook(recorded, name, layouts)
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
-        for name, own in replayed.own.items():
-            stack.enter_context(_patched(owners[name], _replayed_forward(recorded, name, own, layouts)))
-        stack.enter_context(without_caches(model))
-        try:
-            yield recorded
-        finally:
-            recorded.open = False
+        _begun[model] = stack
+        stack.callback(setattr, recorded, "open", False)
+        for name, module in ways.handed:
+            stack.enter_context(stand_ins(module, recorded.note_of(name)))
+        for name, module in ways.spread:
+            assert layouts is not None
+            stack.enter_context(swapped(module, recorded.copies_of(name, layouts.spread[name])))
+        for name, module, factory in ways.watched:
+            stack.enter_context(_patched(module, types.MethodType(factory(recorded, name), module)))
+        for layer in ways.shown:  # first of all hooks: what the user's own hooks make of the output is not the layer's output
+            hook = _hook(recorded, layer, layouts)
+            stack.callback(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
+        for name, own in ways.replayed.own.items():
+            stack.enter_context(_patched(ways.owners[name], _replayed_forward(recorded, name, own, layouts)))
+        stack.enter_context(without_caches(ways.configs))
+        yield recorded
+
+
+_begun: WeakKeyDictionary[torch.nn.Module, ExitStack] = WeakKeyDictionary()
+
+
+def leave_off(model: torch.nn.Module) -> None:
+    """End what an interrupted recording has left on the model: a block that a Ctrl-C has ended may not have been left in order."""
+    stack = _begun.pop(model, None)
+    if stack is not None:
+        stack.close()
 
 
 @contextmanager
@@ -326,7 +368,7 @@ def _patched(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[N
 
 def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.nn.Parameter], layouts: Layouts | None) -> Any:
     """The forward of a module that is evaluated again for each example, for these parameters, with its own random numbers."""
-    module = recorded.owners[owner]
+    module = recorded.ways.owners[owner]
     plain = module.forward
 
     @wraps(plain)
@@ -335,7 +377,7 @@ def _replayed_forward(recorded: Recording, owner: str, own: Mapping[str, torch.n
             return plain(*args, **kwargs)
         with Drawn() as drawn:
             output = plain(*args, **kwargs)
-        known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
+        known = None if layouts is None else layouts.find(owner, args, kwargs, output, recorded.batch)
         called = ModuleCall(module, args, kwargs, output, drawn.numbers, recorded.plain_inside(owner))
         replaced, taps = per_example_fallback(called, own, recorded.batch, known, recorded.following)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -352,7 +394,9 @@ _UNSEEN = (
 )
 
 
-def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
+def _hook(recorded: Recording, layer: Shown, layouts: Layouts | None) -> Any:
+    owner, _, rule = layer
+
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
             return None
@@ -360,18 +404,16 @@ def _hook(recorded: Recording, owner: str, layouts: Layouts | None) -> Any:
             return noted(module, args, kwargs, output)
 
     def noted(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        rule = find_norm_rule(module)
         if rule is None or not isinstance(output, torch.Tensor):
             raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")
-        if layouts is not None and layouts.has_not_seen(owner) and not owner.startswith(recorded.watched):
+        if layouts is not None and layouts.has_not_seen(owner) and not owner.startswith(recorded.ways.starts):
             raise UnseenLayerError(_UNSEEN.format(owner=owner, kind=type(module).__name__), module.parameters(recurse=False))
-        known = None if layouts is None else layouts.find(owner, (args, kwargs), output, recorded.batch)
+        known = None if layouts is None else layouts.find(owner, args, kwargs, output, recorded.batch)
         if kwargs:
             bound = inspect.signature(module.forward).bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
-        if output._base is not None and private_base(output, [part for part in args if isinstance(part, torch.Tensor)]) is output:
-            output = output.clone()  # a view that could lose its place in the graph: see private_base
+        output = _of_its_own(output, [part for part in args if isinstance(part, torch.Tensor)])
         batched = not isinstance(module, torch.nn.EmbeddingBag)  # its (tokens, offsets) form is not
         if known is not None and known.shared:
             args, output = _repeated(args, output, recorded.batch)
@@ -405,6 +447,16 @@ def _tap_length_first(
     recorded.tap(owner, output, lambda cotangent: make(cotangent.transpose(0, 1)), inputs, At(1, 1))
 
 
+_UNKNOWN_USE = (
+    "layer '{owner}' ({kind}) uses its parameters otherwise than when it was looked at, and no module around it can be evaluated "
+    "for one example at a time: whose gradient is whose can't be told. Use them in the same way for every batch, or use "
+    "method='naive', which takes every example by itself."
+)
+_ELSEWHERE = (
+    "layer '{owner}' ({kind}) sees several rows of each example, which do not lie one after another in some batch, and no module "
+    "around it can be evaluated for one example at a time: whose gradient is whose can't be told. Keep dimension 0 for the "
+    "examples, or use method='naive', which takes every example by itself."
+)
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _REPARAMETRISED = ("WeightNorm", "SpectralNorm")
 

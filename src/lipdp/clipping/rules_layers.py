@@ -15,7 +15,7 @@ from lipdp.clipping.norm_rules import Contributions, norm_rule, refuse
 from lipdp.clipping.outer import OuterSum
 from lipdp.errors import UnsupportedError
 
-__all__ = ["affine", "linear", "positions"]
+__all__ = ["affine", "linear", "normalised", "positions"]
 
 
 def positions(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _bags(
     return padded, used, None if weights is None else weights[index]
 
 
-def _normalised(
+def normalised(
     x: torch.Tensor,
     normalise: Callable[[torch.Tensor], torch.Tensor],
     weight: torch.Tensor | None,
@@ -175,7 +175,7 @@ def _layer_norm(layer: torch.nn.LayerNorm, inputs: tuple[Any, ...], output: torc
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
 
-    return _normalised(inputs[0].detach(), normalise, layer.weight, layer.bias, len(layer.normalized_shape))
+    return normalised(inputs[0].detach(), normalise, layer.weight, layer.bias, len(layer.normalized_shape))
 
 
 @norm_rule(torch.nn.RMSNorm, at_once=True)
@@ -183,7 +183,7 @@ def _rms_norm(layer: torch.nn.RMSNorm, inputs: tuple[Any, ...], output: torch.Te
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
 
-    return _normalised(inputs[0].detach(), normalise, layer.weight, None, len(layer.normalized_shape))
+    return normalised(inputs[0].detach(), normalise, layer.weight, None, len(layer.normalized_shape))
 
 
 @norm_rule(torch.nn.GroupNorm, at_once=True)
@@ -191,7 +191,7 @@ def _group_norm(layer: torch.nn.GroupNorm, inputs: tuple[Any, ...], output: torc
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.group_norm(x, layer.num_groups, eps=layer.eps)
 
-    return _normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
+    return normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
 
 
 @norm_rule(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d, at_once=True)
@@ -199,7 +199,7 @@ def _instance_norm(layer: torch.nn.InstanceNorm2d, inputs: tuple[Any, ...], outp
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.instance_norm(x, eps=layer.eps)
 
-    return _normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
+    return normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
 
 
 @refuse(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
@@ -216,7 +216,7 @@ def _batch_norm(layer: torch.nn.BatchNorm2d, inputs: tuple[Any, ...], output: to
     def normalise(x: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(x, layer.running_mean, layer.running_var, training=False, eps=layer.eps)
 
-    return _normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
+    return normalised(inputs[0].detach(), normalise, layer.weight, layer.bias)
 
 
 @refuse(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)

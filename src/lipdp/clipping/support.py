@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from lipdp.clipping.adoption import place_of_gradients, trained_layers
-from lipdp.clipping.batch import eager, trainable
+from lipdp.clipping.batch import eager, is_compiled, trainable
 from lipdp.clipping.checking import checking
 from lipdp.clipping.clipper import shown_gradients
 from lipdp.clipping.fallback import own_parameters
@@ -142,7 +142,7 @@ def planned_notes(model: torch.nn.Module, method: str) -> tuple[tuple[str, str],
 def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any) -> tuple[Layouts | None, str, str | None]:
     """Layouts, what is said against the model, and where records may meet (``None``: it was not asked)."""
     try:
-        with eager(model):
+        with eager(is_compiled(model)):
             check_supported(model)
             if y is None or loss is None:
                 with checking(model, next(iter(model.parameters())).device):

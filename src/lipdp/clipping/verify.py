@@ -77,6 +77,8 @@ def untrained_tensors(model: torch.nn.Module, loss: PerExampleLoss) -> list[torc
 def state_of(tensors: Sequence[torch.Tensor]) -> Hashable:
     """Stands for what is in the tensors: on a processor their bytes, which writing through ``.data`` changes and no version counts;
     elsewhere how often they were written to."""
+    if not tensors:
+        return None
     tag = Tag(_KEY)
     for tensor in tensors:
         if tensor.device.type == "cpu" and not tensor.is_quantized:

@@ -36,7 +36,7 @@ from lipdp.data.colour import (
 )
 from lipdp.data.datasets import available, info, load, names
 from lipdp.data.files import Availability, DatasetInfo, split
-from lipdp.data.images import read_images
+from lipdp.data.images import read_images, unreadable_pictures
 from lipdp.data.norms import (
     NormHistogram,
     Projection,
@@ -92,5 +92,6 @@ __all__ = [
     "rgb_to_yiq",
     "rgb_to_yuv",
     "split",
+    "unreadable_pictures",
     "windows",
 ]

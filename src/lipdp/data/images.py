@@ -1,12 +1,19 @@
 """Images of one's own: a folder with one folder of pictures for each class, or an .npz file of two arrays.
 
 Pictures that are to be judged need no labels: they may lie in the folder itself.
+
+Messages name the folder that was given, and no file in it: a file's name (a patient's number, say) and the place of the one that
+can't be read are private. :func:`unreadable_pictures` tells whoever holds the pictures.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -14,9 +21,10 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
+from lipdp._discreet import discreet
 from lipdp.errors import DataError, LipdpWarning
 
-__all__ = ["read_images", "read_labels", "read_pictures"]
+__all__ = ["read_images", "read_labels", "read_pictures", "unreadable_pictures"]
 
 _KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _NAMES = {"images": ("images", "x", "X", "data"), "labels": ("labels", "y", "targets")}
@@ -26,6 +34,7 @@ Array = npt.NDArray[Any]
 Place = str | os.PathLike[str]
 
 
+@discreet
 def read_images(path: Place, *, side: int | None = None) -> tuple[Array, Array]:
     """(images, labels) of a folder or a file.
 
@@ -44,6 +53,7 @@ def read_images(path: Place, *, side: int | None = None) -> tuple[Array, Array]:
     return read_pictures(path, side=side), labels
 
 
+@discreet
 def read_labels(path: Place) -> Array:
     """The labels alone, in the order of :func:`read_images`; no picture is opened.
 
@@ -60,6 +70,7 @@ def read_labels(path: Place) -> Array:
     return np.array([file.parent.name for file in files])
 
 
+@discreet
 def read_pictures(path: Place, shape: tuple[int, ...] | None = None, *, side: int | None = None) -> Array:
     """The images alone; in a folder without folders of classes, the pictures in it by name.
 
@@ -85,6 +96,36 @@ def read_pictures(path: Place, shape: tuple[int, ...] | None = None, *, side: in
     return np.stack([np.asarray(_as(picture, mode, size)) for picture in pictures])
 
 
+def unreadable_pictures(path: Place) -> list[Path]:
+    """The files of a folder that can't be read as pictures. For whoever holds them: what they are called may be private.
+
+    Args:
+        path: of the folder.
+    """
+    place = Path(path)
+    broken = []
+    for file in _labelled(place) or _pictures_in(place):
+        try:
+            _opened(file, None, None)
+        except DataError:
+            broken.append(file)
+    return broken
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Pillow warns of, and logs, what stands in a file (its tags, its comments)."""
+    log = logging.getLogger("PIL")
+    before = log.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        log.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            log.setLevel(before)
+
+
 def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
     """A picture of Pillow, grey ("L") or in colour ("RGB")."""
     try:
@@ -94,7 +135,7 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
             "pictures are read by the package Pillow, which is not installed: pip install pillow, or give an .npz"
         ) from None
     try:
-        with Image.open(file) as opened:
+        with _in_silence(), Image.open(file) as opened:
             picture = ImageOps.exif_transpose(opened)
             if picture.mode.startswith("I"):  # 16 bits, or 32 that hold them
                 values = np.asarray(picture).astype(np.int64)
@@ -105,8 +146,11 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
                 picture = picture.convert("L" if grey else "RGB")
             return _as(picture, mode or ("L" if picture.mode in ("1", "L") else "RGB"), size or picture.size)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"'{file}' is no picture that can be read: {error}. Repair it, or take it out of the folder") from None
+    except (OSError, ValueError, SyntaxError, TypeError, KeyError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"a picture in the folder can't be read ({type(error).__name__}: damaged, of another kind than its name says, or "
+            "far too large). lipdp.data.unreadable_pictures(folder) lists such files, for you alone: repair them, or take them out"
+        ) from None
 
 
 def _as(picture: Any, mode: str, size: tuple[int, int]) -> Any:
@@ -128,16 +172,12 @@ def _tell_passed_over(place: Path) -> None:
         if (file.is_dir() or file.suffix.lower() not in _KINDS) and not file.name.startswith(".") and file.name != "Thumbs.db"
     ]
     told = [
-        *([f"{_named(empty)} without a picture: no such class is learned"] if empty else []),
+        *([f"{len(empty)} folders without a picture: no such class is learned"] if empty else []),
         *([f"{len(loose)} pictures that lie in no folder of a class"] if loose else []),
-        *([f"{len(others)} files or folders that are no pictures ({_named([o.name for o in others])})"] if others else []),
+        *([f"{len(others)} files or folders that are no pictures"] if others else []),
     ]
     if told:
         warnings.warn(f"'{place}' holds {'; '.join(told)}. They are passed over.", LipdpWarning, stacklevel=4)
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + ("…" if len(names) > 3 else "")
 
 
 def _pictures_in(place: Path) -> list[Path]:
@@ -159,5 +199,8 @@ def _stored(place: Path, what: str) -> Array:
             if name is None:
                 raise DataError(f"'{place}' holds {', '.join(stored.files)}, and no array {' or '.join(_NAMES[what])}")
             return np.asarray(stored[name])
-    except (BadZipFile, ValueError, OSError) as error:
-        raise DataError(f"'{place}' can't be read: {error}") from None
+    except (BadZipFile, ValueError, OSError, EOFError) as error:
+        raise DataError(
+            f"'{place}' can't be read ({type(error).__name__}): write plain arrays, numpy.savez('{place.name}', images=…, "
+            "labels=…), labels as numbers or texts of one type (dtype=object needs pickle, which is not read)"
+        ) from None

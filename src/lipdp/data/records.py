@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lipdp._checks import whole
+from lipdp._discreet import discreet
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["Columns", "Stored"]
@@ -63,6 +65,7 @@ class Columns(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @discreet
     def __getitem__(self, number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         columns, target = self._divided(self.dataset[number])
         names = [name for name in columns if name != self.target] if self.inputs is None else self.inputs
@@ -91,7 +94,7 @@ class Columns(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
         wanted = self.mask is not None and (self.inputs is None or self.mask in self.inputs)
         if wanted and self.mask not in fitted and sizes:
             if len(sizes) > 1:
-                raise DataError(f"the sequences of a record have lengths {sorted(sizes)}, so no mask can be made: give one")
+                raise DataError("the sequences of a record have several lengths, so no mask can be made: give one")
             fitted[str(self.mask)] = (torch.arange(self.length) < sizes.pop()).long()
         return fitted
 
@@ -109,14 +112,14 @@ class Columns(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
 def _tensor(name: str, value: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError):  # without torch's text, which may show the value
         raise DataError(
             f"column {name!r} holds a {type(value).__name__}, which is no array of numbers. Choose other columns (inputs=…), or "
             "make numbers of it first (a tokenizer)."
-        ) from error
+        ) from None
 
 
-_HELD = 1 << 30  # bytes that may stay mapped after they were read
+_MAPPED = 1 << 27  # bytes that may stay mapped after they were read
 _AROUND = 1 << 16  # bytes that a system maps around a row that was asked for
 
 
@@ -124,7 +127,8 @@ class Stored(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Rows of two arrays on disk, inputs and targets, as (input, target): memory stays flat, whatever their size.
 
     Batches are copies: what was read is handed back to the operating system, so that the process does not seem to grow by all that
-    it has ever looked at. Nothing is written to the files.
+    it has ever looked at. Large samples are read in the order of the file, part by part, several at once where they are known
+    (:meth:`several`): what the system maps for a row of one serves its neighbours in the others. Nothing is written to the files.
 
     Args:
         inputs: a file of :func:`numpy.save`, or an array (a :class:`numpy.memmap`), with a row for each record.
@@ -160,23 +164,88 @@ class Stored(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def rows(self, numbers: npt.NDArray[np.int64] | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The records of these numbers as two tensors, copied."""
-        copied = isinstance(numbers, np.ndarray)  # numpy's own indexing by numbers has copied them
-        parts = (np.asarray(array[numbers]) if copied else np.array(array[numbers]) for array in self.arrays)
-        inputs, targets = (torch.from_numpy(part) for part in parts)
-        self._read += inputs.nbytes + targets.nbytes + (len(targets) * _AROUND if copied else 0)
-        if self._read > _HELD:
-            self.let_go()
+        if isinstance(numbers, np.ndarray):
+            return self.several([numbers])[0]
+        inputs, targets = (torch.from_numpy(np.array(array[numbers])) for array in self.arrays)
+        self._note_read(inputs.nbytes + targets.nbytes)
         return inputs, targets
+
+    def several(self, samples: Sequence[npt.NDArray[np.int64]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The records of several samples, each as two tensors, in one pass over the files."""
+        if any(len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self) for numbers in samples):
+            raise IndexError(f"a number of a record that is not among these {len(self)}")
+        orders = [None if bool((numbers[1:] >= numbers[:-1]).all()) else np.argsort(numbers, kind="stable") for numbers in samples]
+        ascending = [numbers if order is None else numbers[order] for numbers, order in zip(samples, orders, strict=True)]
+        inputs, targets = (
+            [torch.from_numpy(_back(rows, order)) for rows, order in zip(self._swept(array, ascending), orders, strict=True)]
+            for array in self.arrays
+        )
+        return list(zip(inputs, targets, strict=True))
+
+    @property
+    def record_bytes(self) -> int:
+        """What one record takes."""
+        return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in self.arrays)
+
+    def _swept(self, array: npt.NDArray[Any], samples: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[Any]]:
+        """The rows of these ascending numbers, read from the first part of the array to the last; of many little stays mapped."""
+        rows = [np.empty((len(numbers), *array.shape[1:]), dtype=array.dtype) for numbers in samples]
+        width = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
+        mapped = min(array.nbytes, sum(map(len, samples)) * (_AROUND + width))
+        part = len(array) if mapped <= _MAPPED else max(1, _MAPPED // width)
+        plain = np.asarray(array)
+        for start in range(0, len(array), max(1, part)):
+            for numbers, into in zip(samples, rows, strict=True):
+                first, last = np.searchsorted(numbers, (start, start + part))
+                if first == last:
+                    continue
+                if plain.flags.c_contiguous:  # any other array would be copied as a whole
+                    np.take(plain, numbers[first:last], axis=0, out=into[first:last], mode="clip")  # which writes without a copy
+                else:
+                    into[first:last] = plain[numbers[first:last]]
+            if part < len(array):
+                _unmap(array, start, start + part)
+        if part == len(array):
+            self._note_read(mapped)
+        return rows
+
+    def _note_read(self, size: int) -> None:
+        self._read += size
+        if self._read > _MAPPED:
+            self.let_go()
 
     def let_go(self) -> None:
         """Hand what was mapped back to the operating system, which keeps it in its own cache as long as it likes."""
         self._read = 0
         for array in self.arrays:
-            base: Any = array.base
-            while isinstance(base, np.ndarray):
-                base = base.base
-            if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.flags.writeable is False:
-                base.madvise(mmap.MADV_DONTNEED)
+            _unmap(array, 0, len(array))
+
+
+def _unmap(array: npt.NDArray[Any], start: int, stop: int) -> None:
+    """Hand back the pages of these rows of an array in a file, as far as they are theirs alone; to the end, all of them."""
+    base: Any = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED") or array.flags.writeable is not False:
+        return
+    if (start, stop) == (0, len(array)) or not array.flags.c_contiguous:
+        base.madvise(mmap.MADV_DONTNEED)
+        return
+    begin = array.ctypes.data - np.frombuffer(base, dtype=np.uint8).ctypes.data
+    width = array.nbytes // len(array)
+    pages = ((begin + row * width) // mmap.PAGESIZE * mmap.PAGESIZE for row in (start, min(stop, len(array))))
+    first, last = pages
+    if first < last:
+        base.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _back(rows: npt.NDArray[Any], order: npt.NDArray[np.int64] | None) -> npt.NDArray[Any]:
+    """Sorted rows in the order that was asked for; ``None``: that is theirs."""
+    if order is None:
+        return rows
+    found = np.empty_like(rows)
+    found[order] = rows
+    return found
 
 
 def _opened(what: str, given: Any) -> npt.NDArray[Any]:

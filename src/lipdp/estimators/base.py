@@ -7,10 +7,12 @@ public numbers only: how many records there are, how many columns and classes, Î
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
-import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,29 +21,19 @@ import numpy.typing as npt
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import positive, probability
+from lipdp._discreet import discreet, is_discreet, shown
 from lipdp.data.images import read_labels
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice
+from lipdp.estimators.reading import check_labels, check_lengths, declared_classes, is_place, one_column
 from lipdp.privacy.budget import open_budget
 from lipdp.training import History, PrivacyPlan, fit, plan
 from lipdp.training.account import several_runs
 from lipdp.training.history import NOT_PRIVATE
 
-__all__ = [
-    "Choice",
-    "Classifier",
-    "PrivateEstimator",
-    "check_lengths",
-    "default_delta",
-    "is_place",
-    "one_column",
-    "plan_head",
-    "softmax",
-]
+__all__ = ["Choice", "Classifier", "PrivateEstimator", "default_delta", "plan_head", "softmax"]
 
 _NEIGHBOURS = "adding or removing one row"
 
@@ -59,6 +51,25 @@ class Choice:
     method: str
     why: str
     settings: dict[str, Any]
+
+
+_TAKE_RECORDS = ("fit", "predict", "predict_proba", "decision_function", "score")
+
+
+def _undone(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """``fit`` that leaves the estimator as it was where it fails: not half of an old fit and half of a new one."""
+
+    @functools.wraps(fit)
+    def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = dict(vars(self))
+        try:
+            return fit(self, *args, **kwargs)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+
+    return whole
 
 
 def _upwards(value: float) -> str:
@@ -117,6 +128,21 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     device: Any
     budget: Any
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What takes records is discreet, whoever defines it (scikit-learn's mixins, too); a fit that fails changes nothing."""
+        super().__init_subclass__(**options)
+        for name in _TAKE_RECORDS:
+            method = getattr(cls, name, None)
+            if method is not None and not is_discreet(method):
+                setattr(cls, name, discreet(_undone(method) if name == "fit" else method))
+
+    def __repr__(self, N_CHAR_MAX: int = 700) -> str:
+        """The arguments that are not the usual ones; of one that may hold records, only its type and shape."""
+        usual = inspect.signature(type(self).__init__).parameters
+        given = self.get_params(deep=False).items()
+        told = ", ".join(f"{name}={shown(value)}" for name, value in given if shown(value) != shown(usual[name].default))
+        return f"{type(self).__name__}({told})"[:N_CHAR_MAX]
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.non_deterministic = True  # the noise is secret
@@ -132,7 +158,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         if isinstance(self.random_state, bool) or not isinstance(
             self.random_state, numbers.Integral | np.random.RandomState | np.random.Generator | None
         ):
-            raise ConfigurationError(f"random_state is {self.random_state!r}: a whole number, a numpy generator, or None")
+            raise ConfigurationError(f"random_state is {shown(self.random_state)}: a whole number, a numpy generator, or None")
         if self.reproducible and not isinstance(self.random_state, numbers.Integral):
             raise ConfigurationError("reproducible=True draws everything from random_state: give it, as a whole number")
         return default_delta(records) if self.delta is None else probability(self.delta)
@@ -257,9 +283,9 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
                 f"{type(self).__name__} requires y to be passed, but the target y is None: give a label for each {each}"
             )
         given = one_column(y)
-        _check_labels(given, each)
+        check_labels(given, each)
         check_lengths(self._records, records, given)
-        labels = np.unique(given) if self.classes is None else _declared(self.classes)
+        labels = np.unique(given) if self.classes is None else declared_classes(self.classes)
         if len(labels) < 2:
             raise DataError(
                 "y has one class only: there is nothing to tell apart. Declare the classes that may occur, "
@@ -317,46 +343,6 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
         return float(accuracy_score(read_labels(X) if y is None and is_place(X) else y, predicted, sample_weight=sample_weight))
 
 
-def one_column(y: Any) -> npt.NDArray[Any]:
-    """Labels or numbers as an array of one dimension; scikit-learn's words where they are none."""
-    try:
-        return np.asarray(column_or_1d(y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y, warn=True))
-    except ValueError as error:
-        raise DataError(f"y is no column: {error}") from None
-
-
-def _declared(classes: Any) -> npt.NDArray[Any]:
-    """The labels that a user declared, sorted: two or more, all different, all of one kind, none missing."""
-    advice = f"classes is {classes!r}: a list of at least two different labels, all texts or all numbers"
-    try:
-        listed = np.asarray(list(classes) if isinstance(classes, set | frozenset) else classes)
-        labels = np.unique(listed)
-    except (TypeError, ValueError):  # no order among them, or lists in it
-        raise ConfigurationError(advice) from None
-    if listed.ndim != 1 or len(labels) < max(2, len(listed)) or bool((labels != labels).any()):
-        raise ConfigurationError(advice)
-    return labels
-
-
-def _check_labels(given: npt.NDArray[Any], each: str) -> None:
-    """Refuse labels that are none, in the words that scikit-learn's users look for."""
-    if given.dtype.kind == "O":
-        if any(label is None or label != label for label in given.tolist()):
-            raise DataError(
-                f"y has missing labels (None): Input y contains NaN. Leave such {each}s out, or give them a class of their own"
-            )
-        kinds = {type(label) for label in given.tolist()}
-        if len(kinds) > 1 and not all(issubclass(kind, numbers.Number) for kind in kinds):
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise DataError(f"Unknown label type: y has labels of several types, {names}. Make texts or numbers of all of them")
-    elif given.dtype.kind == "f" and np.isnan(given).any():
-        raise DataError(f"y has missing labels: Input y contains NaN. Leave such {each}s out, or give them a class of their own")
-    try:
-        check_classification_targets(given)
-    except ValueError as error:
-        raise DataError(f"{error} For numbers, take lipdp.PrivateRegressor") from None
-
-
 def softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Shares from logits, row by row."""
     return np.asarray(torch.from_numpy(logits).softmax(1).numpy(), dtype=np.float64)
@@ -367,22 +353,10 @@ def _check_device(device: Any) -> None:
     try:
         kind = "cpu" if device is None else torch.device(device).type
     except (RuntimeError, TypeError):
-        raise ConfigurationError(f"there is no device {device!r}: take 'cpu', 'cuda' or 'cuda:1', or leave device out") from None
+        raise ConfigurationError(
+            f"there is no device {shown(device)}: take 'cpu', 'cuda' or 'cuda:1', or leave device out"
+        ) from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
-            f"device is {device!r}, and torch sees no GPU here: take 'cpu' (`lipdp doctor` says what is there)"
-        )
-
-
-def is_place(given: Any) -> bool:
-    """Whether records are given by where they are: a folder or a file."""
-    return isinstance(given, str | os.PathLike)
-
-
-def check_lengths(kind: str, records: int, targets: npt.NDArray[Any]) -> None:
-    """One target for each record, in the words that scikit-learn's users look for."""
-    if len(targets) != records:
-        raise DataError(
-            f"X has {records} {kind} and y has {len(targets)} labels or numbers: Found input variables with inconsistent numbers "
-            "of samples"
+            f"device is {shown(device)}, and torch sees no GPU here: take 'cpu' (`lipdp doctor` says what is there)"
         )

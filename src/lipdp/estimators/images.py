@@ -27,9 +27,11 @@ from torch.utils.data import TensorDataset
 
 from lipdp import losses, models
 from lipdp._checks import choose
+from lipdp._discreet import shown
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, Classifier, is_place, plan_head, softmax
+from lipdp.estimators.base import Choice, Classifier, plan_head, softmax
+from lipdp.estimators.reading import is_place
 from lipdp.estimators.repeats import note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
@@ -167,7 +169,7 @@ class PrivateImageClassifier(Classifier):
         on_gpu = self.device is not None and torch.device(self.device).type == "cuda"
         level = ("large" if on_gpu and there else "small") if wanted == "auto" else wanted
         if self.mirror is not None and not isinstance(self.mirror, bool):
-            raise ConfigurationError(f"mirror is {self.mirror!r}: True, False, or None for what usually holds")
+            raise ConfigurationError(f"mirror is {shown(self.mirror)}: True, False, or None for what usually holds")
         mirror = channels == 3 if self.mirror is None else self.mirror
         blocks, width = _blocks(level, channels, mirror)
         affordable = records * float(self.epsilon) > _AFFORDABLE * math.sqrt(width)

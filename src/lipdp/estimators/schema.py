@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lipdp._checks import is_number
+from lipdp._discreet import shown
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["Categorical", "Column", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
@@ -42,7 +43,8 @@ class Numeric:
         ends = is_number(self.low) and is_number(self.high)
         if not (ends and self.low <= self.high and math.isfinite(float(self.high) - float(self.low))):
             raise ConfigurationError(
-                f"a numeric column has a public range, two finite numbers, the lower one first; not ({self.low!r}, {self.high!r})"
+                "a numeric column has a public range, two finite numbers, the lower one first; not "
+                f"({shown(self.low)}, {shown(self.high)})"
             )
 
     @property
@@ -82,10 +84,12 @@ class Categorical:
 
     def __init__(self, values: Sequence[Hashable], other: bool = False) -> None:
         if isinstance(values, str) or not hasattr(values, "__iter__"):
-            raise ConfigurationError(f"the categories of a column are a list of values, not {values!r}")
+            raise ConfigurationError(f"the categories of a column are a list of values, not {shown(values)}")
         listed = tuple(value.item() if isinstance(value, np.generic) else value for value in values)
         if not listed or len(set(listed)) < len(listed):
-            raise ConfigurationError(f"the categories of a column are a list of different values, at least one, not {listed!r}")
+            raise ConfigurationError(
+                f"the categories of a column are a list of different values, at least one, not {shown(listed)}"
+            )
         object.__setattr__(self, "values", listed)
         object.__setattr__(self, "other", bool(other))
 
@@ -150,11 +154,18 @@ class Schema:
 
 
 def read_schema(given: Any, names: Sequence[Hashable]) -> dict[Hashable, Column]:
-    """What the user declared, by column: one for all of them, a list in their order, or a mapping; none: nothing is known."""
+    """What the user declared, by column: one for all (``(low, high)`` for short), a list in their order, a mapping; or nothing."""
     if given is None:
         return {}
     if isinstance(given, Numeric | Categorical):
         return dict.fromkeys(names, given)
+    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(end, Real) for end in given):
+        return dict.fromkeys(names, Numeric(*given))
+    if isinstance(given, list) and given and all(isinstance(entry, str | Real) for entry in given):
+        raise ConfigurationError(
+            f"schema is {shown(given)}, which may be a range or categories of all columns: say numeric(low, high) of "
+            "lipdp.estimators, for short (low, high), or categorical([…]); or give a mapping from columns to such"
+        )
     if isinstance(given, Mapping):
         unknown = [name for name in given if name not in set(names)]
         if unknown:
@@ -183,7 +194,7 @@ def _column(name: Hashable, value: Any) -> Column:
     dates = any(hasattr(part, "year") for part in value) if isinstance(value, tuple | list) else False
     hint = " Dates become numbers first, as days since a fixed one." if dates else ""
     raise ConfigurationError(
-        f"the schema says {value!r} of column {name!r}: take lipdp.estimators.numeric(low, high) or "
+        f"the schema says {shown(value)} of column {name!r}: take lipdp.estimators.numeric(low, high) or "
         f"lipdp.estimators.categorical([…]), or (low, high) or [categories] for short.{hint}"
     )
 

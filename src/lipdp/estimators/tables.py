@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import _check_feature_names, _check_n_features, check_array, check_is_fitted
+from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
 from torch.utils.data import TensorDataset
 
 from lipdp import losses
 from lipdp._checks import is_number
+from lipdp._discreet import shown
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, check_lengths, is_place, one_column, plan_head, softmax
+from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, plan_head, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
+from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths
 from lipdp.estimators.repeats import note_rows
 from lipdp.estimators.schema import Column, Numeric, Schema, check_names, columns_of, is_boolean, is_frame, is_numeric, read_schema
 from lipdp.privacy import Adjacency, Pure
@@ -30,7 +32,6 @@ __all__ = ["PrivateClassifier", "PrivateRegressor"]
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
 _LITTLE = 0.05
-_FILES_OF_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".feather", ".xlsx", ".xls", ".json", ".jsonl")
 _OF_IMAGES = ("epsilon", "delta", "classes", "random_state", "reproducible", "device", "budget")
 
 
@@ -62,28 +63,22 @@ class _PrivateTable(PrivateEstimator):
         if not is_frame(table) and hasattr(table, "to_pandas"):
             table = table.to_pandas()  # pyarrow's, polars' and others' tables
         if not is_frame(table):
-            _check_form(table, type(self).__name__)
+            check_form(table, type(self).__name__)
             if is_images(table):
                 raise DataError(
                     f"these are images, and {type(self).__name__} {'was fitted on a table' if not first else 'is for tables'}. "
                     "lipdp.PrivateClassifier().fit takes images; pixels are columns after X.reshape(len(X), -1)"
                 )
-            # With a schema, texts may be categories, and missing values are looked at column by column.
-            texts = self.schema is not None and np.asarray(table).dtype.kind in "OUS"
-            try:
-                table = check_array(
-                    table, dtype=None if texts else "numeric", ensure_all_finite=self.schema is None, estimator=self, input_name="X"
-                )
-            except ValueError as error:
-                raise DataError(_without_cells(str(error))) from None
-            if np.iscomplexobj(table):
-                raise DataError("Complex data not supported: give real and imaginary parts as two columns")
+            table = as_table(table, declared=self.schema is not None)
         elif len(table) == 0 or len(table.columns) == 0:
             raise DataError(f"the table has shape {tuple(table.shape)}: there is nothing to learn from")
         else:
             check_names(table)
-        _check_feature_names(self, table, reset=first)
-        _check_n_features(self, table, reset=first)
+        try:
+            _check_feature_names(self, table, reset=first)
+            _check_n_features(self, table, reset=first)
+        except (TypeError, ValueError) as error:  # its text is made of names and numbers of columns
+            raise DataError(str(error)) from None
         return columns_of(table), table
 
     def _schema(self, columns: dict[Hashable, Any]) -> tuple[dict[Hashable, Column], list[Hashable]]:
@@ -115,7 +110,7 @@ class _PrivateTable(PrivateEstimator):
         ``found`` is how many ranges will be found privately; a range changes neither the model nor its bounds.
         """
         if not (is_number(self.ranges_share) and 0 < self.ranges_share < 1):
-            raise ConfigurationError(f"ranges_share is {self.ranges_share!r}: a share of ε between 0 and 1, e.g. 0.2")
+            raise ConfigurationError(f"ranges_share is {shown(self.ranges_share)}: a share of ε between 0 and 1, e.g. 0.2")
         delta = self._check_privacy(len(rows))
         spent = float(self.ranges_share) * float(self.epsilon) if found else 0.0
         left = float(self.epsilon) - spent
@@ -203,7 +198,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
         delta: δ; by default a power of ten, at most 1/(10·N) and 1e-5.
         schema: what is public of the columns: a mapping from column names (numbers, for arrays) to
             :class:`~lipdp.estimators.Numeric` or :class:`~lipdp.estimators.Categorical` (for short: ``(low, high)``,
-            ``[categories]``); a list of them; or one for all.
+            ``[categories]``); a list of them; or one for all, also ``(low, high)``.
         classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
         method: "linear" (a line on the scaled columns), "kernel" (on fixed random features beside them), "network" (a hidden layer
             between boundaries), "clipping" (a line on the columns, every record's gradient clipped), for images "features"
@@ -260,7 +255,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
                 (N, channels, height, width), the path of a folder with a folder of pictures for each class.
             y: a label for each; a folder of pictures brings its own.
         """
-        _check_form(X, type(self).__name__)
+        check_form(X, type(self).__name__)
         if is_images(X):
             self._fit_images(X, y)
             return self
@@ -282,8 +277,8 @@ class PrivateClassifier(Classifier, _PrivateTable):
         """Hand over to :class:`PrivateImageClassifier`; what it spent and decided is then this estimator's."""
         if self.method not in ("auto", "features"):
             raise ConfigurationError(
-                f'method={self.method!r} is for tables, and these are images: take "auto" or "features". To learn from pixels as '
-                "columns, give X.reshape(len(X), -1) with schema=numeric(0, 255)"
+                f'method={shown(self.method)} is for tables, and these are images: take "auto" or "features". To learn from pixels '
+                "as columns, give X.reshape(len(X), -1) with schema=numeric(0, 255)"
             )
         if self.schema is not None:
             raise ConfigurationError("schema= declares the columns of a table, and these are images: leave it out")
@@ -407,20 +402,9 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
     def _values(self, y: Any, rows: int) -> npt.NDArray[np.float64]:
         if y is None:
             raise DataError(f"{type(self).__name__} requires y to be passed, but the target y is None: give a number for each row")
-        given = one_column(y)
-        check_lengths("rows", rows, given)
-        if given.dtype.kind in "mMc":
-            kind = "complex numbers" if given.dtype.kind == "c" else "dates or durations"
-            raise DataError(f"the target y holds {kind}: make numbers of them first (days since a fixed date, say)")
-        try:
-            values = check_array(given, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
-        except (TypeError, ValueError) as error:
-            if "could not convert" not in str(error):
-                raise DataError(f"{_without_cells(str(error))} The target y has to be a number for each row") from None
-            raise DataError(
-                "the target y holds something that is no number: PrivateRegressor predicts numbers, PrivateClassifier classes"
-            ) from None
-        return np.asarray(values, dtype=np.float64)
+        values = as_numbers(y)
+        check_lengths("rows", rows, values)
+        return values
 
     def predict(self, X: Any) -> npt.NDArray[np.float64]:
         """A number for each row, within the range.
@@ -433,36 +417,12 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         return np.asarray(low + (outputs + 1) / 2 * (high - low), dtype=np.float64)
 
 
-def _check_form(table: Any, kind: str) -> None:
-    """Refuse what is neither an array, nor a DataFrame, nor images, without showing what stands in it."""
-    if is_place(table) and str(table).lower().endswith(_FILES_OF_TABLES):
-        raise DataError(
-            f"X is the path of a table, and {kind} takes the table itself: pandas.read_csv({str(table)!r}), or "
-            f"`lipdp train --csv {table!s} --target COLUMN --epsilon 1`"
-        )
-    first = table[0] if isinstance(table, list | tuple) and table else table
-    if isinstance(first, Mapping) and not hasattr(first, "shape"):  # some sparse matrices are mappings
-        raise DataError("X is made of dicts: pandas.DataFrame(X) makes a table of it")
-    if getattr(table, "ndim", 2) == 1 and hasattr(table, "index"):
-        raise DataError("X is one column (a Series); Expected 2D array. Reshape your data: X.to_frame() is a table of one column")
-
-
-def _without_cells(text: str) -> str:
-    """An error of scikit-learn without the rows that it shows."""
-    head, shown, rest = text.partition("array=")
-    after = rest.rpartition("Reshape your data")
-    said = f"{head.strip()} {after[1]}{after[2]}" if shown else text
-    if "could not convert" in said:
-        return "X holds texts: could not convert them to numbers (dtype='numeric'). Declare their categories in schema="
-    return said
-
-
 def _target(given: Any) -> Numeric:
     """The declared range of the target."""
     if isinstance(given, Numeric) and not given.missing:
         return given
     if not (isinstance(given, tuple | list) and len(given) == 2):
-        raise ConfigurationError(f"target is {given!r}: the public range of y, (low, high), and no value of y is missing")
+        raise ConfigurationError(f"target is {shown(given)}: the public range of y, (low, high), and no value of y is missing")
     return Numeric(*given)
 
 

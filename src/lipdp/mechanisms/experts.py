@@ -31,9 +31,8 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, ConstantMechanism, Mec
 from lipdp.mechanisms.noise import NoiseKind, Sampler, density
 from lipdp.mechanisms.postprocess import Plain, Sample, Table, best_responses, tabulate
 from lipdp.mechanisms.problem import Problem, Query, response_loss
-from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic
-from lipdp.mechanisms.utilities import RankUtility, Utility
+from lipdp.mechanisms.utilities import ENOUGH_NODES, RankUtility, Selection, Utility, probabilities
 
 __all__ = [
     "Expert",

@@ -205,10 +205,12 @@ class GaussianPlan:
         """From the noisy sums of its group, with an interval that holds whatever the data are."""
         share = None if self.sums.epsilon is None else self.sums.epsilon / len(self.groups) / len(group.questions)
         if question not in _MOMENTS:
-            values, error = [max(value, 0.0) for value in sums], self._error(group, 1)
+            most, error = float(self.problem.n), self._error(group, 1)
+            values = [min(max(value, 0.0), most) for value in sums]
             if question.startswith("histogram"):
                 return Answer(question, values, (-error, error), "noise", share)
-            return Answer(question, values[0], (max(sums[0] - error, 0.0), max(sums[0] + error, 0.0)), "noise", share)
+            low, high = (min(max(sums[0] + off, 0.0), most) for off in (-error, error))
+            return Answer(question, values[0], (low, high), "noise", share)
         if question in ("mean", "sum"):
             error = self._error(group, 1)
             low, value, high = (self._mean(sums[0] + off) for off in (-error, 0.0, error))

@@ -23,9 +23,8 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMe
 from lipdp.mechanisms.noise import NoiseKind, draw_noise
 from lipdp.mechanisms.postprocess import Network, Sample
 from lipdp.mechanisms.problem import Problem, Query, rank_between, response_loss, with_ends
-from lipdp.mechanisms.selection import probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, hats, knot_sensitivity
-from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility
+from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility, probabilities
 
 __all__ = ["SumSettings", "UtilitySettings", "learn_sums", "learn_utility", "starts", "train_joint", "train_sum"]
 

@@ -12,19 +12,24 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import positive, whole
+from lipdp.mechanisms import beyond
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, Mixture, as_distribution, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
+from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sums, learn_utility
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem, Query
-from lipdp.mechanisms.robust import affordable, draws, robust_mechanism
+from lipdp.mechanisms.ranked import by_depth, by_intervals
+from lipdp.mechanisms.robust import KINDS, Robust, affordable, draws, noisy_query
+from lipdp.mechanisms.truths import by_mean_and_variance, by_records_beyond, on_the_query
 
-__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn", "loss_ratio"]
+__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn", "loss_ratio", "plain_mechanisms", "robust_mechanism"]
 
 _CONFIDENCE = 2.33  # standard errors that a challenger has to be ahead by
 _LARGEST = 400  # records that mechanisms are trained with: beyond, those for so many are resized
 _STRESS = (1, 3)  # other numbers of Gaussians on which a mechanism for the default prior of four must not lose
 _SHARE = 0.07  # part of the learned mechanism's training datasets that each of them gets: see docs/mechanisms.md, "Shift"
+_CLEAR = 400.0  # ε times the records beyond a quantile above which only the noise on its rank counts, and nothing is fitted
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,32 @@ def _compare_robust(problem: Problem, belief: Distribution, robustness: float, w
         for each in (found.of_plain(), found)
     )
     return Comparison(plain, plain, learned, learned if better else plain)
+
+
+def plain_mechanisms(problem: Problem) -> list[Mechanism]:
+    """What a textbook offers that assumes nothing: noise on the query, or a choice by rank; answers limited to the possible."""
+    if problem.query.kind == "quantile":
+        return [IntervalMechanism.plain(problem)]
+    return [noisy_query(problem, noise) for noise in KINDS]
+
+
+def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
+    """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
+    if problem.query.kind == "quantile":
+        if problem.epsilon * min(problem.rank(), problem.n - problem.rank()) >= _CLEAR:
+            return by_depth(problem)
+        return by_intervals(problem, belief, robustness, affordable(count, problem.n), seed)
+    if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
+        plain = noisy_query(problem, "laplace")
+        everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
+        return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between", proved=True)
+    drawn = draws(belief, problem, affordable(count, problem.n), seed)
+    parts = [(problem.query(part), part.mean(1), beyond.counted(part)) for part in drawn]
+    truths, means, counts = (torch.cat(part) for part in zip(*parts, strict=True))
+    found = on_the_query(problem, truths, robustness)
+    if problem.query.kind == "variance":
+        return by_mean_and_variance(found, means, truths, robustness)
+    return by_records_beyond(found, means, counts, robustness)
 
 
 def _compare_smaller(problem: Problem, belief: Distribution | None, work: Settings, seed: int) -> Comparison:

@@ -16,9 +16,8 @@ from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
 from lipdp.mechanisms.postprocess import Decoder, NetworkState, PlainState, TableState
 from lipdp.mechanisms.problem import Problem, response_loss
-from lipdp.mechanisms.selection import ENOUGH_NODES, Selection, probabilities
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
-from lipdp.mechanisms.utilities import LearnedState, RankState, Utility
+from lipdp.mechanisms.utilities import ENOUGH_NODES, LearnedState, RankState, Selection, Utility, probabilities
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 

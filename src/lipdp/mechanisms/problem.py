@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import is_number, positive, whole
+from lipdp._discreet import discreet, kind_of
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 
@@ -267,6 +268,7 @@ class Problem:
         """Unit answers, in the user's units."""
         return value * self.scale if self.query.power == 2 else self.low + value * self.scale
 
+    @discreet
     def dataset(self, x: Any, clamp: bool = False) -> Tensor:
         """One dataset of the user's, checked, as (1, n) in unit form; nothing is released here.
 
@@ -282,15 +284,16 @@ class Problem:
             )
         if bool(torch.isnan(data).any()):
             raise DataError(
-                f"the dataset has {int(torch.isnan(data).sum())} NaN: a missing value has no place on the axis. Fill them in "
+                "the dataset has a NaN: a missing value has no place on the axis. Fill them in "
                 "before (record by record, without looking at the others), or drop them and use the mechanism for that size."
             )
         slack = 1e-6 * self.width  # a float32 at the bound is not meant to be outside of it
-        outside = int(((data < self.low - slack) | (data > self.high + slack)).sum())
+        outside = bool(((data < self.low - slack) | (data > self.high + slack)).any())
         if outside and not clamp:
             raise DataError(
-                f"{outside} of {self.n} values lie outside of the bounds [{self.low:g}, {self.high:g}]: the sensitivity would not "
-                "hold. Use bounds that are true of every possible record, or clamp=True to move values to the nearest bound."
+                f"values lie outside of the bounds [{self.low:g}, {self.high:g}]: the sensitivity would not "
+                "hold. Use bounds that are true of every possible record, or clamp=True (--clamp) to move "
+                "values to the nearest bound."
             )
         return self.unit(data.clamp(self.low, self.high))[None]
 
@@ -316,6 +319,7 @@ def rounded_down(value: Fraction) -> float:
     return nearest if Fraction(nearest) <= value else math.nextafter(nearest, -math.inf)
 
 
+@discreet
 def as_numbers(x: Any) -> Tensor:
     """A user's data as float64 on the processor; what is no number, or hides some, is refused. NaN and infinity pass."""
     advice = "give a tensor, array or list of real numbers."
@@ -329,8 +333,8 @@ def as_numbers(x: Any) -> Tensor:
         data = np.asarray(x)
         if data.dtype.kind == "O" and data.ndim:  # numbers beyond 64 bits, tensors, or no numbers at all
             data = np.array([_number(value) for value in data.reshape(-1)]).reshape(data.shape)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise DataError(f"the dataset can't be read as numbers ({error}): {advice}") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # without their texts: they show the value
+        raise DataError(f"the dataset ({kind_of(x)}) can't be read as numbers: {advice}") from None
     if data.dtype.kind not in "biuf":
         raise DataError(f"the dataset can't be read as numbers (it holds {data.dtype}): {advice}")
     return torch.tensor(data.astype(np.float64))

@@ -18,6 +18,7 @@ from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, least_of, parse_query
+from lipdp.mechanisms.robust import largest
 from lipdp.mechanisms.squares import SquaresMechanism
 
 __all__ = [
@@ -76,7 +77,7 @@ class Single:
             value, error = float(own.problem.answer(unit)), off * own.problem.scale
         else:
             value = float(own.problem.answer(own._respond(t, "auto")))
-        least, most = own.problem.answer(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+        least, most = own.problem.answer(torch.tensor([0.0, largest(own.problem)], dtype=torch.float64)).tolist()
         ends = [min(max(value + off, least), most) for off in (-error, error)]
         made = []
         for question in self.questions:
@@ -168,12 +169,13 @@ class Counts:
     def respond(self, t: Tensor) -> list[Answer]:
         """Its answer about a unit dataset."""
         noisy = release_noise("laplace", counts_in(t[0], self.edges, self.problem), self.sensitivity, self.problem.exact_epsilon)
-        values = [float(max(count, 0)) for count in noisy]
+        values = [float(min(max(count, 0), self.problem.n)) for count in noisy]
         error = laplace_error(self.sensitivity, self.problem.epsilon)
         if len(values) > 1:
             return [Answer(self.question, values, (-error, error), "noise", self.problem.epsilon)]
         (value,) = values
-        return [Answer(self.question, value, (max(value - error, 0.0), value + error), "noise", self.problem.epsilon)]
+        interval = max(value - error, 0.0), min(value + error, float(self.problem.n))
+        return [Answer(self.question, value, interval, "noise", self.problem.epsilon)]
 
     @property
     def questions(self) -> tuple[str, ...]:

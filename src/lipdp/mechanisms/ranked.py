@@ -11,15 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from copy import copy
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms.bounded import KINDS, MARGIN, NUMBERS, Robust, draws, noisy_query, truth_losses
 from lipdp.mechanisms.distributions import Distribution, World, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.robust import KINDS, MARGIN, NUMBERS, Robust, draws, noisy_query, truth_losses
 
 __all__ = ["by_depth", "by_intervals"]
 
@@ -28,6 +29,10 @@ _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the quer
 _START, _ATOMS = 0.02, 0.1  # of the measure lie on each end of the range, and on all numbers by depth, to begin with
 _ENDS = (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.035, 0.05, 0.07, 0.1)  # … and what else is tried, at the far end
 _NEAR = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)  # … and at the end that the quantile is nearer to
+_FITS = 2  # each against all that was found for those before it
+_SEARCHES, _QUIET = 80, 16  # for a dataset that breaks the bound: at most, and so many in a row that find none
+_KEPT = 1.1  # times the plain one's loss, for a dataset that was found to be kept
+_FRESH = 128  # datasets that each of them begins with
 _FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
 
 
@@ -36,15 +41,26 @@ def by_intervals(problem: Problem, belief: Distribution, robustness: float, coun
     plain = IntervalMechanism.plain(problem)
     pool = _Pool(plain, belief, count, seed)
     for _ in range(3):
-        fit = _fitted(plain, pool, robustness)
-        pool.attack(fit)
-    for _ in range(3):  # what is left of it is attacked again
-        pool.attack(_held(fit, pool, robustness))
-    best = _held(fit, pool, robustness)
+        pool.attack(_fitted(plain, pool, robustness))
+    held = [_survivor(_fitted(plain, pool, robustness), pool, robustness) for _ in range(_FITS)]
+    best = min((each for each in held if pool.worst(each)[0] <= 1 + MARGIN * robustness), key=pool.score, default=held[-1])
     if pool.score(best) >= pool.score(IntervalMechanism.deep(problem)):
         return by_depth(problem)
     (loss, loss_at), (ratio, ratio_at) = pool.largest(best), pool.worst(best)
     return Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=_is_even(best, robustness))
+
+
+def _survivor(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
+    """What is left of a fit when no search finds a dataset any more that breaks the bound; the pool keeps all that were found."""
+    best, quiet = _held(fit, pool, robustness), 0
+    for _ in range(_SEARCHES):
+        pool.attack(best)
+        quiet += 1
+        if pool.worst(best)[0] > 1 + MARGIN * robustness:
+            best, quiet = _held(fit, pool, robustness), 0
+        if quiet == _QUIET:
+            break
+    return best
 
 
 def by_depth(problem: Problem) -> Robust:
@@ -158,6 +174,14 @@ class _Seen:
         self.noisy = torch.cat([self.noisy, other.noisy])
         self._measure()
 
+    def only(self, kept: Tensor) -> _Seen:
+        """Those of them."""
+        made = copy(self)
+        made.profile = Profile(self.profile.mass[kept], self.profile.error[kept], self.profile.cost[kept])
+        made.noisy = self.noisy[kept]
+        made._measure()
+        return made
+
     def of(self, mechanism: IntervalMechanism) -> Tensor:
         """A mechanism's losses."""
         return self.profile.losses(mechanism.tilts, mechanism.shifts)
@@ -218,7 +242,7 @@ class _Pool:
         self.edges = _Seen(plain, [torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, problem.n).contiguous()])
         self.drawn = self.hostile.plain.shape[0]  # the others have parameters
         self.parameters = torch.zeros(0, 6, dtype=torch.float64)
-        self._try(self._random(min(256, count)))
+        self._try(self._random(min(256, count)), None)
 
     def _random(self, count: int) -> Tensor:
         made = torch.rand(count, 6, dtype=torch.float64, generator=self.generator)
@@ -229,10 +253,14 @@ class _Pool:
         made[:, :2] = torch.where((kind > 0.3) & (kind < 0.5), 1 - made[:, :2], made[:, :2])
         return made
 
-    def _try(self, parameters: Tensor) -> None:
+    def _try(self, parameters: Tensor, against: IntervalMechanism | None) -> None:
+        """Add datasets, or those of them on which a mechanism loses much."""
         n = self.plain.problem.n
         rows = max(min(len(parameters), NUMBERS // n), 1)
         seen = _Seen(self.plain, (lumps(part, n) for part in torch.split(parameters, rows)))
+        if against is not None:
+            kept = seen.of(against) > _KEPT * seen.plain
+            seen, parameters = seen.only(kept), parameters[kept]
         self.hostile.add(seen)
         self.parameters = torch.cat([self.parameters, parameters])
 
@@ -256,7 +284,8 @@ class _Pool:
         return (self.hostile.profile.losses_of_many(tilts, shifts) / self.hostile.plain[:, None]).amax(0)
 
     def attack(self, mechanism: IntervalMechanism, rounds: int = 3) -> None:
-        """Add datasets near those on which it does worst."""
+        """Add datasets, some anywhere, and more near those on which it does worst."""
+        self._try(self._random(_FRESH), mechanism)
         for number in range(rounds):
             ratios = self._ratios(mechanism)[self.drawn :]
             worst = self.parameters[ratios.topk(min(16, len(ratios))).indices].repeat(4, 1)
@@ -264,7 +293,7 @@ class _Pool:
             near = worst + spread * torch.randn(worst.shape, dtype=torch.float64, generator=self.generator)
             near[:, [0, 1, 4, 5]] = near[:, [0, 1, 4, 5]].clamp(0, 1)
             near[:, 2:4] = near[:, 2:4].clamp(-5, 0)
-            self._try(near)
+            self._try(near, mechanism)
 
     def _ratios(self, mechanism: IntervalMechanism) -> Tensor:
         return self.hostile.of(mechanism) / self.hostile.plain

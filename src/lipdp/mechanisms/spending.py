@@ -28,6 +28,7 @@ import torch
 from torch.special import log_ndtr
 
 from lipdp._checks import is_number, positive
+from lipdp._discreet import shown
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, as_numbers, least_of
@@ -200,7 +201,7 @@ def release_query(
     if second > first:
         raise ConfigurationError(f"l2_sensitivity is {second:g}, above the L1 sensitivity {first:g}: an L2 norm never is.")
     if not callable(query):
-        raise ConfigurationError(f"query is {query!r}: a function of the data.")
+        raise ConfigurationError(f"query is {shown(query)}: a function of the data.")
     try:
         answers = as_numbers(query(x)).numpy()
     except DataError as error:

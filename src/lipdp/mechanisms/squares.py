@@ -31,11 +31,11 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Range, read
-from lipdp.mechanisms.bounded import noisy_query, truth_losses
 from lipdp.mechanisms.centred import exponential_cells
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise, release_noise
 from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.robust import noisy_query, truth_losses
 from lipdp.privacy.randomness import Stream
 
 __all__ = ["SIDES", "SquaresMechanism", "SquaresState", "candidates"]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lipdp.mechanisms import beyond, centred, squares
-from lipdp.mechanisms.bounded import KINDS, MARGIN, Robust, largest, noisy_query, truth_losses
 from lipdp.mechanisms.mechanism import AdditiveMechanism
 from lipdp.mechanisms.noise import NoiseKind, density
 from lipdp.mechanisms.postprocess import Table
 from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.robust import KINDS, MARGIN, Robust, largest, noisy_query, truth_losses
 
 __all__ = ["by_mean_and_variance", "by_records_beyond", "on_the_query"]
 
@@ -166,7 +166,8 @@ def _shift(plain: AdditiveMechanism, truths: Tensor, chances: Tensor, least: Ten
     """By how much to move the plain answer, for each released value: Bayes under belief and adversary.
 
     With p_jo = P(o | q_j) and base answers b_o, a shift s costs L_j = Σ_o p_jo (b_o + s_o − q_j)². For weights ω_j the best shift
-    is s_o = Σ_j ω_j p_jo (q_j − b_o) ÷ Σ_j ω_j p_jo; ω_j = chance_j ÷ mean loss + λ_j ÷ least_j, and λ follows the ratios.
+    is s_o = Σ_j ω_j p_jo (q_j − b_o) ÷ Σ_j ω_j p_jo; ω_j = chance_j ÷ mean loss + λ_j ÷ least_j, and λ follows the ratios. With the
+    square multiplied out, both are products with one matrix, which holds p and p·(b − q).
     """
     size = plain.statistic.sensitivity * plain.statistic.unit
     most = float(truths[-1])
@@ -175,14 +176,16 @@ def _shift(plain: AdditiveMechanism, truths: Tensor, chances: Tensor, least: Ten
     p = density(plain.noise, axis - truths[:, None], size, plain.epsilon)
     p = p / p.sum(1, keepdim=True)
     away = axis.clamp(0, most) - truths[:, None]
+    both, unshifted = torch.cat([p, p * away], 1), (p * away**2).sum(1)
     scale = (chances * least).sum()
     adversary = torch.full_like(truths, 1e-3 / truths.shape[0])
     target = 1 + MARGIN * robustness
     shift = torch.zeros_like(axis)
     for step in range(400):
         weights = 0.5 * chances / scale + 0.5 * chances / least + adversary / least
-        shift = -(weights[:, None] * p * away).sum(0) / (weights @ p).clamp(min=1e-300)
-        ratios = (p * (away + shift) ** 2).sum(1) / least
+        chance, moved = (weights @ both).view(2, -1)
+        shift = -moved / chance.clamp(min=1e-300)
+        ratios = (unshifted + both @ torch.cat([shift**2, 2 * shift])) / least
         adversary = (adversary * torch.exp((4.0 / (1 + step / 40)) * (ratios / target - 1).clamp(max=1.0))).clamp(1e-12, 1e6)
     return Table((axis,), shift)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from lipdp.errors import BudgetError, ConfigurationError, DataError
 
-__all__ = ["Journal", "Session", "has_locks", "lock", "opened", "sync_folder", "write_all"]
+__all__ = ["Journal", "Session", "has_locks", "is_at", "lock", "opened", "sync_folder", "unlock", "write_all"]
 
 
 _CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
@@ -52,21 +52,47 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> None:
     fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
 
 
+def unlock(descriptor: int) -> None:
+    """Give the lock back at once, also where a process that was forked has the open file as well."""
+    if has_locks():
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+_open: set[int] = set()  # descriptors of files that are locked by this process
+
+
+def _forked() -> None:
+    """Locks are the parent's: a child that lives on must not keep them when the parent has ended."""
+    for descriptor in _open:
+        os.close(descriptor)
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 @contextmanager
 def opened(path: Path, flags: int, *, shared: bool = False, wait: bool = True) -> Iterator[int]:
     """The file at ``path``, locked: the one that is there once the lock is had, were it replaced meanwhile."""
     while True:
         descriptor = os.open(path, flags | _CLOSED_ON_EXEC, 0o666)
+        _open.add(descriptor)
         try:
             lock(descriptor, shared=shared, wait=wait)
-            if _is_at(descriptor, path):
+            if is_at(descriptor, path):
                 yield descriptor
                 return
         finally:
-            os.close(descriptor)
+            if descriptor in _open:  # a process that was forked in the block has closed it
+                _open.discard(descriptor)
+                os.close(descriptor)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether the file at ``path`` is the open one."""
     try:
         there = path.stat()
     except FileNotFoundError:

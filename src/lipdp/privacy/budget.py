@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lipdp._checks import is_number
+from lipdp._discreet import shown
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus
 from lipdp.privacy._journal import Journal, Session
@@ -319,7 +320,7 @@ def open_budget(budget: AnyBudget) -> Budget | None:
     if budget is None or isinstance(budget, Budget):
         return budget
     if not isinstance(budget, str | os.PathLike):
-        raise ConfigurationError(f"budget is {budget!r}: a lipdp.privacy.Budget, or the path of its file.")
+        raise ConfigurationError(f"budget is {shown(budget)}: a lipdp.privacy.Budget, or the path of its file.")
     if not Path(budget).exists():
         raise ConfigurationError(
             f"there is no budget at {budget}: begin it with lipdp.privacy.Budget(path, epsilon=…, delta=…, dataset=…) or with "

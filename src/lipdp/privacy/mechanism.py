@@ -143,17 +143,17 @@ def add_noise(sums: Mapping[str, Tensor], stds: Mapping[str, float], generator: 
             f"noise is drawn from a lipdp.privacy.Stream, not from a {type(generator).__name__}: torch's own generators can be "
             "predicted from what they gave. Use lipdp.privacy.Stream() (a fresh secret key) or lipdp.privacy.generator(seed, …)."
         )
-    released: dict[str, Tensor] = {}
-    live: dict[torch.device, list[str]] = {}
+    on: dict[torch.device, list[str]] = {}
     for name in sorted(sums):
         if sums[name].is_meta:
             raise ConfigurationError(f"The sum of group {name!r} is on the device 'meta': there is nothing to add noise to.")
-        if _is_noised(name, sums[name], stds[name]):
-            live.setdefault(sums[name].device, []).append(name)
-        else:
-            released[name] = _copied(sums[name])
-    for names in live.values():
-        released |= _noised({name: sums[name].detach() for name in names}, {name: float(stds[name]) for name in names}, generator)
+        on.setdefault(sums[name].device, []).append(name)
+    released: dict[str, Tensor] = {}
+    for names in on.values():
+        arranged = _arranged(_layout_of(sums, stds, names))
+        released |= {name: _copied(sums[name]) for name in arranged.copied}
+        if arranged.noised:
+            released |= _noised(arranged, sums, generator)
     return {name: released[name] for name in sums}
 
 
@@ -180,44 +180,91 @@ def draw_on_device(sums: Mapping[str, Tensor], stds: Mapping[str, float], stream
     devices = {total.device for total in sums.values()}
     if len(devices) != 1 or not noise_cuda.available(device := next(iter(devices))):
         return None
-    layout = tuple((name, stds[name], sums[name].dtype, sums[name].layout, sums[name].shape) for name in sorted(sums))
-    noised, copied, function = _function_of(layout, device, stream.bound)
-    if not noised:
+    layout = _layout_of(sums, stds, sorted(sums))
+    arranged = _arranged(layout)
+    if not arranged.noised:
         return None
-    key, seen, _, segments = _begun({name: sums[name].detach() for name in noised}, stds, stream)
-    inputs = *noise_cuda.release_inputs(segments, key, seen), *(sums[name].detach() for name in copied)
-    return Draw(function, inputs, (layout, stream.bound))
+    key, seen = stream.begin("noise", arranged.about)
+    inputs = *noise_cuda.release_inputs(arranged.segments(sums), key, seen), *(sums[name].detach() for name in arranged.copied)
+    return Draw(_function_of(layout, device, stream.bound), inputs, (layout, stream.bound))
 
 
 _Layout = tuple[tuple[str, float, torch.dtype, torch.layout, torch.Size], ...]
 
 
+def _layout_of(sums: Mapping[str, Tensor], stds: Mapping[str, float], names: Sequence[str]) -> _Layout:
+    """All that a draw for these sums, on one device, depends on besides their values."""
+    parts = [(name, sums[name], stds[name]) for name in names]
+    return tuple(
+        (name, std if isinstance(std, float) else _std(name, std), total.dtype, total.layout, total.shape)
+        for name, total, std in parts
+    )
+
+
+class _Arranged(NamedTuple):
+    """Sums of one layout, in the order of their names: those of one std and type are one long vector.
+
+    Attributes:
+        noised: by name, the shape of each that gets noise.
+        copied: names of those that get none.
+        vectors: std, type and names of each vector.
+        about: what the draw is for.
+    """
+
+    noised: dict[str, torch.Size]
+    copied: list[str]
+    vectors: list[tuple[float, torch.dtype, list[str]]]
+    about: list[tuple[str, float, tuple[int, ...]]]
+
+    def segments(self, sums: Mapping[str, Tensor]) -> list[Segment]:
+        """The vectors of these sums."""
+        return [([sums[name].detach() for name in names], std, dtype) for std, dtype, names in self.vectors]
+
+    def by_name(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The vectors, taken apart."""
+        released: dict[str, Tensor] = {}
+        for (_, _, names), vector in zip(self.vectors, vectors, strict=True):
+            parts = torch.split(vector, [self.noised[name].numel() for name in names])
+            released |= {name: part.reshape(self.noised[name]) for name, part in zip(names, parts, strict=True)}
+        return released
+
+
+@lru_cache(maxsize=64)
+def _arranged(layout: _Layout) -> _Arranged:
+    """Looked at once for sums of one layout; an error for those that can't have noise."""
+    arranged = _Arranged({}, [], [], [])
+    vectors: dict[tuple[float, torch.dtype], list[str]] = {}
+    for name, std, dtype, kind, shape in layout:
+        released = _type_of_release(name, dtype, kind)
+        if not _is_noised(name, released, std):
+            arranged.copied.append(name)
+            continue
+        arranged.noised[name] = shape
+        arranged.about.append((name, float(std), tuple(shape)))
+        vectors.setdefault((float(std), released), []).append(name)
+    arranged.vectors.extend((*at, names) for at, names in vectors.items())
+    return arranged
+
+
 @lru_cache(maxsize=32)
-def _function_of(layout: _Layout, device: torch.device, bound: bool) -> tuple[list[str], list[str], DrawFunction]:
-    """Of sums on a device, by name: which get noise, which have none, and the function of a :class:`Draw`."""
+def _function_of(layout: _Layout, device: torch.device, bound: bool) -> DrawFunction:
+    """The function of a :class:`Draw`."""
+    arranged = _arranged(layout)
     like = {name: torch.empty(shape, dtype=dtype, layout=kind, device="meta") for name, _, dtype, kind, shape in layout}
-    stds = {name: std for name, std, *_ in layout}
-    noised = [name for name in like if _is_noised(name, like[name], stds[name])]
-    copied = [name for name in like if name not in noised]
-    if not noised:
-        return noised, copied, lambda *inputs: ({}, None)
-    names_of, segments = _segments_of({name: like[name] for name in noised}, stds)
-    work = noise_cuda.release_function(noise_cuda.kinds_of(segments), device, bound)
-    shapes = {name: like[name].shape for name in noised}
+    work = noise_cuda.release_function(noise_cuda.kinds_of(arranged.segments(like)), device, bound)
 
     def function(*inputs: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        most = len(inputs) - len(copied)
-        rest = {name: _copied(total) for name, total in zip(copied, inputs[most:], strict=True)}
+        most = len(inputs) - len(arranged.copied)
+        rest = {name: _copied(total) for name, total in zip(arranged.copied, inputs[most:], strict=True)}
         vectors, tag = work(*inputs[:most])
-        return _by_name(names_of, vectors, shapes) | rest, tag
+        return arranged.by_name(vectors) | rest, tag
 
-    return noised, copied, function
+    return function
 
 
-def _is_noised(name: str, total: Tensor, std: float) -> bool:
-    """Whether a group gets noise; an error where it can't have it."""
-    dtype, checked = _check_sum(name, total), _std(name, std)
-    limits = torch.finfo(dtype)
+def _is_noised(name: str, dtype: torch.dtype, std: float) -> bool:
+    """Whether a group that is released in this type gets noise; an error where it can't have it."""
+    checked, limits = _std(name, std), torch.finfo(dtype)
     if checked > 0 and not max(limits.tiny, _LEAST_STD) <= checked <= limits.max:
         raise ConfigurationError(
             f"The noise std {checked:g} of group {name!r} is out of the range of {dtype}: the noise would be 0 or "
@@ -231,52 +278,25 @@ def _copied(total: Tensor) -> Tensor:
     return total.detach().to(torch.float64 if total.dtype == torch.float64 else torch.float32, copy=True)
 
 
-def _check_sum(name: str, total: Tensor) -> torch.dtype:
-    """The type that its release has."""
-    if not total.dtype.is_floating_point or total.layout != torch.strided:
+def _type_of_release(name: str, dtype: torch.dtype, layout: torch.layout) -> torch.dtype:
+    """The type that the release of such a sum has."""
+    if not dtype.is_floating_point or layout != torch.strided:
         raise ConfigurationError(
-            f"The sum of group {name!r} is {total.dtype}, {total.layout}: Gaussian noise needs a dense, real "
+            f"The sum of group {name!r} is {dtype}, {layout}: Gaussian noise needs a dense, real "
             "floating-point tensor. Convert it before noising."
         )
-    return torch.float64 if total.dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_Names = tuple[tuple[str, ...], ...]
-
-
-def _begun(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> tuple[bytes, list[Tensor], _Names, list[Segment]]:
-    """The key of a draw of sums on one device, what it is mixed with, and the segments with their groups' names."""
-    key, seen = stream.begin("noise", [(name, float(stds[name]), tuple(total.shape)) for name, total in sums.items()])
-    return key, seen, *_segments_of(sums, stds)
-
-
-def _segments_of(sums: Mapping[str, Tensor], stds: Mapping[str, float]) -> tuple[_Names, list[Segment]]:
-    """Sums in the order of their names, those of one std and type as one segment."""
-    names_of: dict[tuple[float, torch.dtype], list[str]] = {}
-    for name, total in sums.items():
-        dtype = torch.float64 if total.dtype == torch.float64 else torch.float32
-        names_of.setdefault((float(stds[name]), dtype), []).append(name)
-    return tuple(map(tuple, names_of.values())), [([sums[name] for name in names], *at) for at, names in names_of.items()]
-
-
-def _by_name(names_of: _Names, vectors: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The vectors of segments, taken apart."""
-    released: dict[str, Tensor] = {}
-    for names, vector in zip(names_of, vectors, strict=True):
-        parts = torch.split(vector, [shapes[name].numel() for name in names])
-        released |= {name: part.reshape(shapes[name]) for name, part in zip(names, parts, strict=True)}
-    return released
-
-
-def _noised(sums: dict[str, Tensor], stds: Mapping[str, float], stream: Stream) -> dict[str, Tensor]:
-    """Sums on one device, in the order of their names: those of one std are one long vector."""
-    key, seen, names_of, segments = _begun(sums, stds, stream)
-    if noise_cuda.available(next(iter(sums.values())).device):
+def _noised(arranged: _Arranged, sums: Mapping[str, Tensor], stream: Stream) -> dict[str, Tensor]:
+    """Sums on one device, with their noise."""
+    (key, seen), segments = stream.begin("noise", arranged.about), arranged.segments(sums)
+    if noise_cuda.available(segments[0][0][0].device):
         vectors, tag = noise_cuda.noised_on_device(segments, key, seen, bound=stream.bound)
         stream.claim_last(tag)
     else:
         vectors = _noised_on_processor(segments, mix_key(key, seen), stream)
-    return _by_name(names_of, vectors, {name: total.shape for name, total in sums.items()})
+    return arranged.by_name(vectors)
 
 
 def _noised_on_processor(segments: Sequence[Segment], key: bytes, stream: Stream) -> list[Tensor]:

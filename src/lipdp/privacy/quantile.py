@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from lipdp._checks import is_number, positive, whole
+from lipdp._discreet import discreet, kind_of
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
@@ -246,7 +247,7 @@ def above_threshold(
     level = _in_steps(threshold, spacing) + discrete_laplace(Fraction(threshold_scale) * grown, stream.below)
     for index, query in enumerate(queries):
         if not math.isfinite(query):
-            raise DataError(f"query number {index} is {query!r}: a query of bounded sensitivity is finite.")
+            raise DataError("a query is no finite number: one of bounded sensitivity is.")
         if _in_steps(query, spacing) + discrete_laplace(Fraction(query_scale) * grown, stream.below) >= level:
             return Crossing(index, float(epsilon))
     return Crossing(None, float(epsilon))
@@ -338,10 +339,14 @@ def _share(quantile: float) -> float:
     return float(quantile)
 
 
+@discreet
 def _numbers(values: Iterable[float] | torch.Tensor) -> Floats:
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
-    data = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
+    try:
+        data = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
+    except (TypeError, ValueError):  # without numpy's text, which shows the value
+        raise DataError(f"a private quantile is of numbers, one for each record; {kind_of(values)} holds something else.") from None
     if data.ndim != 1:
         raise DataError(f"a private quantile is of one number per record, shape (records,); got shape {data.shape}.")
     return data

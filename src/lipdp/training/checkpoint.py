@@ -22,7 +22,7 @@ import torch
 from lipdp.errors import CheckpointError
 from lipdp.privacy._journal import has_locks, opened, sync_folder, write_all
 
-__all__ = ["load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
+__all__ = ["book_path", "load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
 
 # How often, and after how many seconds, it is asked again who holds a lock.
 _PATIENCE, _PAUSE = 20, 0.1
@@ -33,6 +33,12 @@ def previous_path(path: str | Path) -> Path:
     """Where the checkpoint before the last one is kept."""
     path = Path(path)
     return path.with_name(path.name + ".previous")
+
+
+def book_path(path: str | Path) -> Path:
+    """The book of the run that the checkpoint is of (:mod:`lipdp.training.book`)."""
+    path = Path(path)
+    return path.with_name(path.name + ".book")
 
 
 def lock_path(path: str | Path) -> Path:
@@ -54,7 +60,7 @@ def locked_checkpoint(path: str | Path) -> Iterator[None]:
     if not has_locks():
         yield
         return
-    held = False
+    held, process = False, os.getpid()
     try:
         with opened(lock, os.O_RDWR | os.O_CREAT, wait=False) as file:
             held = True
@@ -71,7 +77,8 @@ def locked_checkpoint(path: str | Path) -> Iterator[None]:
                 yield
             finally:
                 with contextlib.suppress(OSError):
-                    lock.unlink()  # while it is still ours
+                    if process == os.getpid():
+                        lock.unlink()  # while it is still ours
     except BlockingIOError as error:
         if held:
             raise

@@ -142,11 +142,11 @@ class Ranks:
         if self.count == 1:
             return action()
         result, error = None, ""
-        failure: LipdpError | None = None
+        failure: Exception | None = None
         if self.is_first:
             try:
                 result = action()
-            except LipdpError as raised:
+            except Exception as raised:
                 failure, error = raised, f"{type(raised).__name__}\n{raised}"
         told = self.shared(error.encode()).decode()
         if failure is not None:

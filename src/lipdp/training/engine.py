@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import json
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
 
+from lipdp._discreet import discreet
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation, PrecomputedCopies
@@ -37,11 +39,22 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, data_marks, record_run
 from lipdp.training.averaging import make_average
 from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, divided, even_rows, gather
+from lipdp.training.book import BookFile
 from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
-from lipdp.training.guards import Held, claim_batch, note_batch, spend_batch
+from lipdp.training.guards import Held, claim_batch, note_batch, spend_all, spend_batch
 from lipdp.training.held import HeldState, refuse_foreign_state
-from lipdp.training.positions import Claims, Progress, layout
+from lipdp.training.positions import (
+    Claims,
+    Progress,
+    close_book,
+    is_book_open,
+    know_draws,
+    layout,
+    open_book,
+    refuse_forked,
+    sync_book,
+)
 from lipdp.training.query import Answer, Sample, query_of
 from lipdp.training.seats import Copies, Seating, shuffle
 from lipdp.training.shards import Places, Shards
@@ -119,6 +132,10 @@ class PrivacyEngine:
         input_shape: shape of one example, where the model has no :class:`lipdp.nn.BoundedInput`.
         budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file. The whole plan is reserved there
             before the first release; what was never released is given back by :meth:`close`, or when the engine is gone.
+        book: the file of the run's book: what stands for each release is written there before it is handed out, so that a process
+            that goes on from a state knows which steps were made since, and refuses to make others in their place
+            (:meth:`give_up`). Give it from the start of a run on; one run writes it at a time. :func:`lipdp.fit` keeps one beside
+            its checkpoint. A reproducible run needs none.
     """
 
     def __init__(
@@ -138,6 +155,7 @@ class PrivacyEngine:
         public: bool = False,
         input_shape: tuple[int, ...] | None = None,
         budget: AnyBudget = None,
+        book: str | os.PathLike[str] | None = None,
     ) -> None:
         self._ranks = present_ranks()
         with self._ranks.together():
@@ -148,6 +166,8 @@ class PrivacyEngine:
             account = RunAccount(open_budget(budget) if self._ranks.is_first else None)
             if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
                 raise ConfigurationError(f"microbatch_size must be a whole number of at least 1, not {microbatch_size!r}")
+            if book is not None and not isinstance(book, str | os.PathLike):
+                raise ConfigurationError(f"book is {book!r}: the path of a file in which the run's releases are noted")
             secret = secret_of(seed, reproducible)
             self.model = model
             self.optimizer = optimizer
@@ -195,15 +215,30 @@ class PrivacyEngine:
         secret = self._ranks.shared(secret)
         if self._ranks.grouped:
             parts = parts_of_run(secret, plan, model, self.loss, optimizer, augmentation)
-            settings = [reproducible, microbatch_size, ema_decay, tail_average, bool(public), budget is None]
-            self._ranks.agree_on_run(plan, {**parts, "an argument of the engine": settings}, self.microbatch_size)
+            modes = [module.training for module in model.modules()]
+            settings = [
+                reproducible,
+                seed if reproducible else None,
+                microbatch_size,
+                ema_decay,
+                tail_average,
+                bool(public),
+                budget is None,
+                book is None,
+            ]
+            given = {"an argument of the engine": settings, "the mode (training or evaluation) of a layer": modes}
+            self._ranks.agree_on_run(plan, {**parts, **given}, self.microbatch_size)
         key = derive_run_key(secret, plan, model, self.loss, optimizer, augmentation)
         self._streams = Streams(key, self.device, private=not reproducible)
-        self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key)
+        self._watch = ModelWatch(model, self.loss, lambda: self._streams.words_key, self._query.watched)
         self._project = Projection(model, self._watch)
         self._update = Update(model, optimizer, self._watch, self._parameters, plan.batch_size)
         self._state = HeldState(model, trained=not self._query.recorded)
         self._resumed = False
+        self._book = None if reproducible else book  # what a seed repeats is no second release
+        self._since: str | None = None  # how far it had come when the run was saved
+        self._opened: bytes | None = None  # the run whose book is open
+        self._file: BookFile | None = None  # where this rank writes it
         self._values = [*model.parameters(), *model.buffers()]  # all that it computes with
         self._on_one_device = all(t.device == self.device for t in self._values)
         self._seating = Seating(seats)
@@ -234,6 +269,7 @@ class PrivacyEngine:
         A resumed run has paid already, unless its records change from one reading to the next. BudgetError where it is
         too much; then nothing was charged or released.
         """
+        self._open_book()
         if not self._streams.steady:
             self._account.begin_anew()
         if self._data and self._ranks.is_first:
@@ -252,7 +288,41 @@ class PrivacyEngine:
             keep: keep the rest of the plan reserved, for a run that will be resumed from its :meth:`state_dict`.
         """
         self._held.release()
-        self._account.close(keep=keep)
+        try:
+            self._account.close(keep=keep)
+        finally:
+            self._since = close_book(self._streams.run) or self._since
+            self._opened = self._file = None
+
+    def give_up(self) -> int:
+        """Go on behind the steps that this run is known to have made, where they can't be repeated: they are paid for, and lost.
+
+        A step that was made before, by an engine that was rewound or by a process that was killed, is the same release where its
+        sums are the same to the last bit, and refused by RepeatedStepError where they are not (another machine, another
+        ``microbatch_size``). Batches that were drawn until now are refused: they were those of other steps.
+
+        Returns:
+            The number of steps that are done now.
+        """
+        self._open_book()
+        self.ledger.steps = self._drawn = max(self.steps, min(self._streams.end, self.plan.steps))
+        self._account.note(self.ledger)
+        spend_all(self._account.nonce)
+        return self.steps
+
+    def _open_book(self) -> None:
+        """Keep the run's book in its file from here on; on all ranks what it says is known."""
+        run, path = self._streams.run, self._book
+        if path is None or (self._opened == run and is_book_open(run)):
+            return
+
+        def read() -> bytes:
+            self._file = open_book(run, path, self._since)
+            return json.dumps([[*draw, tag.hex()] for draw, tag in self._file.draws.items()]).encode()
+
+        told = self._ranks.shared(self._ranks.by_first(read) or b"")
+        know_draws(run, {(position, number): bytes.fromhex(tag) for position, number, tag in json.loads(told)})
+        self._opened = run
 
     def __enter__(self) -> PrivacyEngine:
         return self
@@ -273,6 +343,7 @@ class PrivacyEngine:
         Every record is read once; ``progress(done, total)`` is told as it goes. :meth:`batches`, :meth:`samples`, :meth:`settle`
         and :meth:`release_statistics` do it where it was not done. Other records, in a resumed run too, are refused.
         """
+        self._open_book()
         if self._settled is not None and train is self._settled.dataset:
             return
         with self._ranks.together():
@@ -331,6 +402,8 @@ class PrivacyEngine:
         booleans; they are converted a microbatch at a time. Token ids stay whole numbers. Several inputs are a tuple (the model's
         arguments) or a dict (its arguments by name) of tensors.
         """
+        if self.private:
+            refuse_forked(self._streams.run)  # before torch computes, whose threads a fork has not
         with self._ranks.together():
             if self.ledger.remaining == 0:
                 self.ledger.charge()  # raises
@@ -348,17 +421,24 @@ class PrivacyEngine:
         if self._public and asked.answer.clipped is not None:
             self._clipped_share = float(asked.answer.clipped[0]) / max(1, asked.answer.clipped[1])
         self.reserve()  # a run that is refused takes no position
-        self._release(asked)
-        spend_batch((inputs, targets))
-        # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
-        self._drop_gradients()
-        self._watch.forget()  # until the projection is done, in case something below fails
-        self._held.hold()
+        with self._ranks.together():  # the book is the first rank's: it is written before any of them goes on
+            self._release(asked)
+            spend_batch((inputs, targets))
+            noised = self._noised(asked) if asked.moved is None else {}
+        with self._ranks.together():  # where one rank fails, none goes on with weights that the others don't have
+            # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
+            self._drop_gradients()
+            self._watch.forget()  # until the projection is done, in case something below fails
+            self._held.hold()
+            if asked.moved is None:
+                self._move(noised, asked.settings)
+            else:
+                self._update.commit(asked.moved)
+                self._project.fine, self._project.words = asked.moved.fine, asked.moved.words
         if asked.moved is None:
-            self._move(asked)
-        else:
-            self._update.commit(asked.moved)
-            self._project.fine, self._project.words = asked.moved.fine, asked.moved.words
+            self._shards.gather()
+            self._project()
+            self._shards.scatter()
         if self.plan.clips:
             self._apply_clips()
             self._watch.remember()
@@ -368,18 +448,13 @@ class PrivacyEngine:
         if self.average is not None:
             self.average.update(self._shards.parameters)
 
-    def _move(self, asked: _Asked) -> None:
-        """Hand what was released to the optimiser, and bring the weights back into their sets."""
-        noised = self._noised(asked)
+    def _move(self, noised: Mapping[str, torch.Tensor], settings: StepSettings) -> None:
+        """Hand what was released to the optimiser."""
         means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
         gradients = self._query.gradients(dict(zip(noised, means, strict=True)))
-        self._shards.set_gradients({name: gradients[name] for name in self._trained(asked.settings)})
-        with self._held.stepping():
-            self.optimizer.step()
+        self._shards.set_gradients({name: gradients[name] for name in self._trained(settings)})
+        self._held.step(self.optimizer)
         self._drop_gradients()
-        self._shards.gather()
-        self._project()
-        self._shards.scatter()
 
     def _trained(self, settings: StepSettings) -> dict[str, torch.nn.Parameter]:
         """The parameters that a step moves: those of the plan that its phase does not freeze."""
@@ -438,6 +513,7 @@ class PrivacyEngine:
             asked, turn = self._ask_alone(batch)
         return asked._replace(answer=self._over_ranks(asked.answer, turn, asked.settings, asked.prepared))
 
+    @discreet
     def _ask_alone(self, batch: Sample, attempts: int = 2) -> tuple[_Asked, Turn]:
         """What the data say, computed by the model that was proved: to be released, and not before this returns.
 
@@ -639,7 +715,7 @@ class PrivacyEngine:
             draw=self._streams.seats(0 if before is None else len(before.stages), "seats at the front"),
             cache=cache if waiting or not self.ledger.one_off else None,
         )
-        query = query_of(settled.rest, self.loss, self.plan, settled.shape)
+        query = query_of(settled.rest, self.loss, self.plan, settled.shape, self._watch.watched)
         query.prove()  # before anything is taken over
         self._settled, self._input_shape = settled, settled.shape
         if self._augmentation is not None:
@@ -749,7 +825,13 @@ class PrivacyEngine:
 
         Of a model that ``fully_shard`` has divided it holds this rank's part, and all ranks have to ask for it.
         """
+        if self._book is not None and self._since is None and self._ranks.is_first:
+            self._file = open_book(self._streams.run, self._book, self._since)
+        return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         self._project.check()
+        self._since = sync_book(self._streams.run) or self._since
         # A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
         content = copy.deepcopy(
             {
@@ -760,6 +842,7 @@ class PrivacyEngine:
                 "rows": self.microbatch_size if self.steps or self._rows is not None else None,
                 "run": self._account.nonce,
                 "budget": self._account.name,
+                "book": self._since,
                 **self._streams.state_dict(),
                 "clips": dict(self._mechanism.clips),
                 "model": self._shards.state_dict(),
@@ -780,10 +863,9 @@ class PrivacyEngine:
             given = read_state(state, self.plan, self._shards.state_dict(), self.optimizer, self.average)
         check_seal(state)
         with self._ranks.together():
-            if self._ranks.is_first:
-                self._account.check_resumed(given.budget)
+            self._check_resumed(given)
             proved = not self._watch.changed
-        before = EngineState(**self.state_dict())
+        before = EngineState(**self._state_dict())
         try:
             with self._ranks.together():
                 self._load(given)
@@ -794,11 +876,31 @@ class PrivacyEngine:
                 self._shards.scatter()
                 self._check_plan()
                 self._watch.remember()
-        except Exception as error:
+        except BaseException as error:
             self._load(before)
             self._shards.gather()
             self._watch.remember() if proved else self._watch.forget()
+            if not isinstance(error, Exception):
+                raise
             raise CheckpointError(f"this state does not fit the engine: {error}. Nothing was changed.") from error
+
+    def _check_resumed(self, state: EngineState) -> None:
+        """Refuse what would make steps behind the state again as other releases, or releases that nobody pays for."""
+        if self._ranks.is_first:
+            self._account.check_resumed(state.budget)
+        if state.book is not None and self._book is None:
+            raise CheckpointError(
+                "this run keeps a book, which tells what it has released since this state was saved: pass its file as book= to "
+                "PrivacyEngine (lipdp.fit keeps it beside the checkpoint)."
+            )
+        rows = None if self._asked_rows is None else min(self._asked_rows, self._query.most_rows)
+        exact = self._book is None and state.private and state.steps < self.plan.steps
+        if exact and None not in (rows, state.rows) and rows != state.rows:
+            raise CheckpointError(
+                f"this state was saved with microbatches of {state.rows} rows, and here microbatch_size makes them {rows}: steps "
+                "that were made after it was saved would be made again with other sums, as releases that nobody pays for. Leave "
+                f"microbatch_size out, or pass {state.rows}; or keep a book (book=FILE, from the start of a run on): it knows them."
+            )
 
     @property
     def divided(self) -> bool:
@@ -822,7 +924,7 @@ class PrivacyEngine:
         self._apply_clips()
         self._account.adopt(state.run)
         self._streams.load_state_dict(vars(state))
-        self._resumed = True
+        self._resumed, self._since = True, state.book
 
     # ------------------------------------------------------------------ checks
 

@@ -106,8 +106,8 @@ def outputs_of(model: torch.nn.Module, inputs: Inputs) -> Callable[[Any], Any]:
     return lambda batch: call(model, batch)
 
 
-def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callable[[torch.Tensor, int], None] | None:
-    """What refuses class numbers that the loss does not take, given some and the number of their first record.
+def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callable[[torch.Tensor], None] | None:
+    """What refuses class numbers that the loss does not take.
 
     A label beyond the outputs would be noticed only in the step that draws its record. So the loss is tried on zeros in place of
     outputs, whose shape is that of one record's. ``None``: the targets are no whole numbers, or the model can't be asked yet.
@@ -131,24 +131,28 @@ def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callabl
         for module, mode in modes:
             module.training = mode
 
-    def check(given: torch.Tensor, first: int) -> None:
+    def check(given: torch.Tensor) -> None:
         rows = max(1, _ENTRIES // max(1, one.numel()))
         for start in range(0, len(given), rows):
             part = types.targets(given[start : start + rows].cpu())
-            if _objection(trial, one, part) is not None:
-                for row in range(len(part)):
-                    error = _objection(trial, one, part[row : row + 1])
-                    if error is not None:
-                        raise DataError(f"record {first + start + row} has a target that the loss does not take. {error}")
+            objection = _objection(trial, one, part)
+            if objection is not None:
+                raise DataError(objection)
 
     return check
 
 
-def _objection(loss: Any, one: torch.Tensor, targets: torch.Tensor) -> Exception | None:
+def _objection(loss: Any, one: torch.Tensor, targets: torch.Tensor) -> str | None:
     try:
         loss(one.expand(len(targets), *one.shape[1:]), targets)
-    except (DataError, IndexError) as error:
-        return error
+    except DataError as error:
+        return f"a record has a target that the loss does not take. {error}"
+    except IndexError:  # torch's text shows the target
+        classes = f", here 0 to {one.shape[1] - 1}" if one.ndim > 1 else ""
+        return (
+            f"a record has a target that the loss does not take: it has to be the number of an output{classes}. Number the classes "
+            "from 0."
+        )
     except Exception:  # of a loss that does not do with zeros, say
         return None
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,14 +16,14 @@ from torch.utils.data import Subset
 
 from lipdp._checks import positive, whole
 from lipdp.data.augment import Augmentation
-from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError, LipdpWarning, RepeatedStepError
 from lipdp.planning.decide import STATISTICS
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
-from lipdp.training.checkpoint import load_checkpoint, locked_checkpoint, previous_path, save_checkpoint
+from lipdp.training.checkpoint import book_path, load_checkpoint, locked_checkpoint, previous_path, save_checkpoint
 from lipdp.training.distributed import Ranks, check_unwrapped, present_ranks
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import check_of_targets, evaluate
@@ -95,7 +96,8 @@ def fit(
         public: declare the training data public; the history then shows the exact share of clipped examples.
         evaluations: about how many rows the history gets, evenly spread, the last one at the end.
         checkpoint: file to save the run in (atomically): at the start, at every evaluation, as time passes, and when SIGINT or
-            SIGTERM ends the run. It is locked: one run writes it at a time.
+            SIGTERM ends the run. It is locked: one run writes it at a time. Beside it lies the run's book (``FILE.book``), in which
+            every step is noted before it is released; both belong together.
         resume: continue from ``checkpoint`` if it exists. Without it an existing file is an error, so nothing is lost.
         checkpoint_every: save the run every so many seconds, after a whole step (less often where saving takes long).
         budget: the account of the data, a :class:`lipdp.privacy.Budget` or the path of its file. The whole run is reserved there
@@ -128,6 +130,8 @@ def fit(
             raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
         whole("workers", workers, least=0)
     del asked
+    given = [evaluations, bool(resume), str(settle), checkpoint is None, validation is None, scheduler is None, cache is None]
+    ranks.agree({"an argument of fit": given})  # ranks that write, evaluate or store at other times would wait for each other
     with _checkpoint_of_first(ranks, None if checkpoint is None else Path(checkpoint), resume) as file:
         engine = PrivacyEngine(
             model,
@@ -144,6 +148,7 @@ def fit(
             public=public,
             input_shape=input_shape,
             budget=budget,
+            book=None if checkpoint is None else book_path(checkpoint),
         )
         try:
             saved = _Saved(file, engine, scheduler, checkpoint_every, ranks)
@@ -168,9 +173,20 @@ def _checkpoint_of_first(ranks: Ranks, file: Path | None, resume: bool) -> Itera
                     raise CheckpointError(
                         f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file."
                     )
+                if not file.exists():
+                    _remove_book(file)  # of a run whose checkpoint somebody removed
 
         ranks.by_first(lock)
         yield file if ranks.is_first else None
+
+
+def _remove_book(file: Path) -> None:
+    try:
+        book_path(file).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the book of an earlier run can't be removed: {error}. Remove it, or choose another checkpoint file."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,13 +214,13 @@ class _Saved:
     def is_due(self) -> bool:
         """Whether it is time to save: saving takes a twentieth of the time at most. The first rank decides, where all have to."""
         due = self.file is not None and time.monotonic() - self._last >= max(self._every, 20 * self._cost)
-        return bool(self.ranks.most([due])[0]) if self._engine.divided else due
+        return bool(self.ranks.most([due])[0])
 
     @property
     def is_missing(self) -> bool:
         """Whether there should be a file, and is none yet."""
         missing = self.file is not None and not self.file.exists()
-        return bool(self.ranks.most([missing])[0]) if self._engine.divided else missing
+        return bool(self.ranks.most([missing])[0])
 
     def add(self, row: dict[str, float]) -> None:
         """One more row of the history."""
@@ -218,20 +234,26 @@ class _Saved:
         except BudgetError:
             if self.is_new and self.file is not None:
                 self.file.unlink(missing_ok=True)
+                _remove_book(self.file)
                 remove_shards(self.file, ())
             raise
 
     def save(self) -> None:
-        """Write it."""
+        """Write it. All ranks have to call it; where it can't be written, all are told."""
         started = time.monotonic()
         self.history.seconds = self._before + started - self._started
         if self._engine.divided:
             self._save_divided()
-        elif self.file is not None:
-            save_checkpoint(_state(self._engine, self.history, self.scheduler), self.file)
-            remove_shards(self.file, {_folder_of(previous_path(self.file))})  # of a run that was divided before
+        else:
+            with self.ranks.together():
+                self._save_whole()
         self._last = time.monotonic()
         self._cost = self._last - started
+
+    def _save_whole(self) -> None:
+        if self.file is not None:
+            save_checkpoint(_state(self._engine, self.history, self.scheduler), self.file)
+            remove_shards(self.file, {_folder_of(previous_path(self.file))})  # of a run that was divided before
 
     def _save_divided(self) -> None:
         """Every rank writes its tensors into a folder beside the file, which names it once it is complete; all have to call it."""
@@ -295,16 +317,25 @@ def _run(
     validation = None if validation is None else engine.through_front(validation)
     run = Run(engine, history)
     every = max(1, round(plan.steps / evaluations))
+
+    def evaluated() -> None:
+        with saved.ranks.together():
+            row = _row(engine, validation)
+            saved.add(row)
+            for hook in hooks:
+                hook.on_evaluation(run, row)
+        saved.save()
+
     try:
         for hook in hooks:
             hook.on_start(run)
         with Interrupts() as interrupts:
-            for batch in read_ahead(train, engine.samples(train), workers, engine.device):
-                engine.step(*batch)
-                if saved.scheduler is not None:
-                    saved.scheduler.step()
-                for hook in hooks:
-                    hook.on_step(run)
+            for _ in _steps(engine, train, workers):
+                with saved.ranks.together():
+                    if saved.scheduler is not None:
+                        saved.scheduler.step()
+                    for hook in hooks:
+                        hook.on_step(run)
                 received, stop = saved.ranks.most([interrupts.received or 0, run.stop])
                 run.stop = bool(stop)
                 if received:
@@ -313,21 +344,41 @@ def _run(
                 # The last row stands alone at the end; one shortly before it would only cost time.
                 due = engine.steps % every == 0 and plan.steps - engine.steps >= every // 2
                 if due or run.stop or engine.steps == plan.steps:
-                    row = _row(engine, validation)
-                    saved.add(row)
-                    for hook in hooks:
-                        hook.on_evaluation(run, row)
-                    saved.save()
+                    evaluated()
                 elif saved.is_due:
                     saved.save()
                 if run.stop:
                     break
+        if not run.stop and history.last.get("step") != engine.steps:  # the last ones were given up
+            evaluated()
     finally:
         for hook in hooks:
             hook.on_end(run)
     history.epsilon = engine.epsilon
     engine.use_average()
     return history
+
+
+def _steps(engine: PrivacyEngine, train: Any, workers: int) -> Iterator[None]:
+    """The steps that are left. Those that a killed process has made, and that can't be repeated here, are given up."""
+    while True:
+        first = engine.steps
+        try:
+            for batch in read_ahead(train, engine.samples(train), workers, engine.device):
+                first = engine.steps
+                engine.step(*batch)
+                yield
+            return
+        except RepeatedStepError as error:
+            after = engine.give_up()
+            if after == first:
+                raise
+            warnings.warn(
+                f"steps {first} to {after - 1} were made before this run was interrupted, and are given up: they are paid for, and "
+                f"can't be repeated here to the last bit. The model is that of {after - first} steps less. ({error})",
+                LipdpWarning,
+                stacklevel=4,
+            )
 
 
 def _told_to(hooks: list[Callback]) -> Progress:

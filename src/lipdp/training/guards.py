@@ -6,9 +6,10 @@ And signals that ask a run to end: it finishes its step first.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -21,14 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lipdp.errors import ConfigurationError
 from lipdp.inputs import leaves
 
-__all__ = ["Held", "Interrupts", "claim_batch", "is_guard", "note_batch", "spend_batch"]
+__all__ = ["Held", "Interrupts", "claim_batch", "is_guard", "note_batch", "spend_all", "spend_batch", "undone"]
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
 
 
 class Held:
-    """Some parameters and their optimiser, of which only :meth:`stepping` lets steps through.
+    """Some parameters and their optimiser, of which only :meth:`step` lets steps through.
 
     An ordinary ``loss.backward(); optimizer.step()`` on private batches would train without noise and cost nothing. So while
     somebody holds them, any optimiser over any of the parameters refuses to step. It ends with :meth:`release`, or with the object.
@@ -51,14 +52,12 @@ class Held:
             return True
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Within the block this thread's optimisers step: one may call another."""
-        before, _inside.engine = getattr(_inside, "engine", False), True
-        try:
-            yield
-        finally:
-            _inside.engine = before
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of the optimiser, and of those that it calls.
+
+        That it is under way is read off the stack: there is nothing that an interrupt could leave open behind it.
+        """
+        optimizer.step()
 
     def release(self) -> None:
         """Let the parameters go."""
@@ -72,7 +71,6 @@ class Held:
 
 
 _held: weakref.WeakSet[Held] = weakref.WeakSet()
-_inside = threading.local()
 _hook: list[Any] = []
 
 
@@ -82,8 +80,11 @@ def _unhook_if_idle() -> None:
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(_inside, "engine", False):
-        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Held.step.__code__:
+            return
+        frame = frame.f_back
     if any(held.concerns(optimizer) for held in list(_held)):
         raise ConfigurationError(
             f"{type(optimizer).__name__}.step() was called on parameters that a PrivacyEngine trains: such a step has no noise and "
@@ -147,6 +148,12 @@ def spend_batch(parts: tuple[Any, Any]) -> None:
         drawn.used = True
 
 
+def spend_all(owner: str) -> None:
+    """From now on all batches that ``owner`` has drawn are used."""
+    for drawn in _batches.values():
+        drawn.used = drawn.used or drawn.owner == owner
+
+
 def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
     for part in leaves(parts):
         if isinstance(part, torch.Tensor):
@@ -195,3 +202,16 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Whatever ends the block, ``undo`` is called; once more after an error, for a Ctrl-C may have ended the first call."""
+    try:
+        try:
+            yield
+        finally:
+            undo()
+    except BaseException:
+        undo()
+        raise

@@ -11,12 +11,14 @@ import torch
 
 from lipdp.digest import as_bytes, same_bits
 from lipdp.errors import UnsupportedError
+from lipdp.training.guards import undone
 from lipdp.training.shards import local
 from lipdp.training.watch import Flag, read_flags
 
 __all__ = ["HeldState", "refuse_foreign_state"]
 
 _STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_OWN = frozenset(("_version", *_STATE_METHODS))
 
 
 class _Place(NamedTuple):
@@ -84,11 +86,15 @@ class HeldState:
         self._objects = [place.holder[place.key] for place in self._weights]
         self._forms = [(local(weight.detach()).shape, weight.dtype, weight.device) for weight in self._objects]
         self._kept_weights = {device: _bytes(weights) for device, weights in self._by_device().items()}
-        try:
+        done = False
+
+        def put_back() -> None:
+            if not done:
+                self._put_back(read_flags(self.same()))
+
+        with undone(put_back):
             yield
-        except BaseException:
-            self._put_back(read_flags(self.same()))
-            raise
+            done = True
 
     def same(self) -> list[Flag]:
         """Whether names, weights and each of the others are as they were; elsewhere than on a processor still being computed."""
@@ -189,7 +195,8 @@ def refuse_foreign_state(model: torch.nn.Module) -> None:
 
 def _foreign_entries(model: torch.nn.Module) -> list[str]:
     """Names of what a ``state_dict`` holds besides parameters and buffers, where some module has changed how it is made."""
-    if not any(map(_makes_own_state, model.modules())):
+    modules = list(model.modules())
+    if not any(map(_makes_own_state, modules)) and not any(map(_class_makes_own_state, {type(module) for module in modules})):
         return []
     known = {_identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict()
@@ -207,12 +214,12 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _makes_own_state(module: torch.nn.Module) -> bool:
-    attributes, cls = vars(module), type(module)
-    return (
-        "_version" in attributes
-        or any(_state_hooks(module))
-        or any(name in attributes or getattr(cls, name) is not getattr(torch.nn.Module, name) for name in _STATE_METHODS)
-    )
+    own = module.__dict__
+    return bool(own["_state_dict_hooks"] or own["_state_dict_pre_hooks"]) or not _OWN.isdisjoint(own)
+
+
+def _class_makes_own_state(kind: type) -> bool:
+    return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _STATE_METHODS)
 
 
 def _state_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:

@@ -7,6 +7,8 @@ other inputs it would be a second release that nobody paid for, and is refused.
 Those inputs are known by digests of data under the run's key, which its samples and its noise are bound to; what is drawn there by
 a tag that the very sums are mixed into (:attr:`lipdp.privacy.Stream.claim`). A device keeps its own: nobody waits for it at a
 position that was never taken.
+
+What earlier processes of a run have released is known by its book on disk, where it keeps one (:mod:`lipdp.training.book`).
 """
 
 from __future__ import annotations
@@ -15,28 +17,37 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Subset, TensorDataset
 
 from lipdp.digest import Tag, content_digest
-from lipdp.errors import BudgetError, LipdpWarning
+from lipdp.errors import BudgetError, LipdpWarning, RepeatedStepError
 from lipdp.inputs import leaves, named_leaves
 from lipdp.privacy.randomness import Claim, derive_key
 from lipdp.training.batches import Rows, check_dataset, gather, slices
+from lipdp.training.book import BookFile, Draw
 
 __all__ = [
     "Claims",
     "Progress",
     "batch_digest",
     "claim_draw",
+    "close_book",
     "digest_records",
+    "end_of",
+    "is_book_open",
+    "know_draws",
     "know_run",
     "layout",
+    "open_book",
+    "refuse_forked",
     "refuse_taken",
     "stored_tensors",
+    "sync_book",
     "take_position",
     "unsteady_digest",
     "versions",
@@ -46,9 +57,11 @@ __all__ = [
 _SIZE = 16  # bytes of a trail that are kept
 _COLUMNS = 16  # words of a position that are kept on a device: of weights by type, of inputs and targets
 _TAG = 4  # those of a draw
+_WAITING = 64  # tags on a device that are not written to a book yet: those of steps that a killed run has to give up
 _OTHER_SUMS = (
-    "with other sums from the same inputs (another microbatch_size? does something draw random numbers past torch's generators? do "
-    "a GPU's kernels add in any order? torch.use_deterministic_algorithms(True) makes them repeat)"
+    "with other sums from the same inputs (another microbatch_size, machine or number of threads? does something draw random "
+    "numbers past torch's generators? do a GPU's kernels add in any order? torch.use_deterministic_algorithms(True) makes them "
+    "repeat)"
 )
 Claims = Sequence[tuple[int, Claim]]
 """Draws of a position, by number, and what stands for each."""
@@ -60,8 +73,33 @@ class _Run:
     def __init__(self) -> None:
         self.steps = bytearray()
         self.named: dict[str, bytes] = {}
-        self.draws: dict[tuple[int | str, int], Claim] = {}
+        self.draws: dict[Draw, Claim] = {}
         self.words, self.tags = _Rows(_COLUMNS), _Rows(_TAG)
+        self.is_open = False  # its book, here or in the process that writes it
+        self.waiting: list[int] = []  # positions whose tags are on a device, and not in the file yet
+        self._file: weakref.ref[BookFile] | None = None
+
+    @property
+    def file(self) -> BookFile | None:
+        """Its book, where this process writes it: as long as somebody has it."""
+        return None if self._file is None else self._file()
+
+    def keep_in(self, file: BookFile) -> None:
+        """Write what is drawn to this file from here on, and what was drawn here before, without it."""
+        known = {draw: _read(tag) for draw, tag in self.draws.items() if draw not in file.draws}
+        waiting = [position for position in self.tags.noted() if not file.draws.get((position, 0))]
+        file.write(known | {(position, 0): b"" for position in waiting if (position, 0) not in file.draws})
+        self._file, self.waiting = weakref.ref(file), waiting
+
+    def forget_file(self) -> None:
+        """Nothing is written to it any more."""
+        self._file, self.waiting = None, []
+
+    @property
+    def end(self) -> int:
+        """The number behind the last step that was made, here or by an earlier process."""
+        drawn = max((position for position, _ in self.draws if isinstance(position, int)), default=-1)
+        return max(len(self.steps) // _SIZE, drawn + 1)
 
     def before(self, position: int | str) -> bytes | None:
         """The trail of an earlier release here."""
@@ -89,22 +127,39 @@ class _Run:
         before = self.draws.get((position, number))
         if before is None and number == 0 and isinstance(position, int):
             before = self.tags.at(position, _TAG)
-        if before is None:
-            return True
-        return isinstance(before, bytes) is isinstance(tag, bytes) and _read(before) == _read(tag)
+        return before is None or _read(before) == _read(tag)
 
     def write_draw(self, position: int | str, number: int, tag: Claim) -> None:
-        """Note it, where none was made."""
-        if isinstance(tag, bytes):
-            self.draws.setdefault((position, number), tag[:_SIZE])
-        elif number == 0 and isinstance(position, int):
+        """Note it, where none was made: in the file first."""
+        if (position, number) in self.draws:
+            return
+        if isinstance(tag, torch.Tensor) and number == 0 and isinstance(position, int):
+            if self.file is not None and not self.tags.has(position):
+                self.file.write({(position, 0): b""})
+                self.waiting.append(position)
+                if len(self.waiting) > _WAITING:
+                    self.tell_file(self.waiting[:-1])
             self.tags.write(position, tag)
+            return
+        if self.file is not None or isinstance(tag, bytes):
+            kept = _read(tag)
+            if self.file is not None:
+                self.file.write({(position, number): kept})
+            self.draws[position, number] = kept
         else:
-            self.draws.setdefault((position, number), tag.clone())  # a recording's result is overwritten by the next
+            self.draws[position, number] = tag.clone()  # the next draw overwrites it
+
+    def tell_file(self, positions: Sequence[int]) -> None:
+        """Write the tags of these, the first that wait; their device is waited for."""
+        if self.file is not None and positions:
+            tags = [(position, self.tags.at(position, _TAG)) for position in positions]
+            self.file.write({(position, 0): _read(tag) for position, tag in tags if tag is not None})
+        del self.waiting[: len(positions)]
 
 
-def _read(tag: Claim) -> bytes | list[int]:
-    return tag[:_SIZE] if isinstance(tag, bytes) else tag.tolist()
+def _read(tag: Claim) -> bytes:
+    """The bytes of it that are kept; one on a device is waited for."""
+    return (tag if isinstance(tag, bytes) else tag.cpu().numpy().tobytes())[:_SIZE]
 
 
 class _Rows:
@@ -116,7 +171,7 @@ class _Rows:
 
     def write(self, position: int, words: torch.Tensor) -> None:
         """Note them, where none were; nobody waits."""
-        if not words.numel() or self._noted[position : position + 1] == b"1":
+        if not words.numel() or self.has(position):
             return
         self._noted.extend(b"0" * (position + 1 - len(self._noted)))
         self._noted[position] = ord("1")
@@ -129,7 +184,15 @@ class _Rows:
 
     def at(self, position: int, count: int) -> torch.Tensor | None:
         """The first words of a position, on the processor; ``None`` where none were noted."""
-        return self._rows[position, :count].cpu() if self._noted[position : position + 1] == b"1" else None
+        return self._rows[position, :count].cpu() if self.has(position) else None
+
+    def has(self, position: int) -> bool:
+        """Whether some were noted."""
+        return self._noted[position : position + 1] == b"1"
+
+    def noted(self) -> list[int]:
+        """All positions where some were."""
+        return [position for position, is_there in enumerate(self._noted) if is_there == ord("1")]
 
 
 _runs: dict[bytes, _Run] = {}
@@ -142,6 +205,9 @@ def _forked() -> None:
     global _writing
     _foreign.update(_runs)
     _writing = threading.RLock()  # another thread may have held it
+    for run in _runs.values():
+        if run.file is not None:
+            run.file.close_copy()
 
 
 if hasattr(os, "register_at_fork"):
@@ -150,18 +216,86 @@ if hasattr(os, "register_at_fork"):
 
 def know_run(run: bytes) -> None:
     """A run (named by a digest of its key) exists in this process."""
-    _runs.setdefault(run, _Run())
+    _book(run)
 
 
-def refuse_taken(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
-    """Refuse a position that was taken for something else; nothing is taken. Arguments as of :func:`take_position`."""
+def _book(run: bytes) -> _Run:
+    return _runs[run] if run in _runs else _runs.setdefault(run, _Run())
+
+
+def open_book(run: bytes, path: str | os.PathLike[str], since: str | None = None) -> BookFile:
+    """Keep this run's book in a file from here on, as long as somebody has it. Arguments as of :class:`BookFile`."""
+    with _writing:
+        book = _book(run)
+        if book.file is not None:
+            return book.file
+        file = BookFile(path, run, since)
+        book.keep_in(file)
+        return file
+
+
+def know_draws(run: bytes, draws: Mapping[Draw, bytes]) -> None:
+    """What the book of this run says, which is open from here on: here, or in the process that writes it."""
+    with _writing:
+        book = _book(run)
+        book.is_open = True
+        for draw, tag in draws.items():
+            book.draws.setdefault(draw, tag)
+
+
+def is_book_open(run: bytes) -> bool:
+    """Whether its book is open: no copy of the engine has closed it."""
+    return run in _runs and _runs[run].is_open
+
+
+def sync_book(run: bytes) -> str | None:
+    """All of its book has reached the disk, when this returns; the mark of how far it has come, where it is written here."""
+    with _writing:
+        book = _runs.get(run)
+        file = None if book is None else book.file
+        if book is None or file is None:
+            return None
+        book.tell_file(list(book.waiting))
+        file.sync()
+        return file.mark
+
+
+def close_book(run: bytes) -> str | None:
+    """Let its file go, for another process to go on with; the mark of how far it has come."""
+    with _writing:
+        book = _runs.get(run)
+        if book is None:
+            return None
+        book.is_open, file = False, book.file
+        if file is None:
+            return None
+        try:
+            book.tell_file(list(book.waiting))
+        finally:
+            book.forget_file()
+            file.close()
+        return file.mark
+
+
+def end_of(run: bytes) -> int:
+    """The number behind the last step of a run that is known to have been made."""
+    return _runs.setdefault(run, _Run()).end
+
+
+def refuse_forked(run: bytes) -> None:
+    """Refuse a run that another process has begun, of which this one is a copy."""
     if run in _foreign:
         raise BudgetError(
             "this engine was made in another process, of which this one is a copy (os.fork): both would make the same releases, or "
             "other ones that nobody pays for. Make the engine in the process that trains with it."
         )
+
+
+def refuse_taken(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
+    """Refuse a position that was taken for something else; nothing is taken. Arguments as of :func:`take_position`."""
+    refuse_forked(run)
     with _writing:
-        book = _runs.setdefault(run, _Run())
+        book = _book(run)
         before = book.before(position)
         if before is not None and (before != trail[:_SIZE] or not book.same_words(position, words)):
             raise _taken(position, "from other inputs")
@@ -191,7 +325,7 @@ def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None
     torch's bookkeeping; or threads (or a GPU's kernels) add in another order. Whatever it was, other sums are another release.
     """
     with _writing:
-        book = _runs.setdefault(run, _Run())
+        book = _book(run)
         if book.same_draw(position, number, tag):
             book.write_draw(position, number, tag)
             return
@@ -200,11 +334,12 @@ def claim_draw(run: bytes, position: int | str, number: int, tag: Claim) -> None
 
 def _taken(position: int | str, how: str) -> BudgetError:
     what = f"step {position}" if isinstance(position, int) else f"the release of {position}"
-    return BudgetError(
+    leave_out = " engine.give_up() goes on behind the steps that were made." if isinstance(position, int) else ""
+    return RepeatedStepError(
         f"{what} of this run was made before, {how}: by this engine before it was rewound, by a copy of it, or by another one from "
-        "the same state. A second release there is one that nobody has paid for. Go on with the engine that made the first one, "
-        "or give it the same data, weights and settings; or make a new PrivacyEngine, which has a key of its own and is charged "
-        "from the start."
+        "the same state, in a process that was ended perhaps. A second release there is one that nobody has paid for. Go on with "
+        f"the engine that made the first one, or give it the same data, weights and settings.{leave_out} Or make a new "
+        "PrivacyEngine, which has a key of its own and is charged from the start."
     )
 
 

@@ -17,11 +17,13 @@ from lipdp._numerics import arithmetic
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import Clipped, Clipper, check_supported, clipping_groups
 from lipdp.clipping import Method as ClippingMethod
+from lipdp.clipping.batch import Batch as Microbatch
 from lipdp.clipping.clipper import Pending
 from lipdp.clipping.verify import forget as forget_verified
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
 from lipdp.graphs import GraphedFunction, Watched
+from lipdp.inputs import owned
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
 from lipdp.planning.grouping import clip_layers
@@ -63,7 +65,7 @@ class Sample:
     copies: Copies = field(default_factory=Copies)
     dtypes: tuple[Any, torch.dtype] | None = None
     seats: torch.Tensor | None = None  # by seat, which record sits there
-    settings: int | None = None  # the number of the model's settings, where they have just been looked at
+    settings: int | None = None  # the number that the query's ``watched`` gives the model's settings, where it has just looked
     beside: Beside | None = None  # digests that a recording computes with the sums
     turn: Turn = field(default_factory=Turn)  # which microbatches are computed here, and how they are added up
 
@@ -95,6 +97,11 @@ class Query(Protocol):
     @property
     def loss(self) -> Callable[..., torch.Tensor]:
         """One value per example."""
+        ...
+
+    @property
+    def watched(self) -> Watched:
+        """Who numbers the states of the model and the loss."""
         ...
 
     @property
@@ -148,13 +155,14 @@ class Query(Protocol):
         ...
 
 
-def query_of(model: torch.nn.Module, loss: Any, plan: PrivacyPlan, input_shape: tuple[int, ...] | None) -> Query:
-    """The query that the plan's method stands for."""
-    if plan.method == "clipless":
-        return ProvedQuery(model, as_loss(loss), plan, input_shape)
-    if plan.method == "mixed":
-        return MixedQuery(model, as_loss(loss), plan, input_shape)
-    return ClippedQuery(model, per_example_loss(loss), plan)
+def query_of(
+    model: torch.nn.Module, loss: Any, plan: PrivacyPlan, input_shape: tuple[int, ...] | None, watched: Watched | None = None
+) -> Query:
+    """The query that the plan's method stands for. ``watched``: whoever numbers the states of the model and the loss already."""
+    if plan.method in ("clipless", "mixed"):
+        proved = ProvedQuery(model, as_loss(loss), plan, input_shape, watched)
+        return proved if plan.method == "clipless" else MixedQuery(proved, ClippedQuery(model, proved.loss, plan))
+    return ClippedQuery(model, per_example_loss(loss), plan, watched)
 
 
 def _check_names(plan: PrivacyPlan, sizes: Mapping[str, int]) -> None:
@@ -183,7 +191,14 @@ def _check_slack(plan: PrivacyPlan, needed: float) -> None:
 class ProvedQuery:
     """Sensitivities proved by the calculus of bounds."""
 
-    def __init__(self, model: torch.nn.Module, loss: Loss, plan: PrivacyPlan, input_shape: tuple[int, ...] | None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Loss,
+        plan: PrivacyPlan,
+        input_shape: tuple[int, ...] | None,
+        watched: Watched | None = None,
+    ) -> None:
         self.model, self.plan, self.input_shape = model, plan, input_shape
         self.loss: Callable[..., torch.Tensor] = loss
         self._proved_loss = loss
@@ -192,7 +207,7 @@ class ProvedQuery:
         self._trained: dict[str, torch.Tensor] = {}
         # The engine lets no layer be replaced, so what is none of these now never will be.
         self._has_maps = any(isinstance(module, Reparametrised) and module.maps() for module in model.modules())
-        self._watched = Watched(model, loss)
+        self.watched = Watched(model, loss) if watched is None else watched
         self._settings: int | None = None
         self._beside: Beside | None = None
         self._proofs = 0
@@ -326,7 +341,7 @@ class ProvedQuery:
 
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""
-        settings = self._watched() if self._settings is None else ("known", self._settings)
+        settings = self.watched() if self._settings is None else ("known", self._settings)
         return settings, self._proofs, tuple(self._trained), storages(self._values), self._beside is None
 
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -340,9 +355,14 @@ class ProvedQuery:
 class ClippedQuery:
     """Sensitivity enforced: every example's gradient is clipped, group by group."""
 
-    def __init__(self, model: torch.nn.Module, loss: Callable[..., torch.Tensor], plan: PrivacyPlan) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss: Callable[..., torch.Tensor], plan: PrivacyPlan, watched: Watched | None = None
+    ) -> None:
         self.model, self.loss, self.plan = model, loss, plan
+        self.watched = Watched(model, loss) if watched is None else watched
         self.groups = tuple(group for group in plan.groups if group.source == "clipped")
+        # Where parameters are frozen for a pass, it is that state of the model which stays the same from step to step.
+        self._whole = not any(phase.frozen for phase in plan.phases) and plan.method != "mixed"
         self._clippers: dict[int, Clipper] = {}
 
     @property
@@ -391,7 +411,8 @@ class ClippedQuery:
         """
         forget_verified(self.model)
         self._clippers.clear()
-        with _only_trained(self.model, {name for group in self.groups for name in group.parameters}):
+        own = {name for group in self.groups for name in group.parameters}
+        with _not_trained([p for name, p in self.model.named_parameters() if p.requires_grad and name not in own]):
             check_supported(self.model)
         trained = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
         _check_names(self.plan, trained)
@@ -447,21 +468,29 @@ class ClippedQuery:
             return Answer(sums, counts, clipped)
 
         pending: Pending | None = None
-        with _only_trained(self.model, parameters):
+        others = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in parameters]
+        on_host = batch.device.type != "cuda"
+        settings = batch.settings if on_host and self._whole else None  # elsewhere nobody has looked yet
+        with _not_trained(others):
             own = microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats, turn=batch.turn)
             for x, y, mask in own:
                 with arithmetic(plan.precision, batch.device):
                     answer = answer if pending is None else plus(answer, pending.finish())
-                    pending = clipping.start(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
-        if pending is None:
-            return answer
+                    if batch.copies.augmentation is None:
+                        pending = clipping.begin(Microbatch(owned(x), owned(y), mask), max_norm, settings)
+                        settings = clipping.seen
+                    else:  # whoever makes the copies may give other types
+                        pending = clipping.start(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
+            if pending is None:
+                return answer
+            if on_host or batch.turn.units is not None:
+                with arithmetic(plan.precision, batch.device):
+                    return plus(answer, pending.finish())
 
         def repaired(before: Answer = answer, pending: Pending = pending) -> Answer:
-            with _only_trained(self.model, parameters), arithmetic(plan.precision, batch.device):
+            with _not_trained(others), arithmetic(plan.precision, batch.device):
                 return plus(before, pending.finish(), torch.add)
 
-        if batch.device.type != "cuda" or batch.turn.units is not None:
-            return repaired()
         return replace(plus(answer, pending.expected(), torch.add), fine=pending.fine, again=repaired)
 
     def _clipping(self, copies: int) -> Clipper:
@@ -477,6 +506,7 @@ class ClippedQuery:
                 style=plan.clipping_style,
                 stability=plan.stability,
                 copies=copies,
+                watched=self.watched if self._whole else None,
             )
         return self._clippers[copies]
 
@@ -488,10 +518,9 @@ class ClippedQuery:
 class MixedQuery:
     """Proved where there is a proof, clipped elsewhere: both are one Gaussian mechanism."""
 
-    def __init__(self, model: torch.nn.Module, loss: Loss, plan: PrivacyPlan, input_shape: tuple[int, ...] | None) -> None:
-        self.loss: Callable[..., torch.Tensor] = loss
-        self._proved = ProvedQuery(model, loss, plan, input_shape)
-        self._clipped = ClippedQuery(model, loss, plan)
+    def __init__(self, proved: ProvedQuery, clipped: ClippedQuery) -> None:
+        self.loss, self.watched = proved.loss, proved.watched
+        self._proved, self._clipped = proved, clipped
 
     @property
     def entries(self) -> int | None:
@@ -559,13 +588,12 @@ class MixedQuery:
 
 
 @contextmanager
-def _only_trained(model: torch.nn.Module, parameters: Collection[str]) -> Iterator[None]:
-    """Parameters that this step does not train cost nothing: no gradients are computed for them."""
-    others = [p for name, p in model.named_parameters() if p.requires_grad and name not in parameters]
+def _not_trained(parameters: Collection[torch.Tensor]) -> Iterator[None]:
+    """Within the block these cost nothing: no gradients are computed for them."""
     try:
-        for parameter in others:
+        for parameter in parameters:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in others:
+        for parameter in parameters:
             parameter.requires_grad_(True)

@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,13 @@ _API = "torch.distributed.fsdp"
 
 
 def _is_dtensor(value: Any) -> bool:
-    return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in type(value).__mro__)
+
+    return _are_dtensors(type(value))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _are_dtensors(kind: Any) -> bool:
+    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed") for base in kind.__mro__)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

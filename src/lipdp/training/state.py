@@ -22,6 +22,7 @@ from lipdp.errors import CheckpointError, LipdpError
 from lipdp.fields import Count, Range, Scale, Size, check_weights, read
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.training.averaging import Average
+from lipdp.training.book import MARK
 from lipdp.training.shards import local
 
 __all__ = [
@@ -150,7 +151,7 @@ def check_scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler, other
         raise CheckpointError(f"the learning-rate scheduler can't go on from this state: {error!r}") from error
 
 
-STATE_FORMAT = 4
+STATE_FORMAT = 5
 # A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
 CLIP_RANGE = Range(least=1e-6, most=1e6)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -169,6 +170,7 @@ class EngineState:
         rows: of a microbatch; ``None`` where nothing has fixed it, before the first step.
         run: a name drawn for this run alone.
         budget: the file of the budget that pays for it, if one does.
+        book: the mark of the file that its releases are noted in, if they are (:mod:`lipdp.training.book`).
         key: the run's secret, in hexadecimal.
         private: whether the secret came from the operating system.
         trail: digest of what the noise of all steps so far depended on.
@@ -182,13 +184,14 @@ class EngineState:
         digest: of all of this: a number that goes back over weights that did not would allow steps that nobody paid for.
     """
 
-    format: Literal[4]
+    format: Literal[5]
     plan: str
     steps: Size
     one_off: list[str]
     rows: Count | None
     run: str
     budget: str | None
+    book: str | None
     key: str
     private: bool
     trail: str
@@ -269,6 +272,8 @@ def _check_account(state: EngineState, plan: PrivacyPlan) -> None:
     for name in ("key", "trail", *(name for name in ("data", "left") if getattr(state, name) is not None)):
         if not _DIGEST.fullmatch(getattr(state, name)):
             raise CheckpointError(f"this state's {name} is not a hexadecimal number of 256 bits")
+    if state.book is not None and not MARK.fullmatch(state.book):
+        raise CheckpointError("this state's book is not the mark of one")
     if not _NONCE.fullmatch(state.run):
         raise CheckpointError("this state's run is not a name that an engine draws")
 

@@ -26,12 +26,14 @@ from lipdp.errors import ConfigurationError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh_key, mix_key
+from lipdp.training.guards import undone
 from lipdp.training.positions import (
     Claims,
     Progress,
     batch_digest,
     claim_draw,
     digest_records,
+    end_of,
     know_run,
     layout,
     refuse_taken,
@@ -245,11 +247,12 @@ class Streams:
             for generator in generators:
                 self.draw(number, "model", generator, microbatch)
 
-        try:
-            yield begin
-        finally:
+        def restore() -> None:
             for generator, state in zip(generators, kept, strict=True):
                 generator.set_state(state)
+
+        with undone(restore):
+            yield begin
 
     def prepare(
         self,
@@ -302,6 +305,11 @@ class Streams:
         """Take a step's position in the book, for what was drawn ahead."""
         self._take(prepared, claims)
         self.trail = prepared.trail
+
+    @property
+    def end(self) -> int:
+        """The number behind the last step of this run that is known to have been made, here or by an earlier process."""
+        return end_of(self.run)
 
     def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
         """The weights are as the step leaves them."""

@@ -35,17 +35,24 @@ class ModelWatch:
     """Remembers a model's layers, modes, settings and values (and its loss's) at the moment its bounds were proved.
 
     Settings are all attributes of all modules, hooks and replaced methods among them (:mod:`lipdp.fingerprint`); values those of
-    every tensor that can be reached from the modules, by a digest; on a device it is one under ``key``.
+    every tensor that can be reached from the modules, by a digest; on a device it is one under ``key``. ``watched``: who numbers
+    settings already.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: Any = None, key: Callable[[], bytes] = lambda: _KEY) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Any = None,
+        key: Callable[[], bytes] = lambda: _KEY,
+        watched: Watched | None = None,
+    ) -> None:
         self.model = model
         self._key = key
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._modes = [module.training for module in self._modules]
         self._structure = self._present_structure()
-        self._watched = Watched(model, loss)
+        self.watched = Watched(model, loss) if watched is None else watched
         self.settings = -1
         self._sound = -1  # how often something had changed when the structure was checked last
         self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
@@ -66,13 +73,13 @@ class ModelWatch:
         If every module has the children it had, then by induction from the model itself its modules are those it had. Where the
         last comparison found all settings the same objects, children and parameters are among them.
         """
-        if self._watched.looks != self._sound:
+        if self.watched.looks != self._sound:
             if not all(map(_same_items, self._structure, self._present_structure())):
                 raise ConfigurationError(
                     "layers or parameters of the model were replaced, frozen or unfrozen after the engine was made, and its bounds "
                     "are those of the model before. Make a new plan and a new engine for the model as it is."
                 )
-            self._sound = self._watched.looks
+            self._sound = self.watched.looks
         if any(_GLOBAL_HOOKS):
             raise ConfigurationError(
                 "hooks on all modules are registered (torch.nn.modules.module.register_module_forward_hook and its like), which "
@@ -92,7 +99,7 @@ class ModelWatch:
 
     def compare(self) -> Flag:
         """Whether all values and settings are what :meth:`remember` saw; for values elsewhere, still being computed there."""
-        self.settings = self._watched()
+        self.settings = self.watched()
         here, words = self._present_values()
         return self._same_here(here, words is None) and (words is None or self.compare_there(words))
 
@@ -110,7 +117,7 @@ class ModelWatch:
 
         Settings that have changed are those of another model: a digest that was begun before is none of it, so they never pass.
         """
-        before, self.settings = self.settings, self._watched()
+        before, self.settings = self.settings, self.watched()
         if before != self.settings or self._tensors[0] != self.settings:
             return False
         return self._same_here([self.settings, self._digest_here()], False)
@@ -120,7 +127,7 @@ class ModelWatch:
 
     def remember(self) -> None:
         """The present values and settings are proved."""
-        self.settings = self._watched()
+        self.settings = self.watched()
         self.remember_values()
 
     def remember_values(self, words: torch.Tensor | None = None) -> None:
@@ -147,7 +154,7 @@ class ModelWatch:
     def _present_values(self, words: torch.Tensor | None = None) -> tuple[list[Any], torch.Tensor | None]:
         """The number of the settings and a digest of the tensors on the processor; digests of those elsewhere, still computed."""
         if self._tensors[0] != self.settings:
-            self._tensors = self.settings, reachable_tensors(*self._watched.objects)
+            self._tensors = self.settings, reachable_tensors(*self.watched.objects)
         elsewhere = [t.device for t in self._tensors[1] if _is_elsewhere(t)]
         if words is None and elsewhere:
             words = self._words(set(elsewhere))

@@ -1,0 +1,296 @@
+"""Parameters that modules without a norm rule hand to torch's functions: ``F.linear(x, self.weight)``, ``x @ self.weight.T``.
+
+Whatever a module does besides, each such use is a dense layer, an embedding or a normalisation, of which the gradients of the
+examples are known: from what goes into the function and the cotangent of what it gives. So in the place of its parameters the
+module is given stand-ins, which compute the same and note the use (Conv1D of GPT-2, embeddings that are scaled or numbered from
+two on, norms that turn their input first, adapters by hand).
+
+Which modules can be given stand-ins is tried: with two and three examples and with other contents, all that they do with their
+parameters has to be one of these functions, on tensors whose first dimension holds the examples, as many rows of each. It is only
+used where the self-check (:mod:`lipdp.clipping.verify`) finds each example's gradient to be that of the example alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lipdp.clipping.contribution import Contribution, PositionSum, Scatter
+from lipdp.clipping.norm_rules import Contributions
+from lipdp.clipping.outer import OuterSum
+from lipdp.clipping.rules_layers import normalised
+from lipdp.clipping.spread import swapped
+
+__all__ = ["Handing", "Use", "stand_ins"]
+
+
+class Use(NamedTuple):
+    """A parameter's use in a function.
+
+    Attributes:
+        of: the parameters' names in the module.
+        x: what the function reads besides; its first dimension holds the examples.
+        output: what it gives.
+        contributions: (number of examples) → (cotangent) → gradients by these names.
+        keeps: whether ``x`` is needed in the backward pass as it was.
+        at_once: see :func:`lipdp.clipping.norm_rules.norm_rule`.
+    """
+
+    of: tuple[str, ...]
+    x: torch.Tensor
+    output: torch.Tensor
+    contributions: Callable[[int], Contributions]
+    keeps: bool = True
+    at_once: bool = False
+
+    def runs(self, batch: int) -> int | None:
+        """Rows of each example in the first dimension of what goes in and of what comes out, if they can be told."""
+        rows = {part.shape[0] if part.ndim else 0 for part in (self.x, self.output)}
+        (count,) = rows if len(rows) == 1 else (0,)
+        return count // batch if count and count % batch == 0 else None
+
+
+Note = Callable[[Use | None], torch.Tensor | None]
+"""Told of every use; ``None``: of one that is not known. What it returns takes the output's place."""
+
+
+class _StandIn(torch.Tensor):
+    """A parameter, or (``turned``) its transpose, that tells of what is done with it."""
+
+    whole: torch.Tensor
+    local: str
+    turned: bool
+    note: Note
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, local: str, note: Note, turned: bool = False) -> _StandIn:
+        shown: _StandIn = (whole.detach().t() if turned else whole.detach()).as_subclass(cls)
+        shown.whole, shown.local, shown.turned, shown.note = whole, local, turned, note
+        return shown
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """What it stands for."""
+        return self.whole.t() if self.turned else self.whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        one = next(part for part in tree_leaves((args, kwargs)) if isinstance(part, cls))
+        if func in _TURNS and one is args[0] and one.whole.ndim == 2 and _turns(func, args[1:], kwargs):
+            return cls.of(one.whole, one.local, one.note, not one.turned)
+        plain_args, plain_kwargs = tree_map(lambda part: part.plain if isinstance(part, cls) else part, (args, kwargs))
+        output = func(*plain_args, **plain_kwargs)
+        if output is one.whole and not one.turned:  # a conversion that had nothing to do
+            return one
+        if not any(isinstance(part, torch.Tensor) for part in tree_leaves(output)):
+            return output  # its shape, its type
+        replaced = one.note(_use(func, args, kwargs, output))
+        return output if replaced is None else replaced
+
+
+def _use(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Use | None:
+    rule = _RULES.get(func)
+    if rule is None or not isinstance(output, torch.Tensor):
+        return None
+    try:
+        return rule(output, *args, **kwargs)
+    except TypeError:  # arguments that the rule does not know
+        return None
+
+
+# Functions ---------------------------------------------------------------------------------------------------------------
+
+
+def _is(part: Any) -> TypeGuard[_StandIn]:
+    return isinstance(part, _StandIn)
+
+
+def _names(*parts: Any) -> tuple[str, ...]:
+    return tuple(part.local for part in parts if _is(part))
+
+
+def _tall(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    """(batch, positions, features)."""
+    return tensor.reshape(batch, tensor.numel() // max(1, batch * tensor.shape[-1]), tensor.shape[-1])
+
+
+def _affine(output: torch.Tensor, x: Any, matrix: Any, bias: Any, across: bool) -> Use | None:
+    """x·M, or (``across``) x·Mᵀ, and a bias behind it."""
+    if _is(x) or not isinstance(x, torch.Tensor) or x.ndim < 2 or not isinstance(matrix, torch.Tensor) or matrix.ndim != 2:
+        return None
+    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.ndim != 1 or bias.shape[0] != output.shape[-1]):
+        return None
+    seen = x.detach()
+
+    def contributions(batch: int) -> Contributions:
+        def of(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
+            delta, found = _tall(cotangent, batch), dict[str, Contribution]()
+            if _is(matrix):
+                out_first = across != matrix.turned  # the parameter is (outputs, inputs)
+                pair = (delta, _tall(seen, batch)) if out_first else (_tall(seen, batch), delta)
+                found[matrix.local] = OuterSum(*pair, tuple(matrix.whole.shape))
+            if _is(bias):
+                found[bias.local] = PositionSum(delta, tuple(bias.whole.shape))
+            return found
+
+        return of
+
+    return Use(_names(matrix, bias), x, output, contributions, keeps=_is(matrix))
+
+
+def _linear(output: torch.Tensor, input: Any, weight: Any, bias: Any = None) -> Use | None:
+    return _affine(output, input, weight, bias, across=True)
+
+
+def _product(output: torch.Tensor, input: Any, other: Any) -> Use | None:
+    return _affine(output, input, other, None, across=False)
+
+
+def _added_product(output: torch.Tensor, input: Any, mat1: Any, mat2: Any) -> Use | None:
+    return _affine(output, mat1, mat2, input, across=False)
+
+
+def _sum(output: torch.Tensor, input: Any, other: Any) -> Use | None:
+    x, bias = (other, input) if _is(input) else (input, other)
+    if _is(x) or not isinstance(x, torch.Tensor) or x.ndim < 2 or x.shape != output.shape or not _is(bias) or bias.whole.ndim != 1:
+        return None
+    if bias.whole.shape[0] != x.shape[-1]:
+        return None
+
+    def contributions(batch: int) -> Contributions:
+        return lambda cotangent: {bias.local: PositionSum(_tall(cotangent, batch), tuple(bias.whole.shape))}
+
+    return Use(_names(bias), x, output, contributions, keeps=False)
+
+
+def _embedding(
+    output: torch.Tensor,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Use | None:
+    if not _is(weight) or weight.turned or max_norm is not None or scale_grad_by_freq or sparse or input.ndim == 0:
+        return None
+    rows, width = weight.whole.shape
+    padding = None if padding_idx is None else padding_idx % rows
+
+    def contributions(batch: int) -> Contributions:
+        tokens = input.reshape(batch, input.numel() // batch)
+
+        def of(cotangent: torch.Tensor) -> Mapping[str, Contribution]:
+            delta = cotangent.reshape(*tokens.shape, width)
+            if padding is not None:
+                delta = delta.masked_fill((tokens == padding)[..., None], 0)
+            return {weight.local: Scatter(tokens, delta, rows)}
+
+        return of
+
+    return Use(_names(weight), input, output, contributions)
+
+
+def _layer_norm(
+    output: torch.Tensor,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Use | None:
+    shape = tuple(normalized_shape)
+    if _is(input) or input.ndim <= len(shape):
+        return None
+    seen = input.detach()
+    own = {name: part for name, part in (("weight", weight), ("bias", bias)) if _is(part)}
+
+    def contributions(batch: int) -> Contributions:
+        places = (batch, seen.numel() // max(1, batch * math.prod(shape)), *shape)
+        scale, shift = (own[name].whole if name in own else None for name in ("weight", "bias"))
+        made = normalised(seen.reshape(places), lambda x: F.layer_norm(x, shape, eps=eps), scale, shift, len(shape))
+        return lambda cotangent: {own[name].local: part for name, part in made(cotangent.reshape(places)).items()}
+
+    return Use(_names(weight, bias), input, output, contributions, at_once=True)
+
+
+_RULES: dict[Any, Callable[..., Use | None]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: lambda output, input, shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True: _layer_norm(
+        output, input, shape, weight, bias, eps
+    ),
+    torch.addmm: _added_product,
+    **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _product),
+    **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _sum),
+}
+
+
+def _getter(name: str) -> Any:
+    """What reads an attribute of tensors."""
+    return getattr(torch.Tensor, name).__get__
+
+
+_TURNS = {torch.t, torch.Tensor.t, _getter("T"), _getter("mT"), torch.transpose, torch.Tensor.transpose}
+
+
+def _turns(func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call turns a matrix."""
+    return not kwargs and (func not in (torch.transpose, torch.Tensor.transpose) or {dim % 2 for dim in rest} == {0, 1})
+
+
+# Modules -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stand_ins(module: torch.nn.Module, note: Note) -> Iterator[None]:
+    """Within the block, a module's own trained parameters tell ``note`` of what is done with them."""
+    own = {local: p for local, p in module.named_parameters(recurse=False, remove_duplicate=False) if p.requires_grad}
+    with swapped(module, {local: _StandIn.of(p, local, note) for local, p in own.items()}):
+        yield
+
+
+class Handing:
+    """Finds, while a model runs on a few examples, which modules hand all of their parameters to functions that are known.
+
+    Args:
+        modules: candidates, by name.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self.modules = dict(modules)
+        self._uses: dict[str, list[list[tuple[tuple[str, ...], int | None]]]] = {name: [] for name in modules}
+
+    @contextmanager
+    def looking(self, batch: int) -> Iterator[None]:
+        """Within the block, the model is run on this many examples."""
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+                self._uses[name].append([])
+                stack.enter_context(stand_ins(module, self._note_of(name, batch)))
+            yield
+
+    def _note_of(self, name: str, batch: int) -> Note:
+        def note(use: Use | None) -> None:
+            self._uses[name][-1].append(((), None) if use is None else (use.of, use.runs(batch)))
+
+        return note
+
+    def fitting(self) -> set[str]:
+        """Modules whose uses are the same in all passes, each with as many rows of every example."""
+        return {name for name, passes in self._uses.items() if self._fits(name, passes)}
+
+    def _fits(self, name: str, passes: Sequence[Sequence[tuple[tuple[str, ...], int | None]]]) -> bool:
+        first = passes[0] if passes else ()
+        known = all(runs is not None for _, runs in first) and all(uses == first for uses in passes)
+        own = {local for local, p in self.modules[name].named_parameters(recurse=False) if p.requires_grad}
+        return known and own == {local for of, _ in first for local in of}
