@@ -123,10 +123,11 @@ def test_sampling_noise_and_dropout_have_their_own_streams():
     for step in range(50):
         seen.add(streams.sample(step).key)
         seen.add(streams.noise(streams.prepare(step, engine.optimizer, [], *empty())).key)
-        with streams.model(step) as begin:
-            for microbatch in range(2):
-                begin(microbatch)
-                seen.add(bytes(torch.random.get_rng_state()[:200]))
+        begin, restore = streams.model(step)
+        for microbatch in range(2):
+            begin(microbatch)
+            seen.add(bytes(torch.random.get_rng_state()[:200]))
+        restore()
         seen.add(bytes(streams.draw(step, "augment").get_state()[:200]))
     assert len(seen) == 250
     assert streams.key not in seen

@@ -42,7 +42,7 @@ from lipdp.training.batches import Batch, Rows, check_batch, check_dataset, divi
 from lipdp.training.book import BookFile
 from lipdp.training.distributed import added_up, check_unwrapped, present_ranks
 from lipdp.training.front import Settled, applicable_layers, settle
-from lipdp.training.guards import Held, claim_batch, note_batch, spend_all, spend_batch
+from lipdp.training.guards import Held, Undoing, claim_batch, note_batch, spend_all, spend_batch
 from lipdp.training.held import HeldState, refuse_foreign_state
 from lipdp.training.positions import (
     Claims,
@@ -509,12 +509,17 @@ class PrivacyEngine:
 
     def _ask(self, batch: Sample) -> _Asked:
         """What the data say to all ranks together; what one of them refuses, all do."""
-        with self._ranks.together():
-            asked, turn = self._ask_alone(batch)
+        undoing = Undoing()
+        try:
+            with self._ranks.together():
+                asked, turn = self._ask_alone(batch, undoing)
+        except BaseException:
+            undoing.finish()
+            raise
         return asked._replace(answer=self._over_ranks(asked.answer, turn, asked.settings, asked.prepared))
 
     @discreet
-    def _ask_alone(self, batch: Sample, attempts: int = 2) -> tuple[_Asked, Turn]:
+    def _ask_alone(self, batch: Sample, undoing: Undoing, attempts: int = 2) -> tuple[_Asked, Turn]:
         """What the data say, computed by the model that was proved: to be released, and not before this returns.
 
         On CUDA a proved program is launched at once, and all that follows from its sums behind it (:mod:`lipdp.training.update`);
@@ -532,7 +537,11 @@ class PrivacyEngine:
             unchanged = True
         settings = self._mechanism.at(number)
         trained = self._trained(settings)
-        with self._streams.model(number, on_host=not recorded) as begin, self._state.held():
+        begin, restore = self._streams.model(number, on_host=not recorded)
+        put_back = self._state.hold()
+        with undoing:
+            undoing.add(restore)
+            undoing.add(put_back, only_after_errors=True)
             copies = self._copies(number)
             turn = self._turn(settings, number, begin, copies)
             asked = dataclasses.replace(batch, copies=copies, settings=self._watch.settings, turn=turn)
@@ -572,7 +581,7 @@ class PrivacyEngine:
                 "them), so nothing bounds what it computes. No step was taken."
             )
         self._prove_again()  # its settings have changed, or its weights were written to past torch's own bookkeeping
-        return self._ask_alone(batch, attempts - 1)
+        return self._ask_alone(batch, undoing, attempts - 1)
 
     def _turn(self, settings: StepSettings, number: int, begin: Callable[[int], None], copies: Copies) -> Turn:
         """Which microbatches this process computes; each begins with random draws of its own."""

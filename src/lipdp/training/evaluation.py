@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from lipdp.program import Program, check_program
 from lipdp.program.dtypes import Types
 from lipdp.program.reading import undisturbed
 from lipdp.training.batches import check_dataset, gather
+from lipdp.training.guards import Undoing
 from lipdp.training.held import HeldState
 from lipdp.training.watch import read_flags
 
@@ -60,8 +60,9 @@ def evaluate(
     total, correct, classified = 0.0, 0, False
     compute: Callable[[Any], Any] | None = None
     state: HeldState | None = None
+    undoing = Undoing()
     try:
-        with torch.no_grad(), ExitStack() as stack:
+        with torch.no_grad(), undoing:
             for start in range(0, size, batch_size):
                 inputs, targets = gather(dataset, torch.arange(start, min(start + batch_size, size)))
                 inputs = types.inputs(mapped(lambda leaf: leaf.to(place), inputs))
@@ -69,7 +70,7 @@ def evaluate(
                     compute = outputs_of(model, inputs)
                     if not isinstance(compute, Program):  # the model's own code will see the data
                         state = HeldState(model, trained=True)
-                        stack.enter_context(state.held())
+                        undoing.add(state.hold(), only_after_errors=True)
                 outputs, targets = compute(inputs), types.targets(targets.to(place))
                 total += float(loss_of(known, outputs, targets).double().sum())
                 outputs = logits_of(outputs)
@@ -78,6 +79,9 @@ def evaluate(
                     correct += int((predict(outputs) == (targets > 0 if outputs[0].numel() == 1 else targets)).sum())
             if state is not None:
                 state.refuse(read_flags(state.same()))
+    except BaseException:
+        undoing.finish()
+        raise
     finally:
         for module, mode in modes:
             module.training = mode

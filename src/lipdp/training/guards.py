@@ -10,7 +10,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lipdp.errors import ConfigurationError
 from lipdp.inputs import leaves
 
-__all__ = ["Held", "Interrupts", "claim_batch", "is_guard", "note_batch", "spend_all", "spend_batch", "undone"]
+__all__ = ["Held", "Interrupts", "Undoing", "claim_batch", "is_guard", "note_batch", "spend_all", "spend_batch"]
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
@@ -204,14 +203,39 @@ class Interrupts:
         self._before = {}
 
 
-@contextmanager
-def undone(undo: Callable[[], object]) -> Iterator[None]:
-    """Whatever ends the block, ``undo`` is called; once more after an error, for a Ctrl-C may have ended the first call."""
-    try:
+class Undoing:
+    """What is to be undone when a work ends, whatever ends it::
+
+        undoing = Undoing()
         try:
-            yield
-        finally:
-            undo()
-    except BaseException:
-        undo()
-        raise
+            with undoing:
+                undoing.add(restore)
+                ...
+        except BaseException:
+            undoing.finish()
+            raise
+
+    The block alone is not enough: a Ctrl-C may arrive in its ``__exit__``, before that has done anything, and what is cleaned up
+    when an error is forgotten may wait for as long as somebody looks at the error. What was undone is not undone again.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Callable[[], object], bool]] = []
+
+    def add(self, undo: Callable[[], object], *, only_after_errors: bool = False) -> None:
+        """Call ``undo`` at the end, before what was added earlier; where the block ends well, not if ``only_after_errors``."""
+        self._left.append((undo, only_after_errors))
+
+    def finish(self) -> None:
+        """Undo what is left of it."""
+        while self._left:
+            self._left[-1][0]()
+            self._left.pop()
+
+    def __enter__(self) -> Undoing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._left = [(undo, only_after_errors) for undo, only_after_errors in self._left if not only_after_errors]
+        self.finish()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from lipdp.digest import as_bytes, same_bits
 from lipdp.errors import UnsupportedError
-from lipdp.training.guards import undone
 from lipdp.training.shards import local
 from lipdp.training.watch import Flag, read_flags
 
@@ -46,8 +44,8 @@ class HeldState:
     own code runs in a step. No pass may give a module a new one either, but for buffers that are not persistent: they are in no
     ``state_dict``, and models keep tables of positions so. Nor may a ``state_dict`` come to hold anything else
     (:func:`refuse_foreign_state`). :meth:`same` says whether all is as it was, :meth:`refuse` puts back
-    what is not, and raises. Within :meth:`held` it is put back whatever ends the block early: what refuses a model must not leave
-    a record in it.
+    what is not, and raises. What :meth:`hold` gives puts it back where something else ends the pass: what refuses a model must not
+    leave a record in it.
     """
 
     def __init__(self, model: torch.nn.Module, *, trained: bool) -> None:
@@ -76,9 +74,8 @@ class HeldState:
                 known = _filled(holder)
                 self._names.append(_Names(prefix, module, holder, known, frozenset(holder) - known))
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Remember the present values, of what the model has now; they come back if the block raises."""
+    def hold(self) -> Callable[[], None]:
+        """Remember the present values, of what the model has now; what it gives brings them back."""
         if any(_filled(names.holder) != names.known for names in self._names if names.holder or names.known):
             self._find()
         self._foreign_before = set(_foreign_entries(self._model)) if self._own_code else set()
@@ -86,15 +83,11 @@ class HeldState:
         self._objects = [place.holder[place.key] for place in self._weights]
         self._forms = [(local(weight.detach()).shape, weight.dtype, weight.device) for weight in self._objects]
         self._kept_weights = {device: _bytes(weights) for device, weights in self._by_device().items()}
-        done = False
 
         def put_back() -> None:
-            if not done:
-                self._put_back(read_flags(self.same()))
+            self._put_back(read_flags(self.same()))
 
-        with undone(put_back):
-            yield
-            done = True
+        return put_back
 
     def same(self) -> list[Flag]:
         """Whether names, weights and each of the others are as they were; elsewhere than on a processor still being computed."""

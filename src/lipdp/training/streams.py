@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh_key, mix_key
-from lipdp.training.guards import undone
 from lipdp.training.positions import (
     Claims,
     Progress,
@@ -230,12 +228,11 @@ class Streams:
         _seed(chosen, derive_key(self.key, "torch", number, purpose, *([microbatch] if microbatch else [])))
         return chosen
 
-    @contextmanager
-    def model(self, number: int, *, on_host: bool = True) -> Iterator[Callable[[int], None]]:
-        """Within the block dropout and the like draw from a stream of the step: a resumed run repeats it.
+    def model(self, number: int, *, on_host: bool = True) -> tuple[Callable[[int], None], Callable[[], None]]:
+        """Streams of a step for dropout and the like: a resumed run repeats it.
 
-        What it gives brings torch's generators to the stream of a microbatch. ``on_host=False``: all of it runs on a device, and
-        the host's generator is left alone, which costs time to seed.
+        The first function that it gives brings torch's generators to the stream of a microbatch, the second one back to where they
+        are now. ``on_host=False``: all of it runs on a device, and the host's generator is left alone, which costs time to seed.
         """
         # Not torch.manual_seed: where CUDA is installed but unused, it queues another call (with its stack) for ever.
         on_cuda = self.device.type == "cuda"
@@ -251,8 +248,7 @@ class Streams:
             for generator, state in zip(generators, kept, strict=True):
                 generator.set_state(state)
 
-        with undone(restore):
-            yield begin
+        return begin, restore
 
     def prepare(
         self,
