@@ -38,7 +38,7 @@ def engine_of(name: str, method: str, batch: int, device: torch.device) -> lipdp
 
 def without_checks(engine: lipdp.PrivacyEngine) -> None:
     """Nothing is looked at any more: structure, settings, hooks, values on either side."""
-    watch = engine._watch
+    watch = engine._run.watch
     words = watch._elsewhere
 
     def nothing(*_: object) -> None:

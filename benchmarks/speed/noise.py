@@ -93,9 +93,9 @@ def by_torch(engine: lipdp.PrivacyEngine) -> None:
     def prepare(number: int, *_: object) -> Prepared:
         return Prepared(number, bytes(32), torch.zeros(0, 2, dtype=torch.int64))
 
-    streams = engine._streams
-    engine._mechanism.draw = draw  # type: ignore[method-assign]
-    engine._mechanism.draw_on_device = draw_on_device  # type: ignore[method-assign]
+    streams = engine._run.streams
+    engine._run.mechanism.draw = draw  # type: ignore[method-assign]
+    engine._run.mechanism.draw_on_device = draw_on_device  # type: ignore[method-assign]
     streams.prepare = prepare  # type: ignore[method-assign]
     stream = Stream()
     streams.noise = lambda *_: stream  # type: ignore[method-assign]

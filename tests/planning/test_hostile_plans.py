@@ -128,9 +128,9 @@ def check_contribution(engine, settings):
     """What one loud record adds, group by group, is within the bounds that the noise is for."""
     draw = torch.Generator().manual_seed(1)
     x, y = 100 * torch.randn(1, 6, generator=draw), torch.zeros(1, dtype=torch.long)
-    bounds = engine._query.bounds(settings.clips)
+    bounds = engine._run.query.bounds(settings.clips)
     trained = {name: p for name, p in engine.model.named_parameters() if name in settings.stds}
-    answer = engine._query.ask(trained, Sample(x, y, 4, torch.device("cpu")), settings.clips)
+    answer = engine._run.query.ask(trained, Sample(x, y, 4, torch.device("cpu")), settings.clips)
     for group in engine.plan.groups:
         parts = [answer.sums[name].norm() for name in group.parameters if name in answer.sums]
         size = math.hypot(*map(float, parts))
@@ -142,7 +142,7 @@ def harmless(original, engine):
     segments = []
     ends = [*(phase.start for phase in plan.phases[1:]), plan.steps]
     for phase, end in zip(plan.phases, ends, strict=True):
-        settings = engine._mechanism.at(phase.start)
+        settings = engine._run.mechanism.at(phase.start)
         segments.append((real_multiplier(engine, settings, original), end - phase.start))
         check_contribution(engine, settings)
     statistics = [Release(r.name, "gaussian" if r.name == "statistics" else r.kind, r.amount) for r in plan.releases]

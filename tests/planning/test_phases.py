@@ -59,7 +59,7 @@ def test_the_noise_of_each_phase_has_the_multiplier_that_is_accounted_for():
     engine = engine_of(model, plan)
     seen = set()
     for step in range(plan.steps):
-        settings = engine._mechanism.at(step)
+        settings = engine._run.mechanism.at(step)
         bounds = {name: bound * plan.slack for name, bound in plan.sensitivities.items() if name in settings.stds}
         assert effective_multiplier(bounds, settings.stds) == pytest.approx(plan.noise_multiplier * settings.phase.noise, rel=1e-9)
         seen.add(settings.phase.start)
@@ -79,7 +79,7 @@ def test_a_frozen_group_gets_no_noise_leaves_the_sensitivity_and_stays(method):
         engine.step(*batch)
     for name, value in weights(model).items():
         assert torch.equal(value, kept[name]) == name.startswith("1.")
-    before, after = engine._mechanism.at(0), engine._mechanism.at(plan.steps - 1)
+    before, after = engine._run.mechanism.at(0), engine._run.mechanism.at(plan.steps - 1)
     assert set(after.stds) == {name for name in before.stds if not name.startswith("1.")}
     assert max(after.stds.values()) < max(before.stds.values())  # less sensitivity, less noise, at the same privacy
 

@@ -65,7 +65,7 @@ def asked(engine: lipdp.PrivacyEngine, x: torch.Tensor, y: torch.Tensor, seats: 
     """The query's answer, not noised."""
     parameters = dict(engine.model.named_parameters())
     sample = Sample(x, y, engine.microbatch_size, torch.device("cpu"), seats=seats)
-    return engine._query.ask(parameters, sample, {}).sums
+    return engine._run.query.ask(parameters, sample, {}).sums
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -103,7 +103,7 @@ def test_a_record_among_thousands(method, pattern):
     """With a record and without it, the others where they were: in the order that suits the attack, and in a random one."""
     count = LOOPED if method in SINGLE else RECORDS
     engine = engine_among(method, count)
-    assert engine.microbatch_size <= engine._query.most_rows
+    assert engine.microbatch_size <= engine._run.query.most_rows
     x, y = records(pattern, count)
     x[count // 2] = torch.full((WIDTH,), 0.6 + 1e-7)  # the record: its bits don't fit the others' sum
     y[count // 2] = 1
@@ -141,8 +141,8 @@ def test_neighbours_as_a_step_seats_them(method):
     engine = engine_among(method, RECORDS)
     x, y = records("aligned", RECORDS)
     x[0] = torch.full((WIDTH,), 0.5)
-    first = asked(engine, x, y, engine._seats(x, 0))
-    again = asked(engine, x[1:], y[1:], engine._seats(x[1:], 1))
+    first = asked(engine, x, y, engine._run.seats(x, 0))
+    again = asked(engine, x[1:], y[1:], engine._run.seats(x[1:], 1))
     assert 0.99 * engine.plan.sensitivity < distance(first, again) <= claim(engine)
 
 
@@ -258,6 +258,6 @@ def test_a_step_at_rate_one_is_the_same_whatever_the_order_of_the_data():
     from lipdp.training.batches import gather_lazily
 
     found = [
-        asked(engine, *gather_lazily(d, torch.arange(50)), engine._seats(x, number)) for number, d in enumerate((data, turned))
+        asked(engine, *gather_lazily(d, torch.arange(50)), engine._run.seats(x, number)) for number, d in enumerate((data, turned))
     ]
     assert distance(found[0], found[1]) < 1e-5

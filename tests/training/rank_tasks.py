@@ -76,7 +76,7 @@ def _trained(case, rows, private, divided=False):
 
 def _know_the_secret():
     """A private run whose key the test knows: noise depends on every bit of the sums, and all randomness is the same."""
-    import lipdp.training.engine as module
+    import lipdp.training.run as module
 
     module.secret_of = lambda seed, reproducible: bytes(32)
 
@@ -90,7 +90,7 @@ def divided_cases(cases, rows, private):
     found = {}
     for case in cases:
         engine = _trained(case, rows, private, divided=True)
-        given = engine._shards.given
+        given = engine._run.shards.given
         found[case] = undivided(given)
         assert all(torch.equal(p, found[case][name]) for name, p in engine.model.named_parameters())
         own = sum(local(p).numel() for p in given.parameters())
@@ -180,7 +180,7 @@ def disagreements(folder):
     found["unread"] = _refusal(lambda: next(alone.batches(_Unreadable(rank))))
     batch = next(alone.batches(toy()))
     if rank == 1:
-        alone._query.ask = _refuse
+        alone._run.query.ask = _refuse
     found["alone"] = _refusal(lambda: alone.step(*batch))
     found["alone steps"] = alone.steps
     wrapped = torch.nn.parallel.DistributedDataParallel(small())

@@ -77,10 +77,10 @@ def test_when_the_clip_halves_the_noise_halves_in_the_same_step(kind):
         model = plain_model()
         plan, loss = clipped_plan(model, clipping=Clipping(adaptive=CLIP)), CROSS_ENTROPY
     engine = engine_of(model, plan, loss=loss)
-    before = engine._mechanism.at(0)
+    before = engine._run.mechanism.at(0)
     (name,) = plan.adaptive_clips
-    engine._mechanism.clips[name] /= 2
-    after = engine._mechanism.at(0)
+    engine._run.mechanism.clips[name] /= 2
+    after = engine._run.mechanism.at(0)
     for parameter, std in before.stds.items():
         assert after.stds[parameter] == pytest.approx(std / 2, rel=1e-12)
     assert after.count_std == before.count_std
@@ -97,7 +97,7 @@ def test_the_noise_that_is_really_drawn_follows_the_clip(kind):
     engine = engine_of(model, plan, loss=loss)
     (name,) = plan.adaptive_clips
     for step in range(60):  # empty batches: b̃ = ½ < 0.9 on average, so the norm drifts up from step to step; pin it
-        engine._mechanism.clips[name] = 0.5 if step < 30 else 0.25
+        engine._run.mechanism.clips[name] = 0.5 if step < 30 else 0.25
         engine.step(*empty())
     key = next(iter(plan.sensitivities))
     spread = [torch.stack([g[key] for g in part]).std().item() for part in (engine.optimizer.seen[:30], engine.optimizer.seen[30:])]
@@ -206,7 +206,7 @@ def test_a_clip_schedule_scales_the_noise_and_costs_nothing():
     plan = planned(model, schedule=Schedule(clip=((0.0, 1.0), (0.5, 0.25))))
     assert plan.epsilon == planned(model).epsilon
     engine = engine_of(model, plan)
-    first, last = engine._mechanism.at(0), engine._mechanism.at(plan.steps - 1)
+    first, last = engine._run.mechanism.at(0), engine._run.mechanism.at(plan.steps - 1)
     assert last.stds["1.weight"] == pytest.approx(first.stds["1.weight"] / 4)
     for batch in engine.batches(toy()):
         engine.step(*batch)
@@ -318,7 +318,7 @@ def test_a_clipping_layer_that_the_calculus_does_not_see_is_refused_or_its_bound
         assert "does not see it" in str(error)  # noqa: PT017
         return
     (name,) = engine.plan.adaptive_clips
-    before = engine._mechanism.at(0).stds
-    engine._mechanism.clips[name] *= 2
-    after = engine._mechanism.at(0).stds
+    before = engine._run.mechanism.at(0).stds
+    engine._run.mechanism.clips[name] *= 2
+    after = engine._run.mechanism.at(0).stds
     assert all(after[key] == pytest.approx(2 * std) for key, std in before.items())

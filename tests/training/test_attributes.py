@@ -107,9 +107,9 @@ def test_a_tensor_that_changes_in_whatever_holds_it_is_noticed(method):
     batches = engine.batches(toy())
     engine.step(*next(batches))
     for number, (name, (_, tensor_of)) in enumerate(HELD.items()):
-        assert not engine._watch.changed, name
+        assert not engine._run.watch.changed, name
         tensor_of(getattr(model, f"held_{number}")).mul_(2)
-        assert engine._watch.changed, name
+        assert engine._run.watch.changed, name
         engine.step(*next(batches))
 
 

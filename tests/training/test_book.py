@@ -313,7 +313,7 @@ def test_a_killed_run_goes_on_as_the_same_or_gives_up_what_was_made(tmp_path, me
 def killed_here(engine) -> None:
     """Its process is gone, and what follows is in another one."""
     positions._runs.clear()
-    engine._file = None
+    engine._run.book._file = None
 
 
 def close_book_of(file) -> None:
@@ -453,11 +453,11 @@ def test_an_engine_that_was_closed_lets_its_book_go(tmp_path):
     """Also when its state is asked for afterwards."""
     engine = engine_of(book=tmp_path / "book")
     engine.step(*next(engine.batches(records())))
-    failing = mock.patch.object(type(engine._account), "close", side_effect=RuntimeError("the budget's disk is full"))
+    failing = mock.patch.object(type(engine._run.account), "close", side_effect=RuntimeError("the budget's disk is full"))
     with failing, pytest.raises(RuntimeError, match="disk is full"):
         engine.close()
     mark = engine.state_dict()["book"]
-    again = BookFile(tmp_path / "book", engine._streams.run, mark)
+    again = BookFile(tmp_path / "book", engine._run.streams.run, mark)
     assert again.mark == mark
     assert len(again.draws) == 1
 

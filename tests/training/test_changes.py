@@ -144,8 +144,8 @@ def engine_and_proofs(method="clipless", records=5):
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan_of(method))
     engine.step(*toy(records).tensors)
     proofs = []
-    prove = engine._query.prove
-    engine._query.prove = lambda: proofs.append(1) or prove()
+    prove = engine._run.query.prove
+    engine._run.query.prove = lambda: proofs.append(1) or prove()
     return model, loss, engine, proofs
 
 
@@ -185,7 +185,7 @@ def test_clipping_notices_too(change):
     def prove():  # before anything is computed: what would be computed then is no concern here
         raise ProvedAnewError
 
-    engine._query.prove = prove
+    engine._run.query.prove = prove
     CHANGES[change](model)
     assert noticed(engine, [])
 

@@ -72,13 +72,13 @@ def test_watch_query_and_clipper_number_settings_together():
     engine = engine_of("bookkeeping")
     batches = iter(engine.batches(TensorDataset(torch.rand(256, 1, 8, 8), torch.arange(256) % 10)))
     engine.step(*next(batches))
-    watched = engine._watch.watched
-    clipper = engine._query._clipping(1)
-    assert engine._query.watched is watched
+    watched = engine._run.watch.watched
+    clipper = engine._run.query._clipping(1)
+    assert engine._run.query.watched is watched
     assert clipper.watched is watched
-    assert clipper.seen == engine._watch.settings
+    assert clipper.seen == engine._run.watch.settings
     engine.model[1].note = "another setting"
     engine.step(*next(batches))
-    again = engine._query._clipping(1)
+    again = engine._run.query._clipping(1)
     assert again is not clipper, "what was proved of the model before is forgotten"
-    assert again.seen == engine._watch.settings == watched()
+    assert again.seen == engine._run.watch.settings == watched()

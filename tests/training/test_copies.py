@@ -47,7 +47,7 @@ def test_a_proved_sum_is_that_of_the_mean_over_copies(clip, microbatch):
     x, y = images()
     sample = Sample(x, y, microbatch, torch.device("cpu"), Copies(Flip(), None, (1, 6, 6)))
     parameters = dict(model.named_parameters())
-    found = engine._query.ask(parameters, sample, {}).sums
+    found = engine._run.query.ask(parameters, sample, {}).sums
     expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for i in range(len(x)):
         copies = rows_of(x[i : i + 1], Flip())[0]
@@ -69,7 +69,7 @@ def test_a_clipped_sum_clips_the_mean_over_copies(method):
     x, y = images()
     sample = Sample(x, y, 8, torch.device("cpu"), Copies(Flip(), None, (1, 6, 6)))
     parameters = dict(model.named_parameters())
-    found = engine._query.ask(parameters, sample, {}).sums
+    found = engine._run.query.ask(parameters, sample, {}).sums
     expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for i in range(len(x)):
         copies = rows_of(x[i : i + 1], Flip())[0]

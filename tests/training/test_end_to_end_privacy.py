@@ -51,7 +51,7 @@ def draws(plan, with_record, noise=1.0, seed=0):
         x, y = torch.cat([x[RECORDS - 1 :], WORST]), torch.cat([y[RECORDS - 1 :], torch.ones(RECORDS, dtype=torch.long)])
     engine = engine_of(model, plan, Spy(model, lr=0.0), losses.CrossEntropy(), seed=seed)
     if noise != 1.0:  # behind the back of the engine, which would refuse such a plan
-        mechanism = engine._mechanism
+        mechanism = engine._run.mechanism
         settings = mechanism.at(0)
         weaker = dataclasses.replace(settings, stds={name: noise * std for name, std in settings.stds.items()})
         mechanism._known = (mechanism._known[0], weaker)

@@ -126,8 +126,8 @@ def test_weights_changed_between_steps_are_projected_before_the_next_one():
         change(model[1].bias)
         assert max(norms(model)) > 1.5
         seen = []
-        ask = engine._query.ask
-        engine._query.ask = lambda *a: seen.append((max(norms(model)), float(model[1].bias.detach().norm()))) or ask(*a)  # noqa: B023
+        ask = engine._run.query.ask
+        engine._run.query.ask = lambda *a: seen.append((max(norms(model)), float(model[1].bias.detach().norm()))) or ask(*a)  # noqa: B023
         engine.step(*toy(20).tensors)
         assert seen[0][0] <= 1 + 1e-6
         assert seen[0][1] <= 0.1 + 1e-6

@@ -119,7 +119,7 @@ def test_a_learning_rate_that_differed_once_keeps_the_noise_apart():
 
 def test_sampling_noise_and_dropout_have_their_own_streams():
     engine = engine_of(free(), planned(free(), steps=50))
-    streams, seen = engine._streams, set()
+    streams, seen = engine._run.streams, set()
     for step in range(50):
         seen.add(streams.sample(step).key)
         seen.add(streams.noise(streams.prepare(step, engine.optimizer, [], *empty())).key)
@@ -153,8 +153,8 @@ def test_noise_in_half_precision_is_drawn_in_float32():
     x, y = toy(20).tensors
     engine.step(x.bfloat16(), y)
     assert {g.dtype for g in engine.optimizer.seen[0].values()} == {torch.bfloat16}
-    sums = {name: torch.zeros_like(p) for name, p in engine._parameters.items()}
-    released = engine._mechanism.draw(Answer(sums), engine._mechanism.at(5), Stream())
+    sums = {name: torch.zeros_like(p) for name, p in engine._run.parameters.items()}
+    released = engine._run.mechanism.draw(Answer(sums), engine._run.mechanism.at(5), Stream())
     assert {t.dtype for t in released.values()} == {torch.float32}
 
 

@@ -125,13 +125,13 @@ def test_what_is_stored_is_not_trusted():
     engine, stored = settled()
     assert stored.tensors[0].shape == (SIZE, 12)
     assert torch.allclose(stored.tensors[0].norm(dim=1), torch.ones(SIZE))
-    settings = engine._mechanism.at(0)
+    settings = engine._run.mechanism.at(0)
     bound = engine.plan.sensitivities
     for scale in (1e-3, 1.0, 1e6, 1e30):
         for row in range(4):
             x = scale * torch.randn(1, 12, generator=torch.Generator().manual_seed(row))
             sample = Sample(x, torch.tensor([row % 3]), 4, torch.device("cpu"))
-            answer = engine._query.ask(engine._parameters, sample, settings.clips)
+            answer = engine._run.query.ask(engine._run.parameters, sample, settings.clips)
             for name, total in answer.sums.items():
                 assert float(total.norm()) <= bound[name] * (1 + 1e-5)
 
@@ -140,7 +140,7 @@ def test_stored_rows_are_inside_and_pass_without_a_copy():
     """Where P's outputs lie on the sphere, half of them are a rounding error outside; they are stored a little inside."""
     for mode in ("sphere", "ball"):
         engine, stored = settled(head(mode=mode))
-        inner = engine._settled.rest[0]
+        inner = engine._run.settled.rest[0]
         rows = stored.tensors[0]
         for part in (rows, rows[:1], rows[3:70], rows[::3]):
             assert inner(part) is part
@@ -149,7 +149,7 @@ def test_stored_rows_are_inside_and_pass_without_a_copy():
 
 def test_one_row_outside_is_brought_in_and_no_other_changes():
     engine, stored = settled()
-    inner, rows = engine._settled.rest[0], stored.tensors[0]
+    inner, rows = engine._run.settled.rest[0], stored.tensors[0]
     for factor in (1 + 1e-5, 2.0, 1e10):
         mixed = rows.clone()
         mixed[7] *= factor

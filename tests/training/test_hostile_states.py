@@ -86,7 +86,7 @@ def harmless(name, engine):
     for module in engine.model.modules():
         assert not isinstance(module, Constrained) or module.is_inside()
     step = min(engine.steps, engine.plan.steps - 1)
-    settings = engine._mechanism.at(step)
+    settings = engine._run.mechanism.at(step)
     assert settings.clips == engine.clipping
     assert real_multiplier(engine, settings, case(name)) >= engine.plan.noise_multiplier * (1 - 1e-6)
     check_contribution(engine, settings)

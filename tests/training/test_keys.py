@@ -24,8 +24,9 @@ import lipdp
 from lipdp import losses, nn
 from lipdp.data import RandomCrop
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError, LipdpWarning
-from lipdp.training import Callback, positions, streams
+from lipdp.training import Callback, asking, positions, streams
 from lipdp.training.batches import gather_lazily
+from lipdp.training.run import Run
 from lipdp.training.state import sealed
 from tests.privacy.stand_in import draw_as_on_a_device
 
@@ -327,7 +328,7 @@ def test_a_copy_of_an_engine_is_no_copy_of_the_data():
     data = toy()
     engine = engine_with()
     next(engine.samples(data))
-    assert copy.deepcopy(engine)._streams._dataset is data
+    assert copy.deepcopy(engine)._run.streams._dataset is data
 
 
 @pytest.mark.parametrize("change", ["batch", "label", "weights", "learning rate"])
@@ -471,26 +472,26 @@ def test_an_engine_rewound_inside_its_loop_makes_the_same_release(optimizer):
 @pytest.mark.usefixtures("_drawn_by")
 def test_noise_that_is_drawn_ahead_is_claimed_when_it_leaves(monkeypatch):
     """A draw that is thrown away, for the model was proved anew meanwhile, claims nothing; one that leaves does."""
-    monkeypatch.setattr(lipdp.PrivacyEngine, "_runs_ahead", property(lambda self: self._query.recorded))
+    monkeypatch.setattr(asking, "_runs_ahead", lambda run: run.query.recorded)
     apart = property(lambda self: False, lambda self, value: None)  # digests of values come from the watch, as on a processor
-    monkeypatch.setattr(lipdp.PrivacyEngine, "_on_one_device", apart, raising=False)
+    monkeypatch.setattr(Run, "on_one_device", apart, raising=False)
     x, y = toy(50).tensors
     engine = engine_with(lr=0.1)
-    drawn, draw, look = [], engine._mechanism.draw, engine._look
+    drawn, draw, look = [], engine._run.mechanism.draw, asking.look
     state = engine.state_dict()
 
     def counted(*arguments):
         drawn.append(draw(*arguments))
         return drawn[-1]
 
-    def changed_once():
-        monkeypatch.setattr(engine, "_look", look)
+    def changed_once(run):
+        monkeypatch.setattr(asking, "look", look)
         with torch.no_grad():
             engine.model[1].bias[0] += 1
         return False
 
-    monkeypatch.setattr(engine._mechanism, "draw", counted)
-    monkeypatch.setattr(engine, "_look", changed_once)
+    monkeypatch.setattr(engine._run.mechanism, "draw", counted)
+    monkeypatch.setattr(asking, "look", changed_once)
     engine.step(x, y)
     assert len(drawn) == 2, "the first one was thrown away, with its sums"
     with torch.no_grad():

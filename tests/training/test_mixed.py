@@ -63,9 +63,9 @@ def test_no_example_exceeds_any_group_and_the_sum_is_right(head):
     engine = engine_of(model, plan, Spy(model), loss, input_shape=(6,))
     x, y = toy(12).tensors
     x = 3 * x.double()
-    settings = engine._mechanism.at(0)
+    settings = engine._run.mechanism.at(0)
     sample = lipdp.training.query.Sample(x, y, 5, torch.device("cpu"))
-    answer = engine._query.ask(dict(model.named_parameters()), sample, settings.clips)
+    answer = engine._run.query.ask(dict(model.named_parameters()), sample, settings.clips)
     expected = {name: torch.zeros_like(value) for name, value in answer.sums.items()}
     with lipdp.parametrize.effective_leaves(model) as leaves:
         targets = {**dict(model.named_parameters()), **leaves}

@@ -103,8 +103,8 @@ def test_noise_lives_in_the_space_of_the_weight(pi) -> None:
     plan = planned(model)
     released: list[dict[str, torch.Tensor]] = []
     engine = lipdp.PrivacyEngine(model, LOSS, Recorder(model.parameters()), plan, seed=3, reproducible=True)
-    inner = engine._query.gradients
-    engine._query.gradients = lambda noised: released.append(dict(noised)) or inner(noised)  # type: ignore[method-assign]
+    inner = engine._run.query.gradients
+    engine._run.query.gradients = lambda noised: released.append(dict(noised)) or inner(noised)  # type: ignore[method-assign]
     x, y = data()
     for _ in range(20):
         engine.step(x[:0], y[:0])

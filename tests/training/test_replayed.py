@@ -104,7 +104,7 @@ def trained(device: str, steps: int = 6) -> tuple[torch.nn.Module, lipdp.Privacy
 def test_steps_through_recordings_are_the_steps_without() -> None:
     """With a stand-in for CUDA: gradients come from recordings, one for all steps, and the run is the same."""
     recorded, engine = trained("cpu")
-    assert engine._query._graphed.recordings == 1  # type: ignore[attr-defined]
+    assert engine._run.query._graphed.recordings == 1  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
         plain, _ = trained("cpu")
@@ -115,12 +115,12 @@ def test_steps_through_recordings_are_the_steps_without() -> None:
 @on_cuda
 def test_replayed_steps_are_the_steps_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed, engine = trained("cuda")
-    graphed = engine._query._graphed  # type: ignore[attr-defined]
+    graphed = engine._run.query._graphed  # type: ignore[attr-defined]
     assert graphed.refused is None
     assert graphed.recordings == 1
-    assert engine._update._graphed.recordings == 1
-    assert engine._update._graphed.refused is None
-    assert engine._project.words is not None  # the digest of what it left comes with it
+    assert engine._run.update._graphed.recordings == 1
+    assert engine._run.update._graphed.refused is None
+    assert engine._run.project.words is not None  # the digest of what it left comes with it
     monkeypatch.setattr(GraphedFunction, "__call__", lambda self, *inputs, between=None: self.function(*inputs))
     plain, _ = trained("cuda")
     for p, q in zip(replayed.parameters(), plain.parameters(), strict=True):
@@ -201,8 +201,8 @@ def test_weights_written_through_torch_are_projected_before_the_step() -> None:
         for p in model.parameters():
             p.mul_(30.0)
     asked = []
-    ask = engine._query.ask
-    engine._query.ask = lambda *given: asked.append(max(norms(model))) or ask(*given)  # type: ignore[method-assign]
+    ask = engine._run.query.ask
+    engine._run.query.ask = lambda *given: asked.append(max(norms(model))) or ask(*given)  # type: ignore[method-assign]
     sums = watched_sums(engine)
     engine.step(*batch_of())
     assert len(asked) == 2  # once for nothing, and again from projected weights
@@ -216,7 +216,7 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     engine.ledger.steps = 5
     sums = watched_sums(engine)
     fine = torch.zeros((), dtype=torch.bool, device="cuda")
-    ask = engine._query.ask
+    ask = engine._run.query.ask
 
     def broken(*given):
         answer = ask(*given)
@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
         zeros = {name: torch.zeros_like(total) for name, total in answer.sums.items()}
         return dataclasses.replace(answer, sums=zeros, fine=fine, again=lambda: again)
 
-    engine._query.ask = broken  # type: ignore[method-assign]
+    engine._run.query.ask = broken  # type: ignore[method-assign]
     take(engine, 8)
     assert all(size > 0 for size in sums)
 
@@ -249,8 +249,8 @@ def test_state_that_a_forward_pass_writes_is_put_back_on_the_device() -> None:
     engine.ledger.steps = 5
     model[0].register_buffer("note", torch.zeros(4, device="cuda"))
     engine.step(*batch_of())  # settings have changed: analysed again
-    ask = engine._query.ask
-    engine._query.ask = lambda *given: (model[0].note.data.add_(7.0), ask(*given))[1]  # type: ignore[method-assign]
+    ask = engine._run.query.ask
+    engine._run.query.ask = lambda *given: (model[0].note.data.add_(7.0), ask(*given))[1]  # type: ignore[method-assign]
     sums = watched_sums(engine)
     with pytest.raises(UnsupportedError, match="note"):
         engine.step(*batch_of())

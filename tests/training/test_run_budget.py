@@ -264,16 +264,16 @@ def test_copies_of_an_engine_are_one_run(tmp_path):
     budget = begun(tmp_path / "a")
     engine = engine_of(small(), budget=budget)
     loop(engine, 2)
-    engine._account.note(copy.deepcopy(engine).ledger)
-    twin = copy.deepcopy(engine._account)
-    assert twin is engine._account
+    engine._run.account.note(copy.deepcopy(engine).ledger)
+    twin = copy.deepcopy(engine._run.account)
+    assert twin is engine._run.account
     assert len(budget.runs()) == 1
 
 
 def test_another_key_is_another_run(tmp_path):
     budget = begun(tmp_path / "a")
     engine = engine_of(small(), budget=budget)
-    account, ledger = engine._account, engine.ledger
+    account, ledger = engine._run.account, engine.ledger
     account.reserve(ledger, "key")
     account.reserve(ledger, "key")
     assert len(budget.entries()) == 1

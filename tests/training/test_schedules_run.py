@@ -77,7 +77,7 @@ def test_what_a_plan_accepts_runs(kind, steps, clip, noise, freeze):
     multipliers = []
     for batch in engine.batches(toy()):
         stds, factor = engine.noise_stds, plan.phase(engine.steps).noise
-        bounds = engine._mechanism.query.bounds(engine.clipping)
+        bounds = engine._run.mechanism.query.bounds(engine.clipping)
         live = {group.name: group for group in plan.groups if any(name in stds for name in group.parameters)}
         found = {name: next(stds[p] for p in group.parameters if p in stds) for name, group in live.items()}
         real = effective_multiplier({name: bounds[name] * plan.slack for name in live}, found)

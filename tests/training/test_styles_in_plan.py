@@ -40,7 +40,7 @@ def test_the_engine_sums_what_the_plan_says(norm, options, method):
     engine = engine_of(model, plan, loss=LOSS)
     x, y = toy(20).tensors
     sample = lipdp.training.query.Sample(x.double(), y, 7, torch.device("cpu"))
-    found = engine._query.ask(dict(model.named_parameters()), sample, {}).sums
+    found = engine._run.query.ask(dict(model.named_parameters()), sample, {}).sums
     norms = {g.name: g.sensitivity for g in plan.groups} if options.style != "flat" else 1.0
     expected = clipped_gradients(
         model,

@@ -198,7 +198,7 @@ def test_on_cuda_a_run_ahead_is_the_run_that_waits(settings, spoil, monkeypatch)
 @cuda
 def test_on_cuda_a_change_that_is_noticed_throws_it_away(monkeypatch):
     model, _, engine, _ = trained(monkeypatch, True, {"lr": 0.1})
-    assert not engine._watch.changed
+    assert not engine._run.watch.changed
     with torch.no_grad():
         next(model.parameters()).mul_(100)  # outside of its set
-    assert engine._watch.changed
+    assert engine._run.watch.changed
