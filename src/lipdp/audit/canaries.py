@@ -23,7 +23,8 @@ from lipdp.parametrize import Reparametrised, project_
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.program import find_input_dtype, find_input_shape
 from lipdp.program.dtypes import Types
-from lipdp.training.query import Sample, query_of
+from lipdp.training.methods import query_of
+from lipdp.training.query import Sample
 
 __all__ = ["Canaries", "Contributions", "craft", "strongest", "target_choices"]
 

@@ -31,7 +31,7 @@ from lipdp.training.front import Settled
 from lipdp.training.guards import Held
 from lipdp.training.held import HeldState, refuse_foreign_state
 from lipdp.training.kept_book import KeptBook
-from lipdp.training.query import query_of
+from lipdp.training.methods import query_of
 from lipdp.training.seats import Copies, Seating
 from lipdp.training.shards import Shards
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
