@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-PATIENCE = 60.0
+PATIENCE = 600.0
 """Seconds after which a group that is not done counts as hanging."""
 
 

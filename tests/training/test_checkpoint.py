@@ -166,7 +166,7 @@ def test_a_killed_process(tmp_path):
 
     process = multiprocessing.get_context("fork").Process(target=train, kwargs={"checkpoint": file, "callbacks": [Kill()]})
     process.start()
-    process.join(60)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL
     assert load_checkpoint(file)["engine"]["steps"] == 6
     expected, history = uninterrupted()
