@@ -260,7 +260,8 @@ class Kill(Callback):
 
 
 def until_killed(file: str, method: str, step: int) -> None:
-    lipdp.fit(*parts(method), records(), checkpoint=file, callbacks=[Kill(step)], microbatch_size=16, evaluations=1)
+    setting = {"checkpoint_every": 1e6, "microbatch_size": 16, "evaluations": 1}  # nothing is saved but the beginning
+    lipdp.fit(*parts(method), records(), checkpoint=file, callbacks=[Kill(step)], **setting)
 
 
 another = fresh_processes()  # whose processes know nothing of what this one has done

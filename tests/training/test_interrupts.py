@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import multiprocessing
@@ -103,7 +104,8 @@ def test_a_run_is_saved_as_time_passes(tmp_path, monkeypatch):
             now[0] += 25.0
             saved.append(load_checkpoint(tmp_path / "run")["engine"]["steps"])
 
-    train(checkpoint=tmp_path / "run", callbacks=[Clock()], evaluations=1)
+    default = inspect.signature(lipdp.fit).parameters["checkpoint_every"].default
+    train(checkpoint=tmp_path / "run", callbacks=[Clock()], evaluations=1, checkpoint_every=default)
     assert saved == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9]
     for setting, expected in ((1000.0, [0] * STEPS), (10.0, list(range(STEPS)))):
         saved.clear()
