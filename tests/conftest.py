@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     can start. Tests repeat runs on the same toy data all the time; tests/training/test_repeats.py is about that warning itself.
     """
     gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("suite", derandomize=not chance.ROTATION)
     hypothesis.settings.load_profile("suite")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
