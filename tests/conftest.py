@@ -1,12 +1,21 @@
-"""For all tests."""
+"""For all tests.
+
+What passes once passes always: the secrets and the random numbers of a test follow from its name, not from chance and not from the
+tests before it (:mod:`tests.chance`).
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
+from typing import Any
 
+import hypothesis
 import pytest
+
+from tests import chance
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,6 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     can start. Tests repeat runs on the same toy data all the time; tests/training/test_repeats.py is about that warning itself.
     """
     gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hypothesis.settings.register_profile("suite", derandomize=not chance.ROTATION)
+    hypothesis.settings.load_profile("suite")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.addinivalue_line("filterwarnings", "error::lipdp.errors.LipdpWarning")
@@ -27,6 +40,21 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with chance.following_from(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What several tests share is the same, whichever of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with chance.following_from(f"{fixturedef.baseid} {fixturedef.argname} {getattr(request, 'param', None)!r}"):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

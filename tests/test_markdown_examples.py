@@ -36,7 +36,7 @@ def test_the_example_of_the_readme_reaches_what_the_demo_reaches(monkeypatch) ->
     """As printed but for the seeds: the same data and ε as `make demo`, within a point of its accuracy, as far as three seeds tell.
 
     A seed's accuracy has a deviation of 0.009 for both (twelve seeds each: 0.946 and 0.946), and what a seed gives depends on the
-    processor: keys are bound to the bits of data and weights.
+    processor: keys are bound to the bits of data and weights. So four deviations: on another processor, a false alarm of 1e-7.
     """
     (block,) = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf8"))
     fit, reached, demo = lipdp.fit, [], []
@@ -49,4 +49,4 @@ def test_the_example_of_the_readme_reaches_what_the_demo_reaches(monkeypatch) ->
         assert space["history"].epsilon <= 3.0
         demo.append(recipes.train(recipes.get("digits"), epsilon=3.0, seed=seed).accuracy)
     assert min(reached) > 0.9
-    assert statistics.mean(reached) > statistics.mean(demo) - 0.01 - 2 * 0.009 * (2 / 3) ** 0.5
+    assert statistics.mean(reached) > statistics.mean(demo) - 0.01 - 4 * 0.009 * (2 / 3) ** 0.5

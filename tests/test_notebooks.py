@@ -33,4 +33,4 @@ def test_a_notebook_runs(book, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LIPDP_SMALL", "1")
     content = nbformat.read(book, as_version=4)
     assert all(cell.cell_type != "code" or not cell.outputs for cell in content.cells), "stored without outputs"
-    nbclient.NotebookClient(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(content, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()

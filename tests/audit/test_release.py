@@ -12,7 +12,7 @@ from lipdp import audit, losses, nn
 from lipdp.audit.release import _dispersion
 from lipdp.errors import AuditError
 
-from .common import faults, full, network
+from .common import LONG, faults, full, network
 
 
 def names(report):
@@ -104,7 +104,7 @@ def test_a_plan_of_full_batches_and_phases():
 def test_all_audits_in_one_call():
     plan, model, loss = setting("clipping")
     told = []
-    found = audit.check(plan, model, loss, seconds=2.0, guesses=20, progress=told.append)
+    found = audit.check(plan, model, loss, seconds=LONG, guesses=20, progress=told.append)
     assert not found.refuted, str(found)
     assert found.sensitivities is None
     assert len(told) == len(found.parts) == 2
@@ -115,7 +115,7 @@ def test_a_refuted_plan_is_an_error_where_that_is_asked_for():
     with faults.no_root_m():
         plan, model, loss = setting("conv")
         with pytest.raises(AuditError, match=r"1\.weight"):
-            audit.check(plan, model, loss, seconds=2.0, guesses=10, strict=True)
+            audit.check(plan, model, loss, seconds=LONG, guesses=10, strict=True)
 
 
 def setting(kind):

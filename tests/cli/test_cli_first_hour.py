@@ -34,7 +34,7 @@ def test_the_doctor_says_what_is_broken(lipdp, monkeypatch):
 def test_a_new_experiment_runs(lipdp, tmp_path):
     folder = tmp_path / "my-experiment"
     assert lipdp("new", folder).code == 0
-    done = subprocess.run([sys.executable, "train.py", "1"], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "train.py", "1"], cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout
     assert "my-experiment: a private network" in (folder / "train.py").read_text()
@@ -51,7 +51,7 @@ def test_completion_for_shells(shell):
         env={"_LIPDP_COMPLETE": f"source_{shell}", "PATH": "/usr/bin:/bin", **_python_path()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert "lipdp" in script.stdout
     assert "_LIPDP_COMPLETE" in script.stdout

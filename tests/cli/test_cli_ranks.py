@@ -30,7 +30,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     source = str(Path(__file__).parents[2] / "src")
     env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lipdp", "train", "digits", "--device", "cpu", "--json", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
 @pytest.mark.skipif(not os.environ.get("LIPDP_SLOW"), reason="starts five processes; set LIPDP_SLOW=1")

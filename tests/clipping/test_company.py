@@ -13,6 +13,7 @@ import lipdp.clipping as clipping
 from lipdp import losses
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import quadratic
+from tests.many import examples
 
 
 def refused_or_alone(model, loss, x, y, method="bookkeeping"):
@@ -87,7 +88,7 @@ class Mixing(nn.Module):
         return self.second(h)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     st.sampled_from(list(MIXERS)),
     st.sampled_from(list(WHEN)),

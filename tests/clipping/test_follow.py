@@ -27,9 +27,12 @@ import lipdp
 from lipdp import clipping, losses
 from lipdp.clipping.follow import At, Following, Mixed
 from lipdp.errors import DataError, LipdpNotice, UnsupportedError
+from tests.many import examples
 
 C = 0.1
 METHODS = ["naive", "multiloss", "reweight", "ghost", "bookkeeping"]
+# One for each way that a pass is made: the last three make the same one.
+PASSES = METHODS if examples(1) > 1 else ["naive", "multiloss", "bookkeeping"]
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
@@ -217,7 +220,7 @@ def check_neighbours(model, method, loss=LOSS, style="flat"):
     return True
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(
     st.sampled_from(["product", "where", "mask", "lerp", "backward", "hook"]),
     st.sampled_from(list(TENSOR_GATES)),
@@ -230,7 +233,7 @@ def test_gates_of_tensors(how, gate, mixer, inside, method):
     check_neighbours(Hostile(how, gate, mixer, inside), method)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(st.sampled_from(list(PYTHON_GATES)), st.sampled_from(list(MIXERS)), st.booleans(), st.sampled_from(METHODS))
 def test_gates_of_python(gate, mixer, inside, method):
     torch.manual_seed(0)
@@ -559,7 +562,7 @@ class Past(nn.Module):
 
 
 @pytest.mark.parametrize("how", list(PAST))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PASSES)
 def test_a_tensor_that_no_operation_has_made(how, method):
     torch.manual_seed(0)
     check_neighbours(Past(how), method)
@@ -646,15 +649,16 @@ class ReadElsewhere(nn.Module):
 
 
 @pytest.mark.parametrize("how", list(READ_ELSEWHERE))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PASSES)
 def test_a_number_that_is_read_where_no_operation_is_followed(how, method):
     """In another thread, which was there before or not, in a copy of the process, through a storage or an address."""
     torch.manual_seed(0)
     check_neighbours(ReadElsewhere(how), method)
 
 
-def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more():
+def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more(monkeypatch):
     """Twice it runs beside, then no more: the sums are those without it, with the same dropout, and records are not taken alone."""
+    monkeypatch.setattr("lipdp.clipping.clipper._ATTEMPTS", 100)  # what a thread does last may fall into another pass
     torch.manual_seed(0)
     x, _, y = batches()
     left = [0]

@@ -63,4 +63,4 @@ def screenshot(page: Path, image: Path, width: int = 900, height: int = 2400) ->
 def _run(folder: Path, *arguments: str) -> str:
     profile = folder / "profile"
     command = [chromium(), *_QUIET, f"--user-data-dir={profile}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout

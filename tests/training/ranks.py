@@ -14,11 +14,12 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-PATIENCE = 60.0
+PATIENCE = 600.0
 """Seconds after which a group that is not done counts as hanging."""
 
 
-def _context():
+def fresh_processes():
+    """Where processes come from that have imported everything, and done nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.training.rank_warmup"])  # imported, and run, once, not in every process
     return context
@@ -41,7 +42,7 @@ def _rank(number, count, folder, function, arguments):
 
 def run_ranks(count, function, *arguments):
     """What ``function(*arguments)`` gave on each rank: ("result", value), ("error", (class, message)) or ("gone", None)."""
-    context = _context()
+    context = fresh_processes()
     with TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank, args=(number, count, folder, function, arguments), daemon=True) for number in range(count)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -27,6 +23,8 @@ from lipdp.training.book import BookFile
 from lipdp.training.checkpoint import book_path
 from lipdp.training.positions import close_book
 from tests.privacy.stand_in import draw_as_on_a_device
+
+from .ranks import fresh_processes
 
 RUN = bytes(range(32))
 TAG, OTHER = b"t" * 16, b"o" * 16
@@ -252,18 +250,26 @@ def test_a_lock_does_not_outlive_its_holder(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- a run
 
 
-KILLED = """
-    import os, signal, sys
-    sys.path.insert(0, {here!r})
-    from tests.training.test_book import parts, records
-    import lipdp
-    from lipdp.training import Callback
-    class Kill(Callback):
-        def on_step(self, run):
-            if run.engine.steps == {step}:
-                os.kill(os.getpid(), signal.SIGKILL)
-    lipdp.fit(*parts({method!r}), records(), checkpoint={file!r}, callbacks=[Kill()], microbatch_size=16, evaluations=1)
-"""
+class Kill(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, run):
+        if run.engine.steps == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until_killed(file: str, method: str, step: int) -> None:
+    setting = {"checkpoint_every": 1e6, "microbatch_size": 16, "evaluations": 1}  # nothing is saved but the beginning
+    lipdp.fit(*parts(method), records(), checkpoint=file, callbacks=[Kill(step)], **setting)
+
+
+another = fresh_processes()  # whose processes know nothing of what this one has done
+
+
+def in_another(work, *arguments):
+    with another.Pool(1) as pool:
+        return pool.apply(work, arguments)
 
 
 _killed: dict[tuple[str, int], dict[str, bytes]] = {}
@@ -276,10 +282,10 @@ def killed(tmp_path, method: str, step: int = 6):
         for name, content in _killed[method, step].items():
             (tmp_path / name).write_bytes(content)
         return file
-    here = str(Path(__file__).parents[2])
-    code = textwrap.dedent(KILLED.format(here=here, step=step, file=str(file), method=method))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    process = another.Process(target=until_killed, args=(str(file), method, step))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert len(made(book_path(file))) == step
     _killed[method, step] = {name: (tmp_path / name).read_bytes() for name in ("run", "run.book")}
     return file
@@ -298,8 +304,7 @@ def test_a_killed_run_goes_on_as_the_same_or_gives_up_what_was_made(tmp_path, me
     for name, content in kept.items():
         (tmp_path / name).write_bytes(content)
     # In a process of its own: this one knows all ten by now.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        told, steps, epsilon, there = pool.apply(elsewhere, (str(file), method))
+    told, steps, epsilon, there = in_another(elsewhere, str(file), method)
     if told:  # other microbatches round otherwise, nearly always
         assert "steps 0 to 5 were made before" in told[0]
         assert "given up" in told[0]
@@ -334,8 +339,7 @@ def elsewhere(file: str, method: str):
 def test_a_run_whose_every_step_was_made_ends_with_what_is_left(tmp_path):
     """Killed after its last step, and before it was saved: all is paid for, and nothing may be made again."""
     file = killed(tmp_path, "bookkeeping", step=STEPS)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        told, steps, _, _ = pool.apply(elsewhere, (str(file), "bookkeeping"))
+    told, steps, _, _ = in_another(elsewhere, str(file), "bookkeeping")
     assert steps == STEPS
     assert len(told) == 1
     assert len(made(book_path(file))) == STEPS

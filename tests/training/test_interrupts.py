@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import multiprocessing
@@ -103,7 +104,8 @@ def test_a_run_is_saved_as_time_passes(tmp_path, monkeypatch):
             now[0] += 25.0
             saved.append(load_checkpoint(tmp_path / "run")["engine"]["steps"])
 
-    train(checkpoint=tmp_path / "run", callbacks=[Clock()], evaluations=1)
+    default = inspect.signature(lipdp.fit).parameters["checkpoint_every"].default
+    train(checkpoint=tmp_path / "run", callbacks=[Clock()], evaluations=1, checkpoint_every=default)
     assert saved == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9]
     for setting, expected in ((1000.0, [0] * STEPS), (10.0, list(range(STEPS)))):
         saved.clear()
@@ -121,31 +123,38 @@ def test_bad_intervals(every):
 # ------------------------------------------------------------------------------------------------------------ one at a time
 
 
-class Slow(Callback):
+class Waiting(Callback):
+    """Whoever trains goes on when the others have ended, however slow they are."""
+
+    def __init__(self, refused):
+        self.refused = refused
+
     def on_step(self, run):
-        time.sleep(0.2)
+        if run.engine.steps == 1:
+            assert all(self.refused.acquire(timeout=600) for _ in range(3))
 
 
-def start(file, go, ends):
+def start(file, go, refused, ends):
     torch.set_num_threads(1)
     go.wait()
     try:
-        train(checkpoint=file, resume=True, callbacks=[Slow()], seed=None)
+        train(checkpoint=file, resume=True, callbacks=[Waiting(refused)], seed=None)
         ends.put((os.getpid(), "done"))
     except CheckpointError as error:
         ends.put((os.getpid(), str(error)))
+        refused.release()
 
 
 def test_two_starts_of_one_checkpoint_and_exactly_one_goes_on(tmp_path):
     """Four of them, at once; each says how it ended."""
     file, context = str(tmp_path / "run"), multiprocessing.get_context("fork")
-    go, queue = context.Barrier(4), context.Queue()
-    started = [context.Process(target=start, args=(file, go, queue)) for _ in range(4)]
+    go, refused, queue = context.Barrier(4), context.Semaphore(0), context.Queue()
+    started = [context.Process(target=start, args=(file, go, refused, queue)) for _ in range(4)]
     for process in started:
         process.start()
-    ends = dict(queue.get(timeout=300) for _ in started)
+    ends = dict(queue.get(timeout=900) for _ in started)
     for process in started:
-        process.join(60)
+        process.join()
     winners = [pid for pid, end in ends.items() if end == "done"]
     assert len(winners) == 1
     for pid, end in ends.items():

@@ -580,7 +580,7 @@ def test_a_fork_does_not_go_on_with_the_run_of_its_parent():
     told = context.Queue()
     child = context.Process(target=_in_a_fork, args=(engine, told))
     child.start()
-    assert "another process" in told.get(timeout=60)
+    assert "another process" in told.get(timeout=600)
     child.join()
     engine.step(*toy(20).tensors)
 

@@ -90,10 +90,11 @@ def test_the_released_statistics_are_really_noised_by_the_planned_amount(moments
         engine = engine_of(model, plan, seed=seed)
         engine.release_statistics(data)
         means.append(model[0].mean.clone())
-    spread = float(torch.stack(means).var(0).mean().sqrt())  # 6 degrees of freedom of each of 60 channels
+    # 6 degrees of freedom of each of 60 channels: 3.7% deviation, so a false alarm of 1e-7 (keys are bound to the bits of the data)
+    spread = float(torch.stack(means).var(0).mean().sqrt())
     radius_over_root = 4.0 / 3**0.5
     expected = plan.releases[0].amount * radius_over_root * moments**0.5 / plan.dataset_size
-    assert spread == pytest.approx(expected, rel=0.15)
+    assert spread == pytest.approx(expected, rel=0.2)
     assert f"{expected:.3g} on each mean" in str(plan)
     assert ("mean square" in str(plan)) == (moments == 2)
 
