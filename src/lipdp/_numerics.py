@@ -39,6 +39,7 @@ __all__ = [
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
 _NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_LONG = 8192
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -175,8 +176,10 @@ def same_as_array(tensor: torch.Tensor) -> bool:
 
 
 def same_entries(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """What torch.equal says: same shape, no entry differs, none is NaN. On a processor by numpy, several times as fast."""
+    """What torch.equal says: same shape, no entry differs, none is NaN. Of long tensors on a processor by numpy, twice as fast."""
     if a.device.type == "cpu" == b.device.type and a.dtype == b.dtype and a.dtype in _NUMPY and type(a) in _ORDINARY:
         with torch._C.DisableTorchFunction():
+            if a.numel() < _LONG:
+                return bool(torch.equal(a, b))
             return bool(np.array_equal(a.detach().numpy(), b.detach().numpy()))
     return bool(torch.equal(a, b))

@@ -112,7 +112,7 @@ def _forward(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooli
         first, *others = _pixels(value, pool)
         squares = first.square()
         for pixel in others:
-            squares.addcmul_(pixel, pixel)
+            squares.add_(pixel.square())  # in the order and with the roundings of the pool over squares: the same bits
     else:
         squares = F.avg_pool2d(value.square() if value is x else value.square_(), (pool.height, pool.width), divisor_override=1)
     return squares.add_(pool.eps).sqrt_()

@@ -22,7 +22,7 @@ import torch
 
 from lipdp.errors import LipdpError, UnsupportedError
 
-__all__ = ["Watched", "fingerprint", "generator_states", "nothing_kept", "reachable_tensors", "storages"]
+__all__ = ["Watched", "fingerprint", "generator_states", "nothing_kept", "reachable_tensors", "reached", "readable", "storages"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
@@ -50,7 +50,7 @@ def fingerprint(*objects: Any) -> Hashable:
         False
     """
     seen: _Signed = {}
-    with _readable():
+    with readable():
         return tuple(_sign(value, seen, _DEPTH) for value in objects)
 
 
@@ -76,7 +76,7 @@ class Watched:
 
     def __call__(self) -> int:
         """The present state's number."""
-        with _readable():
+        with readable():
             changed = self._seen is None or not self._unchanged()
             if changed:
                 self._look()
@@ -230,7 +230,7 @@ def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
 
     One that was made inside torch.func, and kept, is refused: nobody can read it outside.
     """
-    tensors = [value for value in _reachable(objects) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in reached(*objects) if isinstance(value, torch.Tensor)]
     if any(map(_is_wrapped, tensors)):
         raise UnsupportedError(
             "the model or its loss has kept a tensor that it made of a record (in a list of its own, say), and is to be run on "
@@ -245,7 +245,7 @@ def generator_states(*objects: Any) -> Hashable:
 
     Not of those that everybody draws from (``random.random``, ``numpy.random.rand``, torch's default generator).
     """
-    own = [value for value in _reachable(objects) if not any(value is each for each in _EVERYBODYS)]
+    own = [value for value in reached(*objects) if not any(value is each for each in _EVERYBODYS)]
     return tuple(_STATES[kind](value) for value in own for kind in _STATES if isinstance(value, kind))
 
 
@@ -260,9 +260,9 @@ _STATES: dict[type, Callable[[Any], Hashable]] = {
 }
 
 
-def _reachable(objects: Sequence[Any]) -> list[Any]:
+def reached(*objects: Any) -> list[Any]:
     """What the objects' attributes and items lead to within a few references, each once."""
-    with _readable():
+    with readable():
         return _led_to(objects)
 
 
@@ -282,7 +282,7 @@ def _led_to(objects: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
     """Objects of the user's are asked for what they hold; what they raise then is no error of ours."""
     try:
         yield

@@ -67,3 +67,15 @@ def test_a_layer_used_twice_has_one_note_and_models_without_convolutions_none() 
     layer = nn.SpectralConv2d(2, 2, 3, padding=1)
     assert len(convolution_notes(T.Sequential(layer, layer), input_shape=(2, 5, 5))) == 1
     assert convolution_notes(nn.Sequential(nn.BoundedInput((4,)), nn.SpectralLinear(4, 2))) == ()
+
+
+def test_nothing_is_looked_for_behind_a_bound_that_is_reached(monkeypatch):
+    """Orthogonal 1×1 kernels: the first vector already has the norm; without the bound one more is tried."""
+    torch.manual_seed(0)
+    layer, calls = nn.SpectralConv2d(4, 4, 1, bias=False), []
+    shape, forward = (4, 5, 5), nn.SpectralConv2d.forward
+    monkeypatch.setattr(nn.SpectralConv2d, "forward", lambda self, x: calls.append(1) or forward(self, x))
+    found = lower_norm(layer, shape, bound=1.0)
+    assert len(calls) == 1
+    assert found == pytest.approx(lower_norm(layer, shape), rel=1e-3)
+    assert len(calls) == 2  # and finds nothing more

@@ -136,6 +136,17 @@ def test_a_program_and_its_fused_form_agree(bias, device):
     torch.testing.assert_close(program.fused(x), program(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pool", [None, Pooling(2, 2, 1e-12), Pooling(2, 3, 1e-6), Pooling(3, 3, 1e-3)])
+def test_on_a_processor_it_is_the_layers_to_the_bit(pool, dtype):
+    """So a fused program is compared without computing its convolutions again."""
+    x = torch.randn(3, 6, 11, 12, dtype=dtype, requires_grad=True)
+    wanted, found = layers(True, pool)(x), sorted_pool(x, sort=True, pool=pool)
+    cotangent = torch.randn_like(wanted)
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(torch.autograd.grad(y, x, cotangent)[0] for y in (found, wanted)))
+
+
 def test_a_fused_form_that_computes_something_else_is_refused(monkeypatch):
     """What runs is what was proved: planning compares the fused form too."""
     monkeypatch.setitem(fusing._stages, nn.L2NormPool2d, lambda layer: fusing.Stage(pool=Pooling(2, 2, 0.1)))

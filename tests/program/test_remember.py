@@ -9,7 +9,7 @@ from lipdp import nn
 from lipdp.bounds.propagate import program_of
 from lipdp.errors import UnsupportedError
 from lipdp.program import check, check_program
-from lipdp.program.remember import Remembering
+from lipdp.program.remember import Remembering, Repeating
 from tests.many import examples
 
 SIZES = (1, 2, 3, 5, 8)
@@ -89,6 +89,24 @@ def test_results_can_be_written_to():
         assert torch.equal(second, kept)
         second.zero_()
         assert torch.equal(layer(x[:3]), kept[:3])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "tokens", "conv1d", "conv2d", "circular", "same", "conv3d"])
+def test_rows_that_are_all_the_same_go_through_once(kind, bias):
+    layer, shape = layers(kind, bias)
+    layer, row = layer.double(), torch.randn(1, *shape, dtype=torch.float64)
+    same, other = row.repeat(4, *[1] * len(shape)), row.repeat(4, *[1] * len(shape))
+    other[3] += 1
+    with torch.no_grad():
+        wanted = [layer(same), layer(other), layer(row)]
+        with Repeating():
+            found = [layer(same), layer(other), layer(row)]
+    for a, b in zip(found, wanted, strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    with Repeating():
+        assert layer(same).requires_grad  # with gradients everything is torch's own
 
 
 def test_gradients_of_gradients():

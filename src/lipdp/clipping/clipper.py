@@ -53,6 +53,7 @@ from lipdp.clipping.batch import (
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
+from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, leave_off, recording
@@ -460,19 +461,14 @@ class Clipper:
                 layouts = layouts_of(self.model, batch.x)
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
-            before = self._kept() if method == "naive" else None
+            loops.kept = self._kept if method == "naive" else None
             sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
-            if method == "naive" and before != self._kept():
-                raise UnsupportedError(
-                    f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "
-                    "generator of its own). What one record has left there may reach the next. Make it a function of its inputs; "
-                    "random numbers come from torch's own generators."
-                )
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
     def _kept(self) -> Hashable:
         """All that can be named of what the model and its loss could keep of a record."""
-        return self._watched(), state_of(self._untrained), generator_states(self.model, self.loss)
+        named = self._watched(), state_of(self._untrained), generator_states(self.model, self.loss)
+        return *named, kept_elsewhere(self.model, self.loss)
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
         """One pass over the leaves of the inputs, targets, mask and bounds; nothing is read from the device once it is verified.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +79,8 @@ class Loops:
     answering: bool = True
     known: Sequence[torch.Tensor] = ()
     repeating: bool = True
+    kept: Callable[[], Hashable] | None = None
+    """All that can be named of what the model and its loss could keep of a record."""
 
     def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups).
@@ -110,6 +112,8 @@ class Loops:
             with suppress(Exception), torch.enable_grad():  # what the model can't take is no concern here
                 seen += [(made_up, before, alone(made_up))] * 2
             set_random_states(before, device)
+        # Behind the made-up record: what is kept of that one (tables of positions, say) is nobody's.
+        state = None if self.kept is None else self.kept()
         result = self._over(gradients, keep)
         after = random_states(device)
         try:
@@ -119,6 +123,12 @@ class Loops:
                     _refuse_other(type(self.model).__name__, found, alone(record))
         finally:
             set_random_states(after, device)
+        if self.kept is not None and self.kept() != state:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "
+                "generator of its own). What one record has left there may reach the next. Make it a function of its inputs; "
+                "random numbers come from torch's own generators."
+            )
         return result
 
     def multiloss(

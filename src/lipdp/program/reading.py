@@ -18,6 +18,7 @@ from torch import fx
 
 from lipdp._numerics import same_entries
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
+from lipdp.program.remember import Repeating
 from lipdp.program.tracer import IN_PLACE_OPERATORS, describe, line_of
 
 __all__ = ["Reading", "read", "refuse_hidden_changes", "refuse_random", "undisturbed"]
@@ -71,7 +72,8 @@ def read(
     with undisturbed(model):
         for batch in _BATCHES:
             recorder = _Recorder(model, graph, modules, reading.in_place)
-            recorder.run(torch.zeros(batch, *input_shape, dtype=dtype, device=like.device))
+            with Repeating():
+                recorder.run(torch.zeros(batch, *input_shape, dtype=dtype, device=like.device))
             for node, value in recorder.values.items():
                 if node.op == "output":  # whatever it is, it is made of nodes that are looked at
                     continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lipdp._numerics import same_entries
 
-__all__ = ["Remembering"]
+__all__ = ["Remembering", "Repeating"]
 
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _LARGEST = 1 << 28
@@ -35,21 +36,25 @@ class _Kept:
     results: list[torch.Tensor]
     sums: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def find(self, weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> int | None:
-        """Where these rows stand among the kept ones."""
-        count, present = len(rows[0]), len(self.rows[0])
-        heads, head = self._heads(self.rows[0]), self._heads(rows[0][:1])
-        for start in range(present - count + 1):
+    def find(self, weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], head: bytes) -> int | None:
+        """Where these rows stand among the kept ones; ``head``: of the first of them."""
+        count = rows[0].shape[0]
+        for start, present in enumerate(self.heads[: len(self.heads) - count + 1]):
             pairs = zip(self.rows, rows, strict=True)
-            if (heads[start] == head[0]).all() and all(same_entries(kept[start : start + count], given) for kept, given in pairs):
+            if present == head and all(same_entries(kept[start : start + count], given) for kept, given in pairs):
                 return start if all(map(same_entries, self.weights, weights)) else None
         return None
 
-    @staticmethod
-    def _heads(rows: torch.Tensor) -> Any:
-        """The first numbers of each row: where they differ, nothing else has to be compared."""
-        with torch._C.DisableTorchFunction():
-            return rows.detach().flatten(1)[:, :_HEAD].numpy()
+    @cached_property
+    def heads(self) -> list[bytes]:
+        """Of every row."""
+        return _heads(self.rows[0])
+
+
+def _heads(rows: torch.Tensor) -> list[bytes]:
+    """The first numbers of each row: where they differ, nothing else has to be compared."""
+    with torch._C.DisableTorchFunction():
+        return [row.tobytes() for row in rows.detach().flatten(1)[:, :_HEAD].numpy()]
 
 
 class Remembering(TorchFunctionMode):
@@ -62,18 +67,18 @@ class Remembering(TorchFunctionMode):
         self._bytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if (func in _CONVOLUTIONS or func is torch.nn.functional.linear) and not kwargs and _plain(args):
+        if _goes_by_rows(func, args, kwargs):
             x, weight, bias, *settings = (*args, None)[: max(3, len(args))]
-            ranked = x.ndim == weight.ndim if func in _CONVOLUTIONS else x.ndim > 1
-            if ranked and not any(isinstance(value, str) for value in settings):
+            if not any(isinstance(value, str) for value in settings):
                 return _Apply.apply(self, func, settings, x, weight, bias)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def forward(self, func: Any, settings: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
         """What the operation gives these rows."""
         key = (func, repr(settings), _form(x))
+        (head,) = _heads(x[:1])
         for kept in self._kept.get(key, ()):
-            start = kept.find(weights, [x])
+            start = kept.find(weights, [x], head)
             if start is not None:
                 return kept.results[0][start : start + len(x)].clone()
         bias = weights[1] if len(weights) > 1 else None
@@ -86,8 +91,9 @@ class Remembering(TorchFunctionMode):
     ) -> list[torch.Tensor]:
         """The cotangent of the rows, and the sums over them; ``compute`` gives the one or the others."""
         key, count = (*key, _form(rows[0]), _form(rows[1])), len(rows[0])
+        (head,) = _heads(rows[0][:1])
         for kept in self._kept.get(key, ()):
-            start = kept.find([weight], rows)
+            start = kept.find([weight], rows, head)
             if start == 0 and count in kept.sums:
                 return [kept.results[0][:count].clone(), *kept.sums[count]]
         ends = [0, *(self.sizes[:-1] if count == self.sizes[-1] else ()), count]
@@ -104,6 +110,29 @@ class Remembering(TorchFunctionMode):
         self._bytes += sum(t.nbytes for t in tensors)
         if self._bytes <= _LARGEST:
             self._kept.setdefault(key, []).append(kept)
+
+
+class Repeating(TorchFunctionMode):
+    """Within the block, without gradients: rows that are all the same go through a convolution or a linear map once.
+
+    A batch of zeros, say, with which shapes are found.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if _goes_by_rows(func, args, kwargs) and not torch.is_grad_enabled() and len(args[0]) > 1:
+            x = args[0]
+            if all(same_entries(x[:1], x[row : row + 1]) for row in range(1, len(x))):
+                result: torch.Tensor = func(x[:1], *args[1:])
+                return result.expand(len(x), *result.shape[1:]).clone(memory_format=torch.contiguous_format)
+        return func(*args, **(kwargs or {}))
+
+
+def _goes_by_rows(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """A convolution or a linear map that treats each row of ordinary tensors by itself."""
+    if kwargs or not (func in _CONVOLUTIONS or func is torch.nn.functional.linear) or not _plain(args):
+        return False
+    x, weight = args[:2]
+    return bool(x.ndim == weight.ndim if func in _CONVOLUTIONS else x.ndim > 1)
 
 
 def _plain(args: Sequence[Any]) -> bool:

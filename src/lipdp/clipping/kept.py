@@ -1,0 +1,198 @@
+"""What a model or its loss may keep where no attribute of theirs leads: classes, functions, globals, references that are weak.
+
+:mod:`lipdp.fingerprint` follows attributes, containers and closures, and is asked in every step. Records that are taken one by one
+must leave nothing behind, so there one looks further: into what the functions of the model's own classes name. Not into
+packages that are installed: they are many, and nobody's model.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import enum
+import functools
+import inspect
+import io
+import os
+import random
+import sys
+import sysconfig
+import threading
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set, Sized
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from lipdp.fingerprint import fingerprint, generator_states, reachable_tensors, reached, readable
+
+__all__ = ["kept_elsewhere"]
+
+# Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
+_NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
+_INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+_DATA = (
+    *(int, float, complex, str, bytes, bytearray, tuple, Mapping, Set, Sequence, Iterator, deque, torch.Tensor, np.ndarray),
+    *(types.SimpleNamespace, threading.local, weakref.ReferenceType, contextvars.ContextVar, io.BytesIO, io.StringIO),
+    *(random.Random, torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+    *(ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, functools.partial, types.MethodType),
+)
+_CACHES = functools._lru_cache_wrapper
+_FUNCTIONS = (types.FunctionType, _CACHES)
+# Of references from what was found to what that leads to; items of a container, bytes of an array.
+_DEPTH = 4
+_MANY, _LARGE = 4096, 2**20
+
+
+def kept_elsewhere(*objects: Any) -> Hashable:
+    """Equal for equal states of what the objects' classes and functions name, and of the process's environment.
+
+    That is: data among the attributes of classes and functions, and what functions read by global names; caches of functions;
+    locals of generators that wait; what weak references, context variables, buffers and ctypes hold; gradients, attributes and
+    hooks of tensors.
+    """
+    with readable():
+        data, numbers = _found(objects)
+    tensors = tuple(_contents(tensor) for tensor in reachable_tensors(*data))
+    return fingerprint(*data), tensors, generator_states(*data), tuple(numbers), tuple(os.environ.items())
+
+
+def _found(objects: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:
+    """What holds something behind the objects, and the states of what has no parts."""
+    met: dict[int, Any] = {}
+    level, data, numbers = reached(*objects), list[Any](), list[Hashable]()
+    for _ in range(_DEPTH):
+        new = [value for value in level if id(value) not in met]
+        met.update((id(value), value) for value in new)
+        level = []
+        for value in new:
+            number = _number(value)
+            if number is not None:
+                numbers.append(number)
+            for part in _behind(value):
+                if isinstance(part, (type, *_FUNCTIONS)):
+                    level.append(part)
+                else:
+                    data.append(part)
+                    level += reached(part)
+    return data, numbers
+
+
+def _contents(tensor: torch.Tensor) -> Hashable:
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    small = plain and tensor.numel() * tensor.element_size() <= _LARGE
+    return tensor._version if not small else (tensor._version, repr(tensor.detach().flatten().tolist()))
+
+
+def _number(value: Any) -> Hashable:
+    """The state of what has no parts to look at."""
+    if isinstance(value, _CACHES):
+        found = value.cache_info()
+        return found.misses, found.currsize
+    if isinstance(value, io.BytesIO | io.StringIO):
+        return () if value.closed else (value.getvalue(), value.tell())
+    if isinstance(value, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)):
+        return bytes(value)
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        return _position(value)
+    return None
+
+
+def _position(value: Any) -> Hashable:
+    """Where an iterator of Python's stands: the numbers in what it is made again from."""
+    with warnings.catch_warnings(), suppress(TypeError, ValueError):  # generators and files have none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        made: tuple[Any, ...] = value.__reduce__()
+        parts = [inner for part in made[1:] for inner in (part if isinstance(part, tuple) else (part,))]
+        numbers = [part for part in parts if isinstance(part, (int, float, Iterator))]
+        return tuple(_number(part) if isinstance(part, Iterator) else part for part in numbers)
+    return None
+
+
+def _behind(value: Any) -> Iterator[Any]:
+    """What a value leads to past its attributes and items."""
+    if isinstance(value, type):
+        yield from _of_class(value)
+    elif isinstance(value, _FUNCTIONS):
+        yield from _of_function(value)
+    elif isinstance(value, types.GeneratorType):
+        if value.gi_frame is not None:
+            yield dict(value.gi_frame.f_locals)
+    elif isinstance(value, weakref.ReferenceType):
+        yield value()
+    elif isinstance(value, contextvars.ContextVar):
+        yield value.get(None)
+    elif isinstance(value, torch.Tensor):
+        if value.is_leaf:
+            yield from (part for part in (value.grad, value._backward_hooks) if part is not None)
+        if getattr(value, "__dict__", None):
+            yield value.__dict__
+    if not isinstance(value, (type, *_FUNCTIONS)) and not _is_nobodys(type(value)):
+        yield type(value)
+
+
+def _is_nobodys(value: Any) -> bool:
+    name = getattr(value, "__module__", None)
+    return not isinstance(name, str) or _is_installed(name.partition(".")[0])
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """Whether it is one of Python's own packages, or of those installed beside them."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return package in _NOBODYS or (isinstance(file, str) and file.startswith(_INSTALLED))
+
+
+def _of_class(cls: type) -> Iterator[Any]:
+    for base in inspect.getmro(cls) + inspect.getmro(type(cls)):
+        if not _is_nobodys(base):
+            for name, value in vars(base).items():
+                plain = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                plain = plain.fget if isinstance(plain, property) else plain
+                if isinstance(plain, enum.Enum):
+                    yield plain.value
+                elif isinstance(plain, _FUNCTIONS) or (not name.startswith("__") and _is_kept(plain)):
+                    yield plain
+
+
+def _of_function(function: Any) -> Iterator[Any]:
+    """Its own attributes; data, functions and classes that it, or a function inside it, reads by global names."""
+    while isinstance(function, _CACHES):
+        function = function.__wrapped__
+    if not isinstance(function, types.FunctionType) or _is_nobodys(function):
+        return
+    yield dict(function.__dict__)
+    known, names = function.__globals__, list(_names(function.__code__))
+    for name in names:
+        value = known.get(name)
+        if isinstance(value, types.ModuleType):
+            inside = vars(value)
+            found = [inside[other] for other in names if other in inside]
+            yield from (part for part in found if not isinstance(part, str) and _is_kept(part))
+        elif (
+            isinstance(value, _CACHES)
+            or (isinstance(value, (type, types.FunctionType)) and not _is_nobodys(value))
+            or _is_kept(value)
+        ):
+            yield value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_kept(value: Any) -> bool:
+    """Data, and objects of the user's own classes; no tables that are too large to look at."""
+    if isinstance(value, (type, types.ModuleType)) or not (isinstance(value, _DATA) or not _is_nobodys(type(value))):
+        return False
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return True
+    return value.nbytes <= _LARGE if isinstance(value, np.ndarray) else not isinstance(value, Sized) or len(value) <= _MANY
