@@ -6,6 +6,7 @@ records. Which record it was, what stands in it and what its file is called are 
 
 - :func:`shown` is how an argument appears in a message: settings as they are, what may hold records by its type and shape;
   :func:`kind_of` is how records do.
+- :func:`named` is how somebody else's exception appears in a message of ours.
 - :func:`discreet` wraps what people call with records. Errors of lipdp pass, without the exceptions behind them (numpy and pandas
   show the cell that they stumbled over); every other exception is replaced by its type and the place that it comes from.
 
@@ -25,7 +26,7 @@ from typing import ParamSpec, TypeVar
 
 from lipdp.errors import LipdpError, UnexpectedError
 
-__all__ = ["debugging", "discreet", "is_discreet", "kind_of", "shown", "without_chain"]
+__all__ = ["as_told", "debugging", "discreet", "is_discreet", "kind_of", "named", "shown", "without_chain"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def discreet(call: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             if debugging():
                 raise
-            failure = error if type(error).__name__ in _PLAIN or _is_miscalled(error) else _replaced(error)
+            failure = as_told(error)
         # Raised here, outside of the handlers: nothing becomes its context.
         try:
             raise without_chain(failure)
@@ -110,6 +111,23 @@ def discreet(call: Callable[P, T]) -> Callable[P, T]:
 
     quiet._is_discreet = True  # type: ignore[attr-defined]
     return quiet
+
+
+def as_told(error: Exception) -> Exception:
+    """An exception that tells nothing of a record: itself, where it is lipdp's own or of a fixed text, or what stands for it."""
+    own = debugging() or isinstance(error, LipdpError) or type(error).__name__ in _PLAIN
+    return error if own or _is_miscalled(error) else _replaced(error)
+
+
+def named(error: BaseException) -> str:
+    """An exception in a message of ours: lipdp's own with its text, somebody else's by its type.
+
+    Example:
+        >>> named(KeyError("Ann"))
+        'KeyError (LIPDP_DEBUG=1 shows its text)'
+    """
+    kind = type(error).__name__
+    return f"{kind}: {error}" if debugging() or isinstance(error, LipdpError) else f"{kind} (LIPDP_DEBUG=1 shows its text)"
 
 
 def _is_miscalled(error: Exception) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lipdp._discreet import named
 from lipdp.errors import LipdpError, UnsupportedError
 
 __all__ = ["Watched", "fingerprint", "generator_states", "nothing_kept", "reachable_tensors", "reached", "readable", "storages"]
@@ -291,7 +292,7 @@ def readable() -> Iterator[None]:
     except Exception as error:
         raise UnsupportedError(
             "something that the model or its loss holds can't be looked at, so that a change of it would go unnoticed: asked for "
-            f"its contents it raises {type(error).__name__} ({error}). Keep it outside of the model, or in a form that can be read."
+            f"its contents it raises {named(error)}. Keep it outside of the model, or in a form that can be read."
         ) from error
 
 

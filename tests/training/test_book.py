@@ -423,6 +423,27 @@ def test_other_microbatches_are_refused_where_no_book_tells_what_was_made():
         assert free.microbatch_size == 16
 
 
+@pytest.mark.parametrize(("before", "made"), [({"microbatch_size": 16}, 1), ({"microbatch_size": 16}, 0), ({}, 1), ({}, 0)])
+def test_neither_a_book_that_is_begun_late_nor_a_state_of_no_step_lets_steps_be_made_twice(tmp_path, before, made):
+    """Of what was made behind such a state nothing knows: only the same microbatches make it again as it was."""
+    engine, train = engine_of(**before), records()
+    for _, batch in zip(range(made), engine.batches(train), strict=False):
+        engine.step(*batch)
+    state = engine.state_dict()
+    for batch in engine.batches(train):
+        engine.step(*batch)
+    expected = weights(engine.model)
+    positions._runs.clear()  # as in another process
+    for book in ({}, {"book": tmp_path / "late"}):
+        with pytest.raises(CheckpointError, match="Leave microbatch_size out"):
+            engine_of(microbatch_size=8, **book).load_state_dict(state)
+        with engine_of(**book) as again:
+            again.load_state_dict(state)
+            for batch in again.batches(train):
+                again.step(*batch)
+            assert torch.equal(weights(again.model), expected)
+
+
 def test_a_state_that_keeps_a_book_wants_it(tmp_path):
     engine = engine_of(book=tmp_path / "book")
     engine.step(*next(engine.batches(records())))

@@ -22,6 +22,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lipdp._discreet import named
 from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
@@ -236,11 +237,12 @@ class _Replay:
         raise HiddenGradientError(self._why(trouble), self.parameters) from trouble
 
     def _why(self, trouble: Exception | None) -> str:
+        last = "" if trouble is None else f" The last attempt raised {named(trouble)}."
         return (
             f"{type(self.module).__name__} has no norm rule, and evaluating it for one example at a time does not give what it "
             "gave for the batch: it mixes the examples, or has randomness inside that can't be repeated, or its batch is not "
             "the first dimension of its inputs. Move its parameters into a small module of their own (one that adds positions), "
-            f"or register a rule (lipdp.clipping.norm_rule).{f' The last attempt said: {trouble}' if trouble is not None else ''}"
+            f"or register a rule (lipdp.clipping.norm_rule).{last}"
         )
 
     @property

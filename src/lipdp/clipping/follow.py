@@ -36,36 +36,22 @@ import sys
 import types as kinds
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
+from lipdp.clipping.past import Readings, Reason, hands_out, is_lifted, line
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
 from lipdp.inputs import Inputs, leaves, rows_of
 
 __all__ = ["At", "Following", "Mixed", "NotApartError", "Reason", "distrust", "follow", "known_before", "rows_first"]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why records are not known to be apart: what was done, and where."""
-
-    what: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.what} ({self.where})" if self.where else self.what
 
 
 class NotApartError(UnsupportedError):
@@ -137,35 +123,8 @@ class _Entry(NamedTuple):
     made: weakref.ref[torch.Tensor] | None = None
 
 
-_LENDERS = {
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.storage,
-    torch.Tensor.__dlpack__,
-}
-_READERS = _LENDERS | {
-    torch.Tensor.tolist,
-    torch.Tensor.__reduce_ex__,
-    torch.Tensor.__repr__,
-    torch.Tensor.__format__,
-    torch.Tensor.apply_,
-    torch.Tensor.map_,
-    torch.Tensor.map2_,
-}
-_HOOKS = {
-    torch.Tensor.register_hook,
-    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
-    torch.Tensor.register_post_accumulate_grad_hook,
-}
-_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
-_NOTED = _READERS | _HOOKS | _SPLITS
 _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
-_HERE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_OPS = str(Path(_TORCH) / "_ops.py")
 
 
 class Following(TorchDispatchMode):
@@ -187,6 +146,7 @@ class Following(TorchDispatchMode):
         self.recomputed = False
         self._memories: dict[int, _Entry] = {}
         self._lent: set[int] = set()  # memories that may be read past all operations
+        self._bare: set[int] = set()  # memories that may be written to without a version that tells
         self._beside: Beside | None = None
         self._given: set[int] = set()  # the batch itself, which is the caller's to keep
         self._known = [tensor for tensor in known if tensor.layout == torch.strided]
@@ -218,10 +178,10 @@ class Following(TorchDispatchMode):
     def state(self, tensor: torch.Tensor) -> State:
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
         if tensor.layout != torch.strided:
-            return Mixed("a tensor without a memory of its own (sparse)", _line())
+            return Mixed("a tensor without a memory of its own (sparse)", line())
         entry = self._memories.get(_key(tensor))
         if entry is None:
-            return Mixed(_UNKNOWN, _line()) if tensor.numel() else None
+            return Mixed(_UNKNOWN, line()) if tensor.numel() else None
         whose = entry.whose
         if whose is None or isinstance(whose, Mixed):
             return whose
@@ -229,7 +189,7 @@ class Following(TorchDispatchMode):
             return None  # no number at all, whatever the batch is
         found = _read_map(self.records, whose, _form(tensor))
         if found is None:
-            return Mixed("some of the batch's records are taken out of it, or put in another order", _line())
+            return Mixed("some of the batch's records are taken out of it, or put in another order", line())
         return found
 
     def shows(self, tensor: torch.Tensor) -> bool:
@@ -241,7 +201,12 @@ class Following(TorchDispatchMode):
         """The tensor's memory is handed out: what is in it, or is written to it from here on, can be read past all operations."""
         self._lent.add(_key(tensor))
         if self.shows(tensor):
-            self.reads.append(Reason(f"Python sees values of the batch ({how})", _line()))
+            self.reads.append(Reason(f"Python sees values of the batch ({how})", line()))
+
+    def bare(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory can be written to from here on without a version that tells (``.data``)."""
+        if tensor.layout == torch.strided:
+            self._bare.add(_key(tensor))
 
     def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
         if tensor.layout != torch.strided:
@@ -249,7 +214,7 @@ class Following(TorchDispatchMode):
         storage = tensor.untyped_storage()
         whose = at if isinstance(at, Mixed) else _map(self.records, at, _form(tensor), exact)
         if isinstance(whose, str):
-            whose = Mixed(whose, _line())
+            whose = Mixed(whose, line())
         self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
 
     def _nobodys(self, tensor: torch.Tensor) -> None:
@@ -271,11 +236,23 @@ class Following(TorchDispatchMode):
             self._check_shared(tensor.untyped_storage())
         if tensor.layout == torch.strided and _key(tensor) in self._lent:
             what = "records are written into memory that was handed out, and can be read past all operations"
-            self.reads.append(Reason(what, _line()))
+            self.reads.append(Reason(what, line()))
+        before = None if entry is None else self.state(tensor)
         if isinstance(state, Mixed) or entry is None or entry.whose is None:
             self._set(tensor, state)
-        elif self.state(tensor) != state:
-            self._set(tensor, Mixed("records written over others", _line()))
+        elif before != state:
+            self._set(tensor, state := Mixed("records written over others", line()))
+        if entry is not None and not isinstance(before, Mixed) and (isinstance(state, Mixed) or _key(tensor) in self._bare):
+            self._overwritten(before, state)
+
+    def _overwritten(self, before: State, state: State) -> None:
+        """A memory has become other records'. What was read of it before, the backward pass reads again: from the same memory.
+
+        Where versions are counted torch sees that; they are not for what is written through ``.data``, or in compiled code.
+        """
+        if before != state:
+            what = state.what if isinstance(state, Mixed) else "records are written past the versions of a tensor (.data)"
+            self.reads.append(Reason(f"what the backward pass may need is overwritten: {what}", line()))
 
     def _check_shared(self, storage: torch.UntypedStorage) -> None:
         """Records are written into a memory that was nobody's: is it also that of others?"""
@@ -284,13 +261,13 @@ class Following(TorchDispatchMode):
             other = tensor.untyped_storage()
             apart = other.device != storage.device or other.data_ptr() >= end or begin >= other.data_ptr() + other.nbytes()
             if other._cdata != storage._cdata and not apart:
-                self._set(tensor, Mixed("records are written into memory that it has too", _line()))
+                self._set(tensor, Mixed("records are written into memory that it has too", line()))
         if not storage.resizable():
-            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", _line()))
+            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", line()))
 
     def _meet(self, tensor: torch.Tensor) -> State:
         """The state of an argument of :meth:`lift_fresh`: numbers of Python's that torch has just copied are nobody's."""
-        if tensor.layout == torch.strided and _key(tensor) not in self._memories and _is_lifted() and _is_fresh(tensor):
+        if tensor.layout == torch.strided and _key(tensor) not in self._memories and is_lifted(self.state) and _is_fresh(tensor):
             self._nobodys(tensor)
         return self.state(tensor)
 
@@ -316,20 +293,19 @@ class Following(TorchDispatchMode):
             output = func(*args, **kwargs)
         except Exception:
             if depends:  # the model may catch it, and so see something of the batch
-                self.reads.append(Reason(f"{rule.name} raises for what is in the batch", _line()))
+                self.reads.append(Reason(f"{rule.name} raises for what is in the batch", line()))
             raise
         if depends:
             keeper = _keeper()
             self.recomputed |= keeper == "torch.utils.checkpoint"
             if not keeper.startswith("torch."):
-                self.reads.append(Reason("what the backward pass is kept for passes a function of its own", _line()))
+                self.reads.append(Reason("what the backward pass is kept for passes a function of its own", line()))
             self._follow(rule, args_in_order, states, output)
         elif not rule.view:
             self._note_made(output)
-        for number in rule.changed:
-            for part in tree_leaves(args_in_order[number]) if number < len(args_in_order) else ():
-                if isinstance(part, torch.Tensor) and part.layout == torch.strided:
-                    self._written.add(_key(part))
+        for part in self._written_by(rule, rule.changed, args_in_order) if rule.changed else ():
+            if part.layout == torch.strided:
+                self._written.add(_key(part))
         return output
 
     def _note_made(self, output: Any) -> None:
@@ -342,8 +318,9 @@ class Following(TorchDispatchMode):
         return False  # nothing here is compiled: there is nothing to keep it from
 
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
-        if rule.shows(args):
-            self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", _line()))
+        outputs = output if isinstance(output, list | tuple) else [output]
+        if rule.shows(args) or _tell(outputs, rule.known):
+            self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
         if rule.view:
             return
         call = Call(rule, self.records, args, states, output)
@@ -351,11 +328,10 @@ class Following(TorchDispatchMode):
             results = rule.results(call)
         except Exception as error:  # whatever is not understood is not claimed
             mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
-            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{rule.name}: {mixed.what}", _line())
+            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{rule.name}: {mixed.what}", line())
             results.answer = rule.answer(call)
             if rule.name == "sum" and isinstance(output, torch.Tensor) and not output.ndim:
                 results.counted = args[0].numel()
-        outputs = output if isinstance(output, list | tuple) else [output]
         if not isinstance(results, list):
             results = [results] * len(outputs)
         for part, state in zip(outputs, results, strict=True):
@@ -366,9 +342,16 @@ class Following(TorchDispatchMode):
                     self._set(part, state)
                 else:
                     self._nobodys(part)
-        for number in rule.written:  # in place, and not given back
-            if number < len(args) and isinstance(args[number], torch.Tensor) and args[number].numel() and not rule.keeps:
-                self._write(args[number], Mixed(f"{rule.name} writes into it", _line()))
+        for part in self._written_by(rule, rule.written, args):  # in place, and not given back
+            if part.numel() and not rule.keeps:
+                beside = rule.beside and isinstance(results[0], At) and part.shape == outputs[0].shape
+                self._write(part, results[0] if beside else Mixed(f"{rule.name} writes into it", line()))
+
+    @staticmethod
+    def _written_by(rule: Rule, places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
+        """Tensors among the arguments at these places, in lists too."""
+        parts = (part for number in places if number < len(args) for part in tree_leaves(args[number]))
+        return [part for part in parts if isinstance(part, torch.Tensor)]
 
     # What follows ---------------------------------------------------------------------------------------------------------
 
@@ -396,7 +379,7 @@ class Following(TorchDispatchMode):
     def _reason(self, state: State, what: str) -> Reason:
         if isinstance(state, Mixed):
             return Reason(state.what, state.where)
-        return Reason(f"{what} has its records in another dimension than it should", _line())
+        return Reason(f"{what} has its records in another dimension than it should", line())
 
     def conclude(self, losses: torch.Tensor) -> None:
         """Raise :class:`NotApartError` unless each record's loss is known to depend on it alone, going back too."""
@@ -428,7 +411,7 @@ class Following(TorchDispatchMode):
         before, _current = _current, self
         self._beside = Beside()
         try:
-            with self, _Readings(self):
+            with self, Readings(self).reading():
                 yield
         finally:
             _current = before
@@ -442,7 +425,12 @@ class Following(TorchDispatchMode):
     @contextmanager
     def going_back(self) -> Iterator[None]:
         """Within the block is the backward pass: what is computed anew there (checkpointing) may have become something else."""
-        with _Again(self) if self.recomputed else nullcontext(), _Readings(self) if self.recomputed else nullcontext():
+        if self.recomputed:
+            with _Again(self), Readings(self).reading():
+                yield
+            if self.reads:
+                raise NotApartError(self.reads[0])
+        else:
             yield
         self._alone(started=False)  # torch may have begun its own threads for a device; hooks of the model are no part of a pass
 
@@ -460,14 +448,24 @@ class _Again(TorchDispatchMode):
     def __init__(self, of: Following) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
+        self._own: set[int] = set()  # what the backward pass itself has made, and nothing that is differentiated has read
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether something that is computed anew may have kept this memory, so that what is written there matters."""
+        return tensor.layout == torch.strided and _key(tensor) in self._of._memories and _key(tensor) not in self._own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        parts = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
         if not torch.is_grad_enabled():
-            parts = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
-            output = func(*args, **(kwargs or {}))
-            if all(self._of.state(part) is None for part in parts):
-                self._of._note_made(output)
-            return output
+            rule = rule_of(func)
+            written = self._of._written_by(rule, rule.changed, rule.in_order(args, kwargs or {})) if rule.changed else []
+            if not any(self._is_kept(part) for part in written):
+                output = func(*args, **(kwargs or {}))
+                if all(self._of.state(part) is None for part in parts):
+                    self._own.update(_key(part) for part in tree_leaves(output) if isinstance(part, torch.Tensor))
+                    self._of._note_made(output)
+                return output
+        self._own.difference_update(_key(part) for part in parts if part.layout == torch.strided)
         output = self._of.__torch_dispatch__(func, types, args, kwargs)
         for part in tree_leaves(output):
             state = self._of.state(part) if isinstance(part, torch.Tensor) else None
@@ -495,7 +493,7 @@ class _Untouched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for part in tree_leaves((args, kwargs)):
             if isinstance(part, torch.Tensor) and (self._of._meet(part) if func is _LIFT else self._of.state(part)) is not None:
-                raise NotApartError(Reason("a module uses what it was not given", _line()))
+                raise NotApartError(Reason("a module uses what it was not given", line()))
         output = func(*args, **(kwargs or {}))
         if not rule_of(func).view:
             self._of._note_made(output)
@@ -504,28 +502,6 @@ class _Untouched(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-class _Readings(TorchFunctionMode):
-    """Values that leave the tensors past all operations, and hooks on gradients."""
-
-    def __init__(self, of: Following) -> None:
-        super().__init__()
-        self._of = of
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in _NOTED and not _is_ours():
-            if func in _SPLITS:
-                parts = [part for part in (*args[1:], *(kwargs or {}).values()) if isinstance(part, torch.Tensor)]
-                if any(self._of.state(part) is not None for part in parts):
-                    self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", _line()))
-            elif func in _HOOKS:
-                self._of.reads.append(Reason("a function of its own in the backward pass", _line()))
-            elif args and isinstance(args[0], torch.Tensor) and args[0].layout == torch.strided and func in _LENDERS:
-                self._of.lend(args[0], func.__name__)
-            elif args and isinstance(args[0], torch.Tensor) and self._of.shows(args[0]):
-                self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", _line()))
-        return func(*args, **(kwargs or {}))
 
 
 _current: Following | None = None
@@ -595,6 +571,11 @@ def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
             if id(part) in met:
                 continue
             met[id(part)] = part
+            if hands_out(part):
+                raise UnsupportedError(
+                    f"{value.__qualname__} reads the memory of tensors by {part.__name__}, past all that lipdp can follow. Use "
+                    "torch.from_dlpack(tensor), or tensor.__dlpack__()."
+                )
             if callable(part):
                 waiting.append(part)
             if id(part) in opened or isinstance(part, torch.Tensor) or not (callable(part) or isinstance(part, kinds.ModuleType)):
@@ -638,7 +619,7 @@ def rows_first(tensor: torch.Tensor) -> None:
     if _current is not None:
         state = _current.state(tensor)
         if isinstance(state, At) and state.dim != 0:
-            _current.reads.append(Reason("rows that are not records have their gradients clipped", _line()))
+            _current.reads.append(Reason("rows that are not records have their gradients clipped", line()))
 
 
 def _foreign(start: Any) -> type | None:
@@ -668,40 +649,17 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
+def _tell(outputs: Sequence[Any], known: bool) -> bool:
+    """Whether what an operation gives is of as many numbers as values say (sparse), or is a number, of one without a rule."""
+    for part in outputs:
+        if isinstance(part, torch.Tensor):
+            if part.layout != torch.strided or part.is_nested:
+                return True
+        elif not known and isinstance(part, int | float | complex | str):
+            return True
+    return False
+
+
 def _is_fresh(tensor: torch.Tensor) -> bool:
     """Whether its memory is torch's own, not one that it was lent (numpy's)."""
     return tensor.untyped_storage().resizable()
-
-
-def _is_lifted() -> bool:
-    """Whether it is torch that has just made this tensor of Python's numbers, not a model that calls the operation by its name."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename == _OPS):
-        named, frame = frame.f_code.co_filename == _OPS, frame.f_back
-        ours = frame is not None and frame.f_code.co_filename.startswith(_HERE)
-        if named and not (ours and frame is not None and frame.f_code.co_name == "__torch_dispatch__"):
-            return False
-    if frame is None:
-        return False
-    if frame.f_code is _Readings.__torch_function__.__code__:
-        return "lift" not in str(getattr(frame.f_locals["func"], "__name__", "lift"))
-    return frame.f_code.co_filename.startswith((_HERE, _TORCH))
-
-
-def _is_ours() -> bool:
-    """Whether it is this library that asks torch, not the model."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_HERE)
-
-
-def _line() -> str:
-    """Where in the user's code this happens: the innermost line that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_HERE, _TORCH, "<")):
-            return f"{Path(file).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""

@@ -137,6 +137,16 @@ class Rule:
     reads: bool = False
 
     @property
+    def known(self) -> bool:
+        """Whether anything is said of it."""
+        return self.results is not _mixing
+
+    @property
+    def beside(self) -> bool:
+        """Whether what it writes and does not give back lies as what it gives does (the noise of RReLU)."""
+        return self.results is _pointwise
+
+    @property
     def keeps(self) -> bool:
         """Whether it leaves as it is what it could write into: statistics that are frozen, or the rule has refused."""
         return self.results is _frozen_norm

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Parameter
 
+from lipdp._discreet import named
 from lipdp._numerics import HALF
 from lipdp.clipping.adoption import take_larger
 from lipdp.clipping.checking import (
@@ -150,7 +151,7 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
             except Exception as error:  # whatever it raises
                 raise UnsupportedError(
                     f"records of a batch may meet, {reason}, and the model can't be evaluated on one by itself: it mixes the "
-                    f"examples. Use layers that treat examples alone (GroupNorm, LayerNorm). It said: {error}"
+                    f"examples. Use layers that treat examples alone (GroupNorm, LayerNorm). It raised {named(error)}"
                 ) from error
             together = together[rows.to(together.device)]
             off = (together - alone).abs() > _TOLERANCE * (together.abs() + alone.abs()) + 1e-6

@@ -85,12 +85,16 @@ def _check_resumed(run: Run, state: EngineState) -> None:
             "PrivacyEngine (lipdp.fit keeps it beside the checkpoint)."
         )
     rows = None if run.asked_rows is None else min(run.asked_rows, run.query.most_rows)
-    exact = run.book.path is None and state.private and state.steps < run.plan.steps
-    if exact and None not in (rows, state.rows) and rows != state.rows:
+    # A book that is begun now knows nothing of what was made since.
+    exact = None in (run.book.path, state.book) and state.private and state.steps < run.plan.steps
+    if exact and rows is not None and rows != state.rows:
+        before, instead = f"microbatches of {state.rows} rows", f"Leave microbatch_size out, or pass {state.rows}"
+        if state.rows is None:
+            before, instead = "microbatches of the size that lipdp chooses", "Leave microbatch_size out"
         raise CheckpointError(
-            f"this state was saved with microbatches of {state.rows} rows, and here microbatch_size makes them {rows}: steps "
-            "that were made after it was saved would be made again with other sums, as releases that nobody pays for. Leave "
-            f"microbatch_size out, or pass {state.rows}; or keep a book (book=FILE, from the start of a run on): it knows them."
+            f"this state was saved with {before}, and here microbatch_size makes them {rows}: steps that were made after it "
+            f"was saved would be made again with other sums, as releases that nobody pays for. {instead}; or keep a book "
+            "(book=FILE, from the start of a run on): it knows them."
         )
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lipdp import errors
+from lipdp._discreet import as_told
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.planning.plan import PrivacyPlan
@@ -131,7 +132,7 @@ class Ranks:
             return
         (refusing,) = self.most([0 if failure is None else self.number + 1])
         if refusing:
-            told = self.shared(b"" if failure is None else f"{type(failure).__name__}\n{failure}".encode(), refusing - 1).decode()
+            told = self.shared(b"" if failure is None else _told(failure), refusing - 1).decode()
             if failure is not None:
                 raise failure
             kind, _, message = told.partition("\n")
@@ -141,14 +142,14 @@ class Ranks:
         """Let the first rank do something. Where it is refused, it is refused on all ranks, so that none waits for the others."""
         if self.count == 1:
             return action()
-        result, error = None, ""
+        result, error = None, b""
         failure: Exception | None = None
         if self.is_first:
             try:
                 result = action()
             except Exception as raised:
-                failure, error = raised, f"{type(raised).__name__}\n{raised}"
-        told = self.shared(error.encode()).decode()
+                failure, error = raised, _told(raised)
+        told = self.shared(error).decode()
         if failure is not None:
             raise failure
         if told:
@@ -199,6 +200,12 @@ def added_up(ranks: Ranks, answer: Answer, units: Mapping[str, float], count_std
         {name: floating(pair, unit) for name, pair in counts.items()},
         None if answer.clipped is None else (clipped[0][0], answer.clipped[1]),
     )
+
+
+def _told(failure: Exception) -> bytes:
+    """What other ranks hear of it: nothing that this one's records have said."""
+    failure = as_told(failure)
+    return f"{type(failure).__name__}\n{failure}".encode()
 
 
 def _error_of(kind: str) -> type[LipdpError]:

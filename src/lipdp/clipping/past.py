@@ -1,0 +1,245 @@
+"""What gets past the operations: numbers that Python reads of a tensor's memory, and functions that the backward pass calls.
+
+Operations are followed one by one (:mod:`lipdp.clipping.follow`). Where a number leaves the tensors by none, it is torch's function
+that shows it: ``tolist``, ``numpy``, a list of tensors that ``torch.tensor`` makes one of (it reads them without an operation),
+memory that is handed out, compiled code (TorchScript) that reads by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Readings", "Reason", "hands_out", "is_lifted", "line"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why records are not known to be apart: what was done, and where."""
+
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+class Follower(Protocol):
+    """Who is told (:class:`lipdp.clipping.follow.Following`)."""
+
+    reads: list[Reason]
+
+    def state(self, tensor: torch.Tensor) -> Any:
+        """Where the records are in it; ``None``: nowhere."""
+
+    def shows(self, tensor: torch.Tensor) -> bool:
+        """Whether something of the batch may be in its memory."""
+
+    def lend(self, tensor: torch.Tensor, how: str) -> None:
+        """Its memory is handed out."""
+
+    def bare(self, tensor: torch.Tensor) -> None:
+        """Its memory can be written to without a version that tells."""
+
+
+_LENDERS = {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.__dlpack__,
+}
+_READERS = _LENDERS | {
+    torch.Tensor.tolist,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
+}
+_HOOKS = {
+    torch.Tensor.register_hook,
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    torch.Tensor.register_post_accumulate_grad_hook,
+}
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_NOTED = _READERS | _HOOKS | _SPLITS | {_DATA}
+_INDEXING = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+# Functions of TorchScript that read tensors, or give their memory without its versions, by no operation.
+_SCRIPTED = (
+    *("prim::tolist", "prim::data", "aten::_tensor_to_list", "aten::format", "aten::percentFormat", "aten::str", "aten::save"),
+)
+_BY_NAME = frozenset(name.partition("::")[2] for name in _SCRIPTED)
+# Functions that no mode is told of.
+_HANDING_OUT = torch._C._to_dlpack, getattr(torch._C, "_to_dlpack_versioned", None)
+_HERE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_OPS = str(Path(_TORCH) / "_ops.py")
+
+
+def hands_out(value: Any) -> bool:
+    """Whether this is a function that hands out memory, and nobody sees it called."""
+    return any(value is each for each in _HANDING_OUT if each is not None)
+
+
+class Readings(TorchFunctionMode):
+    """Values that leave the tensors past all operations, and hooks on gradients."""
+
+    def __init__(self, of: Follower) -> None:
+        super().__init__()
+        self._of = of
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _NOTED and not _is_ours():
+            self._note(func, args, kwargs or {})
+        if types and any(not _is_torchs(kind) for kind in types):
+            self._of.reads.append(Reason("a class of tensors with functions of its own", line()))
+        elif isinstance(func, torch._ops.OpOverloadPacket) and func.__name__ in _BY_NAME:
+            self._scripted(func.__name__, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        others = [part for part in (*args[1:], *kwargs.values()) if isinstance(part, torch.Tensor)]
+        if func in _SPLITS:
+            if any(self._of.state(part) is not None for part in others):
+                self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", line()))
+        elif func in _HOOKS:
+            self._of.reads.append(Reason("a function of its own in the backward pass", line()))
+        elif first is None:
+            return
+        elif func is _DATA:
+            self._of.bare(first)
+        elif func in _LENDERS and first.layout == torch.strided:
+            self._of.lend(first, func.__name__)
+        elif any(self._of.shows(part) for part in (first, *others)):
+            self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", line()))
+
+    def _scripted(self, name: str, given: Any) -> None:
+        if any(isinstance(part, torch.Tensor) and self._of.shows(part) for part in tree_leaves(given)):
+            self._of.reads.append(Reason(f"compiled code reads values of the batch ({name})", line()))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within the block, this mode is on, and calls of compiled functions and of those that hand out memory are noted."""
+        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS)]
+        try:
+            for home, name, function in before:
+                setattr(home, name, self._noting_script(function) if name == "__call__" else self._noting_loan(function))
+            with self:
+                yield
+        finally:
+            for home, name, function in before:
+                setattr(home, name, function)
+
+    def _noting_script(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(script: Any, *args: Any, **kwargs: Any) -> Any:
+            found = _reading_in(script)
+            if found:
+                self._of.reads.append(Reason(f"compiled code may read values of the batch ({found})", line()))
+            return function(script, *args, **kwargs)
+
+        return called
+
+    def _noting_loan(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and not _is_ours() and tensor.layout == torch.strided:
+                self._of.lend(tensor, "to_dlpack")
+            return function(tensor, *args, **kwargs)
+
+        return called
+
+
+_LOANS = [(home, name) for home in (torch, torch._C, torch.utils.dlpack) for name, value in vars(home).items() if hands_out(value)]
+_SCRIPTS = (torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")
+
+
+def _reading_in(script: Any) -> str:
+    """What in compiled code reads tensors by no operation; nothing, if nothing does."""
+    graph = script.inlined_graph
+    return next((name for name in _SCRIPTED if graph.findAllNodes(name)), "")
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("torch", "lipdp")
+
+
+def is_lifted(state: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether it is torch that has just made this tensor, of Python's numbers; not a model that calls the operation by its name.
+
+    Of a list torch reads the numbers past all operations: those of tensors that depend on the batch too.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename == _OPS):
+        named, frame = frame.f_code.co_filename == _OPS, frame.f_back
+        ours = frame is not None and frame.f_code.co_filename.startswith(_HERE)
+        if named and not (ours and frame is not None and frame.f_code.co_name == "__torch_dispatch__"):
+            return False
+    if frame is None:
+        return False
+    if frame.f_code is Readings.__torch_function__.__code__:
+        known = frame.f_locals
+        return "lift" not in str(getattr(known["func"], "__name__", "lift")) and all(
+            isinstance(part, torch.Tensor) or _is_plain(part, state)
+            for part in _given(known["func"], known["args"], known["kwargs"] or {})
+        )
+    return frame.f_code.co_filename.startswith((_HERE, _TORCH))
+
+
+def _given(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Arguments of a function. A tensor among them is read by operations; so is one that indexes by itself."""
+    yield from kwargs.values()
+    for part in args:
+        if func in _INDEXING and isinstance(part, tuple):
+            yield from part
+        else:
+            yield part
+
+
+_PLAIN = (int, float, complex, bool, str, bytes, slice, range, type(None), type(...), torch.Size, torch.dtype, torch.device,
+          torch.layout, torch.memory_format, np.dtype, np.generic, type)  # fmt: skip
+
+
+def _is_plain(value: Any, state: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether Python's numbers are all that can be read of a value: what computes them when it is asked is none."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return all(_is_plain(part, state) for part in value)
+    if isinstance(value, torch.Tensor):
+        return state(value) is None
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return kind in _PLAIN or kind is array or isinstance(value, np.generic | np.dtype | type)
+
+
+def _is_ours() -> bool:
+    """Whether it is this library that asks torch, not the model."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_HERE)
+
+
+def line() -> str:
+    """Where in the user's code this happens: the innermost line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_HERE, _TORCH, "<")):
+            return f"{Path(file).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
