@@ -181,7 +181,7 @@ class _Held:
         made = object.__new__(_Held)
         made.copies, made.cells, made.width = self.copies, self.cells[keep], self.width[keep]
         made.base, made.away, made.kinks = self.base[:, :, keep], self.away[:, :, keep], self.kinks[:, :, keep]
-        made.slopes, made.turns = (tuple(part[:, :, keep] for part in both) for both in (self.slopes, self.turns))
+        made.slopes, made.turns = ((both[0][:, :, keep], both[1][:, :, keep]) for both in (self.slopes, self.turns))
         made.ends, made.constant = self.ends[:, :, keep], self.constant[:, keep]
         made.size, made.reach = self.size[:, keep], self.reach[:, keep]
         return made
