@@ -32,7 +32,7 @@ __all__ = ["by_depth", "by_intervals", "copies_of"]
 _STEPS = 150  # of fitting a base measure and shifts
 _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
 _START, _ATOMS, _NEAR = 0.02, 0.1, 0.05  # of the measure on each end, on all numbers by depth, and for each reach, to begin with
-_REACHES = (0.35, 0.1)  # times the width that numbers far from the quantile are as likely as: see _reaches
+_REACHES = (0.35, 0.1)  # times the width that numbers far from the quantile are as likely as: see _reaching
 _ROUNDS = 2  # fits, each against what was not proved for those before it
 _PARTS_KEPT = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1)  # of a fit: the first that is proved
 _PLACES, _AROUND = 24, 24  # cells that were not proved, and columns for each of them
@@ -43,7 +43,7 @@ def by_intervals(problem: Problem, belief: Distribution, robustness: float, coun
     """The best of some fits under the belief, as far as it is proved; or the mechanism by depth alone."""
     plain, target = IntervalMechanism.plain(problem), 1 + MARGIN * robustness
     provable = problem.loss == "squared" and within_reach_of_a_proof(problem.epsilon, float(problem.rank()), problem.n)
-    pool = _Pool(replace(plain, **_reaches(problem)) if provable else plain, belief, count, seed)
+    pool = _Pool(_reaching(plain) if provable else plain, belief, count, seed)
     held = []
     for _ in range(_ROUNDS if provable else 1):
         fit = _fitted(pool, robustness, provable)
@@ -86,17 +86,17 @@ def copies_of(mechanism: IntervalMechanism) -> Copies:
     return Copies(tilt, mechanism.shift, mechanism.atoms / scale, ends, reaches, problem.epsilon, rank, problem.n)
 
 
-def _reaches(problem: Problem) -> dict[str, tuple[int, ...] | tuple[Tensor, ...]]:
-    """Reaches that may pay, and no copies for them yet.
+def _reaching(plain: IntervalMechanism) -> IntervalMechanism:
+    """The same with reaches that may pay, and no copies for them yet.
 
     Numbers far from the quantile are likely by φ = exp(−(ε/2)·min(np, n − np)) each, so they cost some φ in all. Copies with
     reach h cost h² instead; where the records lie within φ of each other they are as likely as all others, and so h³ may be
     some φ.
     """
-    own = IntervalMechanism.plain(problem).lattice
+    problem, own = plain.problem, plain.lattice
     floor = math.exp(-problem.epsilon / 2 * min(problem.rank(), problem.n - problem.rank()))
     reaches = tuple(max(round(part * floor ** (1 / 3) * (own.last - own.first)), 1) for part in _REACHES)
-    return {"reaches": reaches, "near": tuple(torch.zeros(PARTS, dtype=torch.int64) for _ in reaches)}
+    return replace(plain, reaches=reaches, near=tuple(torch.zeros(PARTS, dtype=torch.int64) for _ in reaches))
 
 
 def _room(problem: Problem, reach: float) -> Tensor:
