@@ -14,12 +14,13 @@ from scipy import stats
 from torch import Tensor
 
 from lipdp.errors import CheckpointError, ConfigurationError
-from lipdp.mechanisms import Everyday, Mechanism, Problem, Settings, World, learn, load, ranked
+from lipdp.mechanisms import Everyday, Mechanism, Problem, Settings, World, learn, load
 from lipdp.mechanisms import intervals as intervals_module
 from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import KINDS, draw, lumps
-from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Lattice
+from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
+from lipdp.mechanisms.lattice import Lattice
 from lipdp.mechanisms.learning import plain_mechanisms, robust_mechanism
 from lipdp.mechanisms.mechanism import AdditiveMechanism
 from lipdp.mechanisms.problem import Query
@@ -165,18 +166,6 @@ def test_quantiles_hold_against_datasets_they_were_not_fitted_to() -> None:
     assert float(ratios.median()) < 0.95
 
 
-@pytest.mark.parametrize(("query", "most"), [("median", 1.4), ("p10", 1.3)])
-def test_another_search_for_the_worst_dataset_finds_little_that_was_not_found(query: str, most: float) -> None:
-    """It found 1.42 and 1.29 times where 1.22 was reported: the search had been given up after three rounds."""
-    problem = Problem.of(query, 1.0, 50, (0, 1))
-    found = robust_mechanism(problem, Everyday(0, 1), 0.25, 400, 3)
-    assert isinstance(found.mechanism, IntervalMechanism)
-    pool = ranked._Pool(IntervalMechanism.plain(problem), Everyday(0, 1), 400, 77)
-    for _ in range(20):
-        pool.attack(found.mechanism)
-    assert pool.worst(found.mechanism)[0] <= most
-
-
 def test_the_report_says_what_it_costs_and_where() -> None:
     described = learned("mean", 1.5, 500).describe()
     assert described["robustness"] == 0.25
@@ -184,7 +173,7 @@ def test_the_report_says_what_it_costs_and_where() -> None:
     assert described["worst_loss"] >= described["expected_loss"]
     assert "any dataset whose mean is" in described["worst_loss_at"]
     assert described["worst_case"] == "of all datasets"
-    assert "search" in learned("p25", 0.3, 50).describe()["worst_case"]
+    assert learned("p25", 0.3, 50).describe()["worst_case"] == "of all datasets"
 
 
 def test_beliefs_are_data_scipys_laws_or_callables() -> None:

@@ -23,8 +23,9 @@ from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
 from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
-from lipdp.mechanisms.intervals import IntervalMechanism, Lattice, check_step
+from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.joint import JointQuantiles
+from lipdp.mechanisms.lattice import Lattice, check_step
 from lipdp.mechanisms.learning import Settings, learn
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import draw_noise

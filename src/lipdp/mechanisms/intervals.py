@@ -18,6 +18,12 @@ Further copies of each candidate (``atoms``, and those for the ends) are weighed
 draws as many more answers, and numbers that hold none have a signed distance that is no less than the other one. So, with nothing
 but such copies (:meth:`IntervalMechanism.deep`), every candidate but the quantile itself is less likely than with the textbook's
 weights: the loss is at most as large, on every dataset.
+
+**Reach.** Columns of many different numbers have no atoms, but records lie close together. A copy with reach h of a candidate r is
+weighed by the signed distance max(#{x < r − h} − np, np − #{x ≤ r + h}), which moves by one at most like the others: −k where k
+records have to move before the quantile is further than h from r. Where the records about the quantile are within h of each other,
+such copies outweigh all that is far away; what they cost is h, where the records alone would have said it better. ``near`` are the
+copies in each part, to the tilts as ``atoms``. How much they may be is bounded in :mod:`lipdp.mechanisms.worst`.
 """
 
 from __future__ import annotations
@@ -35,106 +41,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lipdp._checks import is_number
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
+from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Lattice", "Profile", "Step", "check_step"]
-
-Step = Annotated[float, Range(above=0)]
+__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Profile"]
 
 PARTS = 48
 """Parts of the range that a belief can tilt and shift."""
-_MILLION = 6  # decimal digits of the range in its finest step
-_COPIES = 2**80  # in all, before tilts,
-_ROUND, _MOST = _COPIES // 10, _COPIES // 10**4  # on round numbers, at most; and for each of a level
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
 _CAP = 64  # C·ε: depth counts up to a factor of exp(32), which outweighs all other numbers together
 _NUMBERS = 1_500_000  # in one intermediate tensor
 
 
-def check_step(step: float | None, low: float, high: float) -> None:
-    """Refuse a step that leaves fewer than two numbers of a range, or more than 10⁷."""
-    if step is not None and not (is_number(step) and 0 < step <= high - low <= 1e7 * step):
-        raise ConfigurationError(f"step is {step!r}: above 0, at most the range {high - low:g}, at least 10^-7 of it; e.g. 1.")
-
-
-@dataclass(frozen=True)
-class Lattice:
-    """The candidates: whole numbers ``first`` … ``last`` of steps above ``origin``, in the user's units.
-
-    ``levels`` are (m, copies of each multiple of m), the ends of the range being a level of their own with m = 0.
-    """
-
-    origin: float
-    step: Fraction
-    first: int
-    last: int
-    levels: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, low: float, high: float, rounds: bool) -> Lattice:
-        """The decimal lattice of a range, with or without a liking for round numbers."""
-        digits = math.floor(math.log10(high - low)) - _MILLION
-        step = Fraction(10) ** digits
-        # Far from 0 the multiples of a fine step are no floats: there, round is what is round from the low end.
-        origin = 0.0 if max(abs(low), abs(high)) / step < 2**50 else low
-        # As decimals: 0.7 is meant to be a multiple of 0.1, whatever the float is.
-        ends = [(Fraction(repr(end)) - Fraction(repr(origin))) / step for end in (low, high)]
-        first, last = math.ceil(ends[0]), math.floor(ends[1])
-        sizes = sorted({5**half * 10**k for half in (0, 1) for k in range(_MILLION + 2)} - {1})
-        counted = [(0, 2), *((m, last // m - (first - 1) // m) for m in sizes)]
-        liked = [(m, count) for m, count in counted if 2 <= count <= 20_001] if rounds else []
-        levels = [(m, min(_ROUND // len(liked) // count, _MOST)) for m, count in liked]
-        rest = _COPIES - sum(copies * count for (_, copies), (_, count) in zip(levels, liked, strict=True))
-        return cls(origin, step, first, last, ((1, rest // (last - first + 1)), *levels))
-
-    @classmethod
-    def of_steps(cls, low: float, high: float, step: float) -> Lattice:
-        """low, low + step, … up to high: for columns of which it is public that they hold no other numbers."""
-        size = Fraction(repr(float(step)))
-        last = (Fraction(repr(high)) - Fraction(repr(low))) // size
-        return cls(low, size, 0, last, ((1, _COPIES // (last + 1)),))
-
-    def value(self, place: int) -> float:
-        """A candidate in the user's units, as the decimal that it is."""
-        return float(place * self.step + Fraction(repr(self.origin)))
-
-    def places(self, x: Tensor) -> Tensor:
-        """Each record's nearest candidate, int64: record by record, so neighbours stay neighbours."""
-        return ((x - self.origin) / float(self.step)).round().to(torch.int64).clamp(self.first, self.last)
-
-    def copies(self, first: int, last: int) -> int:
-        """Of all candidates first … last."""
-        return sum(copies * len(self._multiples(m, first, last)) for m, copies in self.levels)
-
-    def candidate(self, first: int, last: int, number: int) -> int:
-        """The one that copy ``number`` of :meth:`copies` belongs to."""
-        for m, copies in self.levels:
-            own = self._multiples(m, first, last)
-            if number < copies * len(own):
-                return own[number // copies]
-            number -= copies * len(own)
-        raise AssertionError
-
-    def _multiples(self, m: int, first: int, last: int) -> Sequence[int]:
-        """Those of a level among first … last."""
-        if m == 0:
-            return [place for place in (self.first, self.last) if first <= place <= last]
-        return range(-(-first // m) * m, last + 1, m)
-
-    def values(self, places: Tensor) -> Tensor:
-        """Candidates in the user's units."""
-        return places.to(torch.float64) * float(self.step) + self.origin
-
-
 @dataclass(frozen=True)
 class Profile:
-    """What a dataset makes of the mechanism, part by part, before tilt and shift: all (batch, PARTS + 3), then the two ends, then
-    the further copies of all candidates, which are weighed by depth as those of the ends are.
+    """What a dataset makes of the mechanism, part by part, before tilt and shift: all (batch, PARTS + 3 + …), then the two
+    ends, then the further copies of all candidates, which are weighed by depth as those of the ends are; then PARTS for each reach.
 
     ``mass`` is the weight of the answers in a part, ``error`` and ``cost`` are Σ weight·(r − q) and Σ weight·loss there (unit
     scale). With tilts θ and shifts s, the expected squared loss is Σ θ(cost + 2s·error + s²·mass) ÷ Σ θ·mass.
@@ -163,7 +89,8 @@ class Profile:
 @dataclass(frozen=True)
 class IntervalMechanism(Mechanism):
     """The exponential mechanism of this module. ``tilt`` (PARTS,) are whole numbers, ``shift`` (PARTS,) is in unit scale; ``ends``
-    are to the tilts as the further copies of an end are to all of an even measure, ``atoms`` as those of each candidate to its own.
+    are to the tilts as the further copies of an end are to all of an even measure, ``atoms`` as those of each candidate to its own;
+    ``near`` (PARTS,) likewise, for each of ``reaches``, in steps of the lattice.
     """
 
     tilt: Tensor
@@ -171,6 +98,8 @@ class IntervalMechanism(Mechanism):
     rounds: bool = False
     ends: tuple[int, int] = (0, 0)
     atoms: int = 0
+    reaches: tuple[int, ...] = ()
+    near: tuple[Tensor, ...] = ()
     kind: ClassVar[str] = "interval"
 
     def __post_init__(self) -> None:
@@ -187,6 +116,10 @@ class IntervalMechanism(Mechanism):
             raise ConfigurationError(
                 f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, as many shifts, and two ends and atoms of 0 to 2^30."
             )
+        if len(self.reaches) != len(self.near) or any(
+            part.shape[0] != PARTS or not 0 <= int(part.min()) <= int(part.max()) <= 2**30 for part in self.near
+        ):
+            raise ConfigurationError(f"each reach has copies of 0 to 2^30 in {PARTS} parts.")
         if self.problem.n >= 2**50:
             raise ConfigurationError(f"n is {self.problem.n}: ranks are exact below 2^50.")
 
@@ -211,26 +144,31 @@ class IntervalMechanism(Mechanism):
         rounds: bool = False,
         ends: Sequence[float] = (0.0, 0.0),
         atoms: float = 0.0,
+        reaches: tuple[int, ...] = (),
+        near: Sequence[Tensor] = (),
     ) -> IntervalMechanism:
         """With tilts (any positive numbers; only their ratios count) and shifts; ``rounds``: round numbers come first.
 
-        ``ends``, ``atoms``: the further copies of each end, and of all candidates, an even base measure of tilt 1 being 1 in all.
+        ``ends``, ``atoms``, ``near``: the further copies of each end, of all candidates, and those of a reach in each part, an even
+        base measure of tilt 1 being 1 in all.
         """
-        scale = 2**30 / max(float(tilt.max()), *ends, atoms)
+        scale = 2**30 / max(float(tilt.max()), *ends, atoms, *(float(part.max()) for part in near))
         whole = (tilt * scale).round().to(torch.int64).clamp(min=1)
         low, high, all_ = (round(more * scale) for more in (*ends, atoms))
         title = "exponential mechanism on all numbers, learned base measure and answers"
-        return cls(problem, title, whole, shift.to(torch.float64), rounds, (low, high), all_)
+        within = tuple((part * scale).floor().to(torch.int64) for part in near)
+        return cls(problem, title, whole, shift.to(torch.float64), rounds, (low, high), all_, reaches, within)
 
     @property
     def tilts(self) -> Tensor:
         """Of all columns of a profile."""
-        return torch.cat([self.tilt, torch.tensor([*self.ends, self.atoms])]).to(torch.float64)
+        return torch.cat([self.tilt, torch.tensor([*self.ends, self.atoms]), *self.near]).to(torch.float64)
 
     @property
     def shifts(self) -> Tensor | None:
         """Likewise; what is drawn by depth is the answer. Where the loss counts records there is none."""
-        return torch.cat([self.shift, torch.zeros(3, dtype=torch.float64)]) if self.problem.loss == "squared" else None
+        unshifted = torch.zeros(3 + PARTS * len(self.near), dtype=torch.float64)
+        return torch.cat([self.shift, unshifted]) if self.problem.loss == "squared" else None
 
     @cached_property
     def deepest(self) -> int:
@@ -255,7 +193,7 @@ class IntervalMechanism(Mechanism):
 
     def profile(self, t: Tensor) -> Profile:
         """Of unit datasets, sorted. Records too far from the quantile to matter are left out, so n costs nothing."""
-        rows = max(_NUMBERS // ((2 * self._reach + PARTS) * len(self.lattice.levels)), 1)
+        rows = max(_NUMBERS // ((2 * self._reach + PARTS) * len(self.lattice.levels) * (1 + len(self.reaches))), 1)
         parts = [self._profile(part) for part in torch.split(t, rows)]
         made = parts[0]
         for part in parts[1:]:
@@ -291,7 +229,10 @@ class IntervalMechanism(Mechanism):
 
         parts = [summed(values) for values in (count, error, square)]
         whole = [(deep * values).sum(1, keepdim=True) for values in (count, error, square)]
-        return Profile(*(torch.cat(own, 1) for own in zip(parts, self._at_the_ends(t, data, truth, start), whole, strict=True)))
+        within = [self._within(reach, t, data, truth, start) for reach in self.reaches]
+        return Profile(
+            *(torch.cat(own, 1) for own in zip(parts, self._at_the_ends(t, data, truth, start), whole, *within, strict=True))
+        )
 
     def _weights(self, signed: Tensor) -> tuple[Tensor, Tensor]:
         """Of the textbook, and by depth, from signed distances."""
@@ -308,6 +249,24 @@ class IntervalMechanism(Mechanism):
         cost = away**2 if problem.loss == "squared" else self._between(t, truth, places, places)
         return weight, weight * away, weight * cost
 
+    def _within(self, reach: int, t: Tensor, data: Tensor, truth: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weight, error and cost of copies with this reach in each part, (batch, PARTS)."""
+        own, rank, batch = self.lattice, self.problem.rank(), t.shape[0]
+        starts = [self.edges.expand(batch, -1), data - reach, data + reach + 1]
+        first = torch.cat(starts, 1).clamp(own.first, own.last + 1).sort(1).values
+        last = torch.cat([first[:, 1:], torch.full((batch, 1), own.last + 1)], 1) - 1
+        below = start + torch.searchsorted(data, first - reach)
+        upto = start + torch.searchsorted(data, first + reach, right=True)
+        _, weight = self._weights(torch.maximum(below - rank, rank - upto))
+        count, error, square = self._moments(first, last, truth[:, None])
+        if self.problem.loss == "quantile":
+            square = count * self._between(t, truth, first, last)
+        part = torch.searchsorted(self.edges, first.clamp(max=own.last).contiguous(), right=True) - 1
+        mass, away, cost = (
+            torch.zeros(batch, PARTS, dtype=torch.float64).scatter_add_(1, part, weight * each) for each in (count, error, square)
+        )
+        return mass, away, cost
+
     def _moments(self, first: Tensor, last: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σ copies, Σ copies·(r − q), Σ copies·(r − q)² over each block's candidates first … last (none where last < first).
 
@@ -318,7 +277,7 @@ class IntervalMechanism(Mechanism):
         total = torch.zeros(first.shape, dtype=torch.float64)
         error, square = total.clone(), total.clone()
         for m, copies in own.levels:
-            per = copies / _COPIES
+            per = copies / COPIES
             if m == 0:
                 for place in (own.first, own.last):
                     hit = ((first <= place) & (place <= last)).to(torch.float64) * per
@@ -357,7 +316,8 @@ class IntervalMechanism(Mechanism):
 
     def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
         own, problem = self.lattice, self.problem
-        blocks = list(self._blocks(own.places(problem.low + problem.width * t[0]).numpy()))
+        data = own.places(problem.low + problem.width * t[0]).numpy()
+        blocks = [*self._blocks(data), *self._blocks_within(data)]
         index, number = release_block([(block.distance + self.deepest, block.copies) for block in blocks], problem.exact_epsilon)
         block = blocks[index]
         # The first copies of a block that is an end are those for being one.
@@ -374,13 +334,9 @@ class IntervalMechanism(Mechanism):
         Values so far from the quantile that every candidate near them has the same, least weight make no blocks of their own.
         """
         own, rank = self.lattice, self.problem.query.p * self.problem.n
-        values, counts = np.unique(data, return_counts=True)
-        upto = np.cumsum(counts)
-        reach = float(deepest(self.problem.exact_epsilon)) + 1
-        near = (upto - counts <= float(rank) + reach) & (upto >= float(rank) - reach)
-        ranks = {int(v): (int(b - c), int(b)) for v, c, b in zip(values[near], counts[near], upto[near], strict=True)}
+        ranks = {value: (below, upto) for value, below, upto in self._ranks(data)}
         edges, tilts = self.edges.tolist(), self.tilt.tolist()
-        extras = {own.first: _COPIES * self.ends[0], own.last: _COPIES * self.ends[1]}
+        extras = {own.first: COPIES * self.ends[0], own.last: COPIES * self.ends[1]}
         ends = sorted(ranks.keys() | set(edges) | {own.last})
         seen = min(below for below, _ in ranks.values())
         for place, behind in zip(ends, [*ends[1:], own.last + 1], strict=True):
@@ -395,11 +351,39 @@ class IntervalMechanism(Mechanism):
                 yield _Block(away, open_ * tilts[part], tilts[part], place + 1, behind - 1, part)
                 yield _Block(away, open_ * self.atoms, max(self.atoms, 1), place + 1, behind - 1, part, deep=True)
 
+    def _ranks(self, data: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """(value, records below it, records up to it) of all that are not too far from the quantile."""
+        rank = float(self.problem.query.p * self.problem.n)
+        values, counts = np.unique(data, return_counts=True)
+        upto = np.cumsum(counts)
+        reach = float(deepest(self.problem.exact_epsilon)) + 1
+        near = (upto - counts <= rank + reach) & (upto >= rank - reach)
+        return [(int(v), int(b - c), int(b)) for v, c, b in zip(values[near], counts[near], upto[near], strict=True)]
+
+    def _blocks_within(self, data: npt.NDArray[np.int64]) -> Iterator[_Block]:
+        """Blocks that make up all copies with a reach, in order; values far from the quantile are left out as by the others."""
+        own, rank, ranks = self.lattice, self.problem.query.p * self.problem.n, self._ranks(data)
+        values, upto, none = [value for value, _, _ in ranks], [b for _, _, b in ranks], ranks[0][1]
+        edges = self.edges.tolist()
+        for reach, near in zip(self.reaches, self.near, strict=True):
+            copies = near.tolist()
+            starts = {place for value in values for place in (value - reach, value + reach + 1) if own.first < place <= own.last}
+            ends = sorted(starts | set(edges))
+            for first, behind in zip(ends, [*ends[1:], own.last + 1], strict=True):
+                part = bisect.bisect_right(edges, first) - 1
+                if not copies[part]:
+                    continue
+                below, seen = bisect.bisect_left(values, first - reach), bisect.bisect_right(values, first + reach)
+                signed = max((upto[below - 1] if below else none) - rank, rank - (upto[seen - 1] if seen else none))
+                made = own.copies(first, behind - 1) * copies[part]
+                yield _Block(max(signed, Fraction(-self.deepest)), made, copies[part], first, behind - 1, part, deep=True)
+
     def _noised(self) -> str:
         return "the choice among all numbers of the range, by the exponential mechanism on ranks (factor 1/2)"
 
     def _state(self) -> dict[str, Any]:
-        return {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds, "ends": list(self.ends), "atoms": self.atoms}
+        base = {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds}
+        return {**base, "ends": list(self.ends), "atoms": self.atoms, "reaches": list(self.reaches), "near": list(self.near)}
 
 
 @dataclass(frozen=True)
@@ -428,7 +412,10 @@ class IntervalState:
     rounds: bool
     ends: tuple[Annotated[int, Range(least=0, most=2**30)], Annotated[int, Range(least=0, most=2**30)]] = (0, 0)
     atoms: Annotated[int, Range(least=0, most=2**30)] = 0
+    reaches: tuple[Annotated[int, Range(least=0, most=2**30)], ...] = ()
+    near: tuple[Annotated[Tensor, Array(1, torch.int64)], ...] = ()
 
     def build(self, problem: Problem, title: str, report: dict[str, Any]) -> IntervalMechanism:
         """The mechanism."""
-        return IntervalMechanism(problem, title, self.tilt, self.shift, self.rounds, self.ends, self.atoms, report=report)
+        own = (self.tilt, self.shift, self.rounds, self.ends, self.atoms, self.reaches, self.near)
+        return IntervalMechanism(problem, title, *own, report=report)

@@ -1,9 +1,12 @@
-"""Quantiles that gain from a belief, against a pool of hostile datasets and an attack.
+"""Quantiles that gain from a belief, and on no dataset lose more than 1 + τ times what the plain mechanism loses.
 
-The plain mechanism is :meth:`~lipdp.mechanisms.intervals.IntervalMechanism.plain`; the belief chooses base measures and shifts
-answers. Here a dataset is n numbers: the ratio is held below 1 + τ on a pool of hostile columns and on what a search for the worst
-dataset finds. That is an attack, no proof, except where there is no shift and the base measure is within 1 + τ of itself: then each
-wrong number's chance, and so each loss, is at most 1 + τ times the plain one's.
+The plain mechanism is :meth:`~lipdp.mechanisms.intervals.IntervalMechanism.plain`. A belief chooses base measures, copies
+with reach and ends, and shifts answers; of what it would like, as much is taken as is *proved* to keep to 1 + τ on all
+datasets, in one of three ways: the bound of :mod:`lipdp.mechanisms.worst`, where the numbers far from the quantile are likely
+enough to be counted; a base measure that is within 1 + τ of an even one, with which each wrong number's chance, and so each
+loss of any kind, is at most 1 + τ times the plain one's; and depth alone, with which no number but the quantile is likelier.
+Hostile datasets are only what a fit learns from: cells of datasets that the bound did not hold for are turned into columns,
+and the next fit has these, too.
 """
 
 from __future__ import annotations
@@ -12,55 +15,53 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from copy import copy
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from lipdp.mechanisms.distributions import Distribution, World, lumps
+from lipdp.mechanisms.distributions import Distribution, World
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.robust import KINDS, MARGIN, NUMBERS, Robust, draws, noisy_query, truth_losses
+from lipdp.mechanisms.worst import Copies, Hostile, exceeded, some_exceeded, within_reach_of_a_proof
 
-__all__ = ["by_depth", "by_intervals"]
+__all__ = ["by_depth", "by_intervals", "copies_of"]
 
-_STEPS = 250  # of fitting a base measure and shifts
+_STEPS = 150  # of fitting a base measure and shifts
 _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
-_START, _ATOMS = 0.02, 0.1  # of the measure lie on each end of the range, and on all numbers by depth, to begin with
-_ENDS = (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.035, 0.05, 0.07, 0.1)  # … and what else is tried, at the far end
-_NEAR = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)  # … and at the end that the quantile is nearer to
-_FITS = 2  # each against all that was found for those before it
-_SEARCHES, _QUIET = 80, 16  # for a dataset that breaks the bound: at most, and so many in a row that find none
-_KEPT = 1.1  # times the plain one's loss, for a dataset that was found to be kept
-_FRESH = 128  # datasets that each of them begins with
+_START, _ATOMS, _NEAR = 0.02, 0.1, 0.05  # of the measure on each end, on all numbers by depth, and for each reach, to begin with
+_REACHES = (0.35, 0.1)  # times the width that numbers far from the quantile are as likely as: see _reaching
+_ROUNDS = 2  # fits, each against what was not proved for those before it
+_PARTS_KEPT = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1)  # of a fit: the first that is proved
+_PLACES, _AROUND = 24, 24  # cells that were not proved, and columns for each of them
 _FLOOR = 1e-13  # losses (unit scale) below it are the lattice's rounding
 
 
 def by_intervals(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
-    """A base measure with shifts and ends is fitted, and attacked; as much of it as holds, with the ends that suit best."""
-    plain = IntervalMechanism.plain(problem)
-    pool = _Pool(plain, belief, count, seed)
-    for _ in range(3):
-        pool.attack(_fitted(plain, pool, robustness))
-    held = [_survivor(_fitted(plain, pool, robustness), pool, robustness) for _ in range(_FITS)]
-    best = min((each for each in held if pool.worst(each)[0] <= 1 + MARGIN * robustness), key=pool.score, default=held[-1])
+    """The best of some fits under the belief, as far as it is proved; or the mechanism by depth alone."""
+    plain, target = IntervalMechanism.plain(problem), 1 + MARGIN * robustness
+    provable = problem.loss == "squared" and within_reach_of_a_proof(problem.epsilon, float(problem.rank()), problem.n)
+    pool = _Pool(_reaching(plain) if provable else plain, belief, count, seed)
+    held = []
+    for _ in range(_ROUNDS if provable else 1):
+        fit = _fitted(pool, robustness, provable)
+        if not provable:
+            held.append(_within(fit, target))
+            break
+        held.append(_proved(fit, target))
+        refuted = some_exceeded(copies_of(fit), target)
+        if refuted is None:
+            break
+        pool.add(refuted)
+    best = min(held, key=pool.score)
     if pool.score(best) >= pool.score(IntervalMechanism.deep(problem)):
         return by_depth(problem)
-    (loss, loss_at), (ratio, ratio_at) = pool.largest(best), pool.worst(best)
-    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], ratio_at, loss_at, proved=_is_even(best, robustness))
-
-
-def _survivor(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
-    """What is left of a fit when no search finds a dataset any more that breaks the bound; the pool keeps all that were found."""
-    best, quiet = _held(fit, pool, robustness), 0
-    for _ in range(_SEARCHES):
-        pool.attack(best)
-        quiet += 1
-        if pool.worst(best)[0] > 1 + MARGIN * robustness:
-            best, quiet = _held(fit, pool, robustness), 0
-        if quiet == _QUIET:
-            break
-    return best
+    ratio = target if provable else float(best.tilt.max()) / float(best.tilt.min())
+    (loss, loss_at), (reached, where) = pool.largest(best), pool.worst(best)
+    words = f"a bound for all datasets; {reached:.4g} is reached by {where}"
+    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], words, loss_at, proved=True)
 
 
 def by_depth(problem: Problem) -> Robust:
@@ -74,13 +75,69 @@ def by_depth(problem: Problem) -> Robust:
     return Robust(plain, IntervalMechanism.plain(problem), 1.0, most, most, everywhere, corners[high][0], proved=True)
 
 
-def _is_even(mechanism: IntervalMechanism, robustness: float) -> bool:
-    """Whether each wrong number's chance is at most 1 + τ times the plain one's: no shift, no ends, and tilts within 1 + τ.
+def copies_of(mechanism: IntervalMechanism) -> Copies:
+    """What :mod:`lipdp.mechanisms.worst` needs to know of a mechanism."""
+    problem, own = mechanism.problem, mechanism.lattice
+    scale, step = 2.0**30, float(own.step) / problem.width
+    near = [part.to(torch.float64) / scale for part in mechanism.near]
+    reaches = tuple((reach * step, part) for reach, part in zip(mechanism.reaches, near, strict=True))
+    ends = (mechanism.ends[0] / scale, mechanism.ends[1] / scale)
+    tilt, rank = mechanism.tilt.to(torch.float64) / scale, float(problem.rank())
+    return Copies(tilt, mechanism.shift, mechanism.atoms / scale, ends, reaches, problem.epsilon, rank, problem.n)
 
-    Further copies of all numbers are even, and make none but the quantile likelier.
+
+def _reaching(plain: IntervalMechanism) -> IntervalMechanism:
+    """The same with reaches that may pay, and no copies for them yet.
+
+    Numbers far from the quantile are likely by φ = exp(−(ε/2)·min(np, n − np)) each, so they cost some φ in all. Copies with
+    reach h cost h² instead; where the records lie within φ of each other they are as likely as all others, and so h³ may be
+    some φ.
     """
-    spread = int(mechanism.tilt.max()) <= (1 + robustness) * int(mechanism.tilt.min())
-    return spread and not bool(mechanism.shift.any()) and not any(mechanism.ends)
+    problem, own = plain.problem, plain.lattice
+    floor = math.exp(-problem.epsilon / 2 * min(problem.rank(), problem.n - problem.rank()))
+    reaches = tuple(max(round(part * floor ** (1 / 3) * (own.last - own.first)), 1) for part in _REACHES)
+    return replace(plain, reaches=reaches, near=tuple(torch.zeros(PARTS, dtype=torch.int64) for _ in reaches))
+
+
+def _room(problem: Problem, reach: float) -> Tensor:
+    """What numbers far from the quantile cost for quantiles within reach of each part, (PARTS,): 1 where they cost most.
+
+    Below q it is exp(−(ε/2)·np)·q³, above exp(−(ε/2)·(n − np))·(1 − q)³: next to nothing where q is near an end and many records
+    lie on its other side, and there copies with reach, or a shift, would cost any number of times more.
+    """
+    epsilon, rank = problem.epsilon, float(problem.rank())
+    low = (torch.arange(PARTS, dtype=torch.float64) / PARTS - reach).clamp(0, 1)
+    high = ((torch.arange(PARTS, dtype=torch.float64) + 1) / PARTS + reach).clamp(0, 1)
+    q = low[:, None] + (high - low)[:, None] * torch.linspace(0, 1, 21, dtype=torch.float64)
+    ends = math.exp(-epsilon / 2 * rank), math.exp(-epsilon / 2 * (problem.n - rank))
+    return (ends[0] * q**3 + ends[1] * (1 - q) ** 3).amin(1) / max(ends)
+
+
+def _within(fit: IntervalMechanism, target: float) -> IntervalMechanism:
+    """A base measure alone, all of it within ``target`` of itself."""
+    logs = fit.tilt.to(torch.float64).log()
+    part = min(1.0, math.log(target) / max(float(logs.max() - logs.min()), 1e-9))
+    tilt = (part * (logs - logs.max())).exp()
+    return IntervalMechanism.tilted(fit.problem, tilt, 0 * fit.shift, atoms=fit.atoms / float(fit.tilt.max()))
+
+
+def _proved(fit: IntervalMechanism, target: float) -> IntervalMechanism:
+    """As much of a fit as is proved to lose at most ``target`` times what the plain mechanism loses; depth alone at the last."""
+    for part in _PARTS_KEPT:
+        made = _part_of(fit, part)
+        if exceeded(copies_of(made), target) is None:
+            return made
+    return IntervalMechanism.deep(fit.problem)
+
+
+def _part_of(fit: IntervalMechanism, part: float) -> IntervalMechanism:
+    """A fit with less of everything that depends on where an answer is."""
+    scale = float(fit.tilt.max())
+    tilt, near = (fit.tilt.to(torch.float64) / scale) ** part, [part * each.to(torch.float64) / scale for each in fit.near]
+    low, high = (part * end / scale for end in fit.ends)
+    return IntervalMechanism.tilted(
+        fit.problem, tilt, part * fit.shift, ends=(low, high), atoms=fit.atoms / scale, reaches=fit.reaches, near=near
+    )
 
 
 def _far_ends(problem: Problem) -> tuple[bool, bool]:
@@ -92,48 +149,32 @@ def _far_ends(problem: Problem) -> tuple[bool, bool]:
     return problem.query.p >= Fraction(1, 2), problem.query.p <= Fraction(1, 2)
 
 
-def _held(fit: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
-    """The best part of a fit, with its own ends or others, that keeps to 1 + τ on the pool; the plain one at the last."""
-    problem, scale = fit.problem, float(fit.tilt.max())
-    logs, own, atoms = (fit.tilt.to(torch.float64) / scale).log(), [end / scale for end in fit.ends], fit.atoms / scale
-    others = list(itertools.product(*(_ENDS if far else _NEAR for far in _far_ends(problem))))
-    tried = [
-        ((part * logs).exp(), part * fit.shift, ends, atoms)
-        for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-        for ends in ([part * end for end in own], *others)
-    ]
-    tried += [((part * logs).exp(), 0 * fit.shift, (0.0, 0.0), atoms) for part in (1.0, 0.6, 0.3)]
-    tried += [(0 * logs + 2.0**-30, 0 * fit.shift, ends, 1.0) for ends in others]  # by depth alone
-    tilts = torch.stack([torch.cat([tilt, tilt.new_tensor([*ends, atoms])]) for tilt, _, ends, atoms in tried])
-    shifts = torch.stack([torch.cat([shift, shift.new_zeros(3)]) for _, shift, _, _ in tried])
-    worst, order = pool.worst_of(tilts, shifts), pool.scores(tilts, shifts).argsort().tolist()
-    for place in order:
-        if float(worst[place]) <= 1 + MARGIN * robustness:
-            tilt, shift, ends, atoms = tried[place]
-            made = IntervalMechanism.tilted(problem, tilt, shift, ends=ends, atoms=atoms)
-            if pool.worst(made)[0] <= 1 + MARGIN * robustness:  # with whole tilts
-                return made
-    return IntervalMechanism.deep(problem)  # which keeps to the bound on every dataset
+def _fitted(pool: _Pool, robustness: float, everything: bool) -> IntervalMechanism:
+    """Least loss under the belief, half of it relative to the plain one's dataset by dataset, with ratios on the pool held down.
 
-
-def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> IntervalMechanism:
-    """Least loss under the belief, half of it relative to the plain one's dataset by dataset, with ratios on the pool held down."""
-    squared = base.problem.loss == "squared"
+    Without ``everything``: only a base measure and copies by depth.
+    """
+    base, problem = pool.plain, pool.plain.problem
     believed, own = pool.believed.profile, pool.believed.plain
     hostile, least = pool.hostile.profile, pool.hostile.plain
-    scale = float(own.quantile(0.1).sqrt())
+    scale, layers = float(own.quantile(0.1).sqrt()), len(base.reaches)
     logs = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
     moves = torch.zeros(PARTS, dtype=torch.float64, requires_grad=True)
     more = torch.tensor([_START, _START, _ATOMS], dtype=torch.float64).log().requires_grad_()
-    nothing, allowed = torch.zeros(3, dtype=torch.float64), torch.tensor([*_far_ends(base.problem), 1.0], dtype=torch.float64)
-    optimiser = torch.optim.Adam([logs, moves, more], lr=0.03)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.03, total_steps=_STEPS, pct_start=0.1)
+    near = torch.full((layers, PARTS), math.log(_NEAR), dtype=torch.float64, requires_grad=True)
+    size = float(base.lattice.step) / problem.width
+    room = [_room(problem, reach * size) for reach in base.reaches]
+    room_of_near, room_of_shifts = (torch.stack(room) if room else near.detach()), _room(problem, 0.0) ** (1 / 3)
+    ends = _far_ends(problem) if everything else (False, False)
+    nothing, allowed = torch.zeros(3 + layers * PARTS, dtype=torch.float64), torch.tensor([*ends, 1.0], dtype=torch.float64)
+    optimiser = torch.optim.Adam([logs, moves, more, near], lr=0.03)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.06, total_steps=_STEPS, pct_start=0.1)
     for _ in range(_STEPS):
-        tilt = torch.cat([logs.exp(), allowed * more.exp()])
-        shift = torch.cat([scale * moves, nothing]) if squared else None
+        tilt = torch.cat([logs.exp(), allowed * more.exp(), (room_of_near * near.exp()).reshape(-1)])
+        shift = torch.cat([scale * room_of_shifts * moves, nothing]) if everything else None
         losses = believed.losses(tilt, shift)
         against = hostile.losses(tilt, shift)
-        over = torch.relu(against / least - (1 + 0.9 * robustness))
+        over = torch.relu(against / least - (1 + 0.75 * robustness))
         behind = torch.relu(against / pool.hostile.best - (1 + robustness))  # not always to be had: a wish, no bound
         optimiser.zero_grad()
         gain = losses.mean() / own.mean() + (losses / pool.believed.best).mean() + _WISH * behind.mean()
@@ -141,9 +182,10 @@ def _fitted(base: IntervalMechanism, pool: _Pool, robustness: float) -> Interval
         objective.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
-    shifts = (scale * moves).detach() if squared else torch.zeros(PARTS, dtype=torch.float64)
+    shifts = (scale * room_of_shifts * moves).detach() if everything else torch.zeros(PARTS, dtype=torch.float64)
     low, high, atoms = (allowed * more.detach().exp()).tolist()
-    return IntervalMechanism.tilted(base.problem, logs.detach().exp(), shifts, ends=(low, high), atoms=atoms)
+    tilts, within = logs.detach().exp(), list(room_of_near * near.detach().exp())
+    return IntervalMechanism.tilted(problem, tilts, shifts, ends=(low, high), atoms=atoms, reaches=base.reaches, near=within)
 
 
 class _Seen:
@@ -164,7 +206,7 @@ class _Seen:
         self._measure()
 
     def _measure(self) -> None:
-        even = torch.cat([torch.ones(PARTS, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)])
+        even = (torch.arange(self.profile.mass.shape[1]) < PARTS).to(torch.float64)
         self.plain = self.profile.losses(even).clamp(min=_FLOOR)
         self.best = torch.minimum(self.plain, self.noisy)
 
@@ -226,9 +268,9 @@ def _in_two(corners: list[_Corner], n: int) -> Iterator[Tensor]:
 
 
 class _Pool:
-    """Datasets of the belief, and hostile ones: a world of columns, corner cases, and a search for the worst.
+    """Datasets of the belief, and hostile ones: a world of columns, corner cases, and columns about a quantile.
 
-    The search is over two lumps (places, widths, a share, a grid), varied round by round from the worst ones so far.
+    These are what the proof's bound is made of: records close beside a quantile, and some of them further away, on either side.
     """
 
     def __init__(self, plain: IntervalMechanism, belief: Distribution, count: int, seed: int) -> None:
@@ -237,32 +279,42 @@ class _Pool:
         self.believed = _Seen(plain, draws(belief, problem, count, seed))
         world = draws(World(problem.low, problem.high), problem, count, seed + 1)
         corners = _corners(problem)
-        self.corners = [words for words, _, _, _ in corners]
+        self.words = [f"dataset {number} of the hostile columns" for number in range(count)] + [words for words, _, _, _ in corners]
         self.hostile = _Seen(plain, itertools.chain(world, _in_two(corners, problem.n)))
         self.edges = _Seen(plain, [torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, problem.n).contiguous()])
-        self.drawn = self.hostile.plain.shape[0]  # the others have parameters
-        self.parameters = torch.zeros(0, 6, dtype=torch.float64)
-        self._try(self._random(min(256, count)), None)
+        q, far = self._random(2, min(count, 400))
+        q = torch.where(far < 0.25, 10 ** (5 * q - 5), torch.where(far > 0.75, 1 - 10 ** (5 * q - 5), q))
+        self._about(q, 10 ** (5 * self._random(1, len(q))[0] - 5))
 
-    def _random(self, count: int) -> Tensor:
-        made = torch.rand(count, 6, dtype=torch.float64, generator=self.generator)
-        made[:, 2:4] = 5 * made[:, 2:4] - 5
-        kind = torch.rand(count, 2, dtype=torch.float64, generator=self.generator)
-        near = 10 ** (4 * made[:, :2] - 4)  # close to an end, on every scale
-        made[:, :2] = torch.where(kind < 0.2, made[:, :2].round(), torch.where(kind < 0.4, near, made[:, :2]))
-        made[:, :2] = torch.where((kind > 0.3) & (kind < 0.5), 1 - made[:, :2], made[:, :2])
-        return made
+    def _random(self, kinds: int, count: int) -> Tensor:
+        return torch.rand(kinds, count, dtype=torch.float64, generator=self.generator)
 
-    def _try(self, parameters: Tensor, against: IntervalMechanism | None) -> None:
-        """Add datasets, or those of them on which a mechanism loses much."""
-        n = self.plain.problem.n
-        rows = max(min(len(parameters), NUMBERS // n), 1)
-        seen = _Seen(self.plain, (lumps(part, n) for part in torch.split(parameters, rows)))
-        if against is not None:
-            kept = seen.of(against) > _KEPT * seen.plain
-            seen, parameters = seen.only(kept), parameters[kept]
-        self.hostile.add(seen)
-        self.parameters = torch.cat([self.parameters, parameters])
+    def add(self, refuted: Hostile) -> None:
+        """Columns about the cells that a bound did not hold for, those furthest above it first."""
+        worst = refuted.above.topk(min(_PLACES, len(refuted.above))).indices.repeat(_AROUND)
+        q, width = refuted.q[worst], refuted.loss[worst].sqrt() * 10 ** (2 * self._random(1, len(worst))[0] - 1.5)
+        self._about(q, width)
+
+    def _about(self, q: Tensor, width: Tensor) -> None:
+        """Columns whose records are ``width`` beside q, but for some that are anywhere further away."""
+        problem, count = self.plain.problem, len(q)
+        below = math.floor(problem.rank())
+        above = problem.n - below
+        most = 8 / problem.epsilon
+        shares = self._random(6, count)
+        a, b = (q - width).clamp(0, 1), (q + width).clamp(0, 1)
+        left = a * torch.where(shares[0] < 0.3, 0.0, shares[1])
+        right = b + (1 - b) * torch.where(shares[2] < 0.3, 1.0, shares[3])
+        some = [(share * min(side, most)).floor() * (share > 0.3) for share, side in ((shares[4], below), (shares[5], above))]
+        few = [torch.where(part < side, side - kept, kept) for part, side, kept in zip(shares[:2], (0.2, 0.2), some, strict=True)]
+        place = torch.arange(problem.n, dtype=torch.float64)
+        columns = torch.where(place < below, a[:, None], b[:, None])
+        columns = torch.where(place < few[0][:, None].clamp(max=below), left[:, None], columns)
+        columns = torch.where(place >= problem.n - few[1][:, None].clamp(max=above), right[:, None], columns)
+        self.hostile.add(_Seen(self.plain, torch.split(columns, max(NUMBERS // problem.n, 1))))
+        for row in torch.stack([few[0], a, b, few[1]], 1).tolist():
+            low, high = (problem.low + problem.width * value for value in row[1:3])
+            self.words.append(f"records at {low:.4g} and {high:.4g}, but {row[0]:.0f} further down and {row[3]:.0f} further up")
 
     def scores(self, tilts: Tensor, shifts: Tensor) -> Tensor:
         """Under the belief, in all and dataset by dataset; and what is lost to noise on the query if all records are at an end.
@@ -274,48 +326,30 @@ class _Pool:
         own = losses.mean(0) / self.believed.plain.mean() + (losses / self.believed.best[:, None]).mean(0)
         return own + _BEHIND * behind.clamp(min=1).sum(0)
 
+    def _losses(self, mechanism: IntervalMechanism) -> Tensor:
+        tilts, shifts = self._padded(mechanism)
+        return self.hostile.profile.losses(tilts, shifts)
+
+    def _padded(self, mechanism: IntervalMechanism) -> tuple[Tensor, Tensor]:
+        """Its tilts and shifts, with no copies for reaches that it has not."""
+        size = self.hostile.profile.mass.shape[1]
+        tilts, shifts = torch.zeros(2, size, dtype=torch.float64)
+        tilts[: len(mechanism.tilts)] = mechanism.tilts
+        if mechanism.shifts is not None:
+            shifts[: len(mechanism.shifts)] = mechanism.shifts
+        return tilts, shifts
+
     def score(self, mechanism: IntervalMechanism) -> float:
         """Of one."""
-        shifts = torch.zeros_like(mechanism.tilts) if mechanism.shifts is None else mechanism.shifts
-        return float(self.scores(mechanism.tilts[None], shifts[None]))
-
-    def worst_of(self, tilts: Tensor, shifts: Tensor) -> Tensor:
-        """The largest ratio to the plain mechanism of each."""
-        return (self.hostile.profile.losses_of_many(tilts, shifts) / self.hostile.plain[:, None]).amax(0)
-
-    def attack(self, mechanism: IntervalMechanism, rounds: int = 3) -> None:
-        """Add datasets, some anywhere, and more near those on which it does worst."""
-        self._try(self._random(_FRESH), mechanism)
-        for number in range(rounds):
-            ratios = self._ratios(mechanism)[self.drawn :]
-            worst = self.parameters[ratios.topk(min(16, len(ratios))).indices].repeat(4, 1)
-            spread = torch.tensor([0.1, 0.1, 0.5, 0.5, 0.1, 0.1], dtype=torch.float64) / 3**number
-            near = worst + spread * torch.randn(worst.shape, dtype=torch.float64, generator=self.generator)
-            near[:, [0, 1, 4, 5]] = near[:, [0, 1, 4, 5]].clamp(0, 1)
-            near[:, 2:4] = near[:, 2:4].clamp(-5, 0)
-            self._try(near, mechanism)
-
-    def _ratios(self, mechanism: IntervalMechanism) -> Tensor:
-        return self.hostile.of(mechanism) / self.hostile.plain
+        tilts, shifts = self._padded(mechanism)
+        return float(self.scores(tilts[None], shifts[None]))
 
     def worst(self, mechanism: IntervalMechanism) -> tuple[float, str]:
         """The largest ratio to the plain mechanism, and where."""
-        ratios = self._ratios(mechanism)
-        return float(ratios.max()), self._words(int(ratios.argmax()))
+        ratios = self._losses(mechanism) / self.hostile.plain
+        return float(ratios.max()), self.words[int(ratios.argmax())]
 
     def largest(self, mechanism: IntervalMechanism) -> tuple[float, str]:
         """The largest loss, and where."""
-        losses = self.hostile.of(mechanism)
-        return float(losses.max()), self._words(int(losses.argmax()))
-
-    def _words(self, at: int) -> str:
-        problem = self.plain.problem
-        if at < self.drawn - len(self.corners):
-            return f"dataset {at} of the hostile columns"
-        if at < self.drawn:
-            return self.corners[at - self.drawn]
-        a, b, width, other, share, _ = self.parameters[at - self.drawn].tolist()
-        low, high = (problem.low + problem.width * place for place in (a, b))
-        wide = [problem.width * 10**value for value in (width, other)]
-        lump = f"{share:.0%} of the records within {wide[0] / 2:.2g} of {low:.4g}"
-        return f"{lump}, the others within {wide[1] / 2:.2g} of {high:.4g}"
+        losses = self._losses(mechanism)
+        return float(losses.max()), self.words[int(losses.argmax())]
