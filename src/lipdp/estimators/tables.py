@@ -197,8 +197,8 @@ class PrivateClassifier(Classifier, _PrivateTable):
         epsilon: ε of the whole fit.
         delta: δ; by default a power of ten, at most 1/(10·N) and 1e-5.
         schema: what is public of the columns: a mapping from column names (numbers, for arrays) to
-            :class:`~lipdp.estimators.Numeric`, :class:`~lipdp.estimators.Categorical` or
-            :class:`~lipdp.estimators.Dates` (for short: ``(low, high)``, ``[categories]``); a list of them; or one for all, also ``(low, high)``.
+            :class:`~lipdp.estimators.Numeric`, :class:`~lipdp.estimators.Categorical` or :class:`~lipdp.estimators.Dates` (for
+            short: ``(low, high)``, ``[categories]``); a list of them; or one for all, also ``(low, high)``.
         classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
         method: "linear" (a line on the scaled columns), "kernel" (on fixed random features beside them), "network" (a hidden layer
             between boundaries), "clipping" (a line on the columns, every record's gradient clipped), for images "features"
