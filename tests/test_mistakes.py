@@ -55,6 +55,14 @@ class Mixing(torch.nn.Module):
         return x - x.mean(0)
 
 
+def clipped(inputs):
+    """A network whose plan has not seen the shape of a record."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    own = {"dataset_size": 50, "batch_size": 10, "steps": 2, "delta": 1e-3, "noise_multiplier": 2.0}
+    decided = lipdp.plan(net, losses.CrossEntropy(), method="bookkeeping", max_grad_norm=1.0, **own)
+    lipdp.fit(net, losses.CrossEntropy(), torch.optim.SGD(net.parameters(), lr=0.1), decided, data(inputs=inputs))
+
+
 def seq(*layers):
     return nn.Sequential(nn.BoundedInput((4,)), *layers)
 
@@ -96,6 +104,7 @@ MISTAKES = {
     "no data": (lambda: fit(train=TensorDataset(torch.rand(0, 4), torch.zeros(0).long())), "empty"),
     "a NaN": (lambda: fit(train=TensorDataset(torch.full((50, 4), math.nan), torch.zeros(50).long())), "NaN"),
     "inputs of another shape": (lambda: fit(train=data(inputs=5)), "shape"),
+    "inputs of another shape, clipped": (lambda: clipped(inputs=5), "another shape"),
     "one tensor": (lambda: fit(train=TensorDataset(torch.rand(50, 4))), "pair"),
     "class numbers in floating point": (lambda: fit(train=TensorDataset(torch.rand(50, 4), torch.rand(50))), "class"),
     "labels as texts": (lambda: fit(train=[(torch.rand(4), "cat")] * 50), "number the classes"),

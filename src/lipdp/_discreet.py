@@ -160,9 +160,14 @@ def _replaced(error: Exception) -> UnexpectedError:
         if frames[-1] is not own:
             place += f", in {_short(frames[-1].filename)}:{frames[-1].lineno}"
     told = f" ({os.strerror(error.errno)})" if isinstance(error, OSError) and error.errno else ""
+    usual = ""
+    if isinstance(error, RuntimeError) and "torch" in place:  # what torch's operations raise
+        usual = (
+            ". Usually records have another shape or type than the model takes: try it on a made-up one, model(torch.zeros(1, …))"
+        )
     return UnexpectedError(
         f"an unexpected {type(error).__name__}{told}{place}, with records at hand: its text may tell of one of them, "
-        "and is not shown. LIPDP_DEBUG=1 shows it, to be read by whoever holds the records and by nobody else"
+        f"and is not shown{usual}. LIPDP_DEBUG=1 shows it, to be read by whoever holds the records and by nobody else"
     )
 
 

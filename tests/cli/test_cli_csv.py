@@ -146,6 +146,51 @@ def test_one_source_of_records(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
 
 
+def test_dates_and_columns_that_are_left_out(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    days = draw.integers(0, 3000, 500)
+    dates = [str(np.datetime64("2015-01-01") + int(day)) for day in days]
+    dates[3] = ""
+    with (tmp_path / "t.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["name", "joined", "kind"], *zip([f"n{i}" for i in days], dates, days > 1500, strict=True)])
+    joined = {"from": "2015-01-01", "to": "2023-12-31"}
+    words = ["--epsilon", "3", "--target", "kind"]
+    code, told = train(tmp_path / "t.csv", {"joined": {**joined, "missing": True}}, *words)
+    assert code == 2
+    assert "--without name" in " ".join(told.split())
+    words += ["--without", "name"]
+    code, told = train(tmp_path / "t.csv", {"joined": joined}, *words)
+    assert code == 2
+    assert "column 'joined' has missing dates" in " ".join(told.split())
+    code, told = train(tmp_path / "t.csv", {"joined": {**joined, "to": "gone"}}, *words)
+    assert code == 2
+    assert "two dates like" in told
+    code, told = train(tmp_path / "t.csv", {"joined": joined, "kind": joined}, *words)
+    assert code == 2
+    assert "is a number or a class" in " ".join(told.split())
+    run = tmp_path / "run"
+    words += ["--validation-fraction", "0.2", "--output", str(run), "--json"]
+    code, told = train(tmp_path / "t.csv", {"joined": {**joined, "missing": True}}, *words)
+    assert code == 0, told
+    assert json.loads((run / "result.json").read_text())["accuracy"] > 0.85
+    assert "--without name" in read_run(run).about.command
+    again = json.loads((run / "schema.json").read_text())
+    assert again == {"joined": {**joined, "missing": True}}
+    code, told = train(tmp_path / "t.csv", again, *words[:6])
+    assert code == 0, told
+    code, told = train(tmp_path / "t.csv", again, *words[:4], "--without", "nam")
+    assert code == 2
+    assert "no such column" in " ".join(told.split())
+
+
+def test_own_records_are_certified_in_python_alone(table: Path) -> None:
+    run = table.parent / "run"
+    train(table, {**SCHEMA, "pay": [0, 1e5]}, "--epsilon", "1", "--target", "kind", "--output", str(run))
+    told = CliRunner().invoke(app, ["certify", str(run)])
+    assert told.exit_code == 2
+    assert "records of your own" in " ".join(told.stderr.split())
+
+
 def test_training_records_are_not_judged_on(table: Path, tmp_path: Path) -> None:
     """Their figures would be in the report as they are."""
     (tmp_path / "copy.csv").write_bytes(table.read_bytes())

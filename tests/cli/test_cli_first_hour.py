@@ -39,6 +39,7 @@ def test_a_new_experiment_runs(lipdp, tmp_path):
     assert "test accuracy" in done.stdout
     assert "my-experiment: a private network" in (folder / "train.py").read_text()
     assert "run.ckpt" in {path.name for path in folder.iterdir()}
+    assert f"cd '{tmp_path / 'two words'}'" in lipdp("new", tmp_path / "two words").stdout
     refused = lipdp("new", folder)
     assert refused.code == 2
     assert "nothing is overwritten" in refused.stderr

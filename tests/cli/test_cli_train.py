@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,12 +166,14 @@ def test_resume_without_a_checkpoint_says_so(lipdp, tmp_path):
         (("--set", "dataset=cats"), "there is no dataset named 'cats'"),
         (("--epsilon", "3", "--noise-multiplier", "1", "--epochs", "2"), "give two of"),
         (("--validation-fraction", "1.5"), "--validation-fraction must lie between 0 and 1"),
-        (("--device", "abacus"), "--device abacus can't be used here"),
+        (("--device", "abacus"), "--device abacus can't be used here: "),
+        (("--set", "options.hidden=abc"), "a value is not of the option's type (hidden: "),
+        (("--output", str(Path(__file__))), "a file is in its place"),
         (("--microbatch-size", "0", *SHORT), "microbatch_size must be"),
         (("--seed", str(2**70)), "--seed must be below"),
         (("--reproducible", str(2**70)), "--reproducible must be below"),
         (("--reproducible", "1", "--seed", "1"), "leave --seed out"),
-        (("--output", "/dev/null/run"), "Not a directory"),
+        (("--output", "/dev/null/run"), "a file is in its place"),
     ],
 )
 def test_refusals(lipdp, arguments, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.ranges import private_ranges, rank_error
-from lipdp.estimators.schema import Categorical, Numeric, Schema, columns_of, read_schema
+from lipdp.estimators.schema import Categorical, Dates, Numeric, Schema, columns_of, read_schema
 
 
 def test_numbers_are_scaled_and_clipped() -> None:
@@ -70,6 +71,49 @@ def test_ways_to_write_a_schema() -> None:
     assert read_schema(Numeric(0, 1), ["a", "b"]) == {"a": Numeric(0, 1), "b": Numeric(0, 1)}
     assert read_schema([(0, 1), ["x", "y"]], ["a", "b"]) == {"a": Numeric(0, 1), "b": Categorical(["x", "y"])}
     assert read_schema({"a": None}, ["a"]) == {}
+
+
+def test_dates_in_every_form_are_the_same_numbers() -> None:
+    texts = ["2020-01-01", "2020-12-31", "2020-07-01 12:00", "1999-01-01"]
+    column = Dates("2020-01-01", "2020-12-31")
+    expected = [-1, 1, 2 * 182.5 / 365 - 1, -1]
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    stamps = [datetime.datetime.fromisoformat(text) for text in texts]
+    for values in (
+        texts,
+        np.array(texts, dtype="datetime64[m]"),
+        np.array(stamps, dtype=object),
+        [stamp.replace(tzinfo=datetime.UTC).astimezone(zone) for stamp in stamps],
+    ):
+        assert np.allclose(column.encode("joined", values)[:, 0], expected)
+    pandas = pytest.importorskip("pandas")
+    series = pandas.Series(pandas.to_datetime(stamps))
+    for values in (series, series.dt.tz_localize("UTC").dt.tz_convert("Europe/Berlin"), series.astype(object)):
+        assert np.allclose(column.encode("joined", values)[:, 0], expected)
+    assert read_schema({"a": (stamps[0], stamps[1])}, ["a"]) == {"a": Dates("2020-01-01", "2020-12-31T00:00")}
+
+
+def test_a_missing_date_is_an_error_or_has_an_indicator() -> None:
+    for gone in (None, "", np.datetime64("NaT"), float("nan")):
+        values = np.array(["2020-01-01", gone], dtype=object)
+        with pytest.raises(DataError, match="column 'joined' has a missing date"):
+            Dates("2020-01-01", "2020-12-31").encode("joined", values)
+        assert np.array_equal(Dates("2020-01-01", "2020-12-31", missing=True).encode("joined", values), [[-1, 0], [0, 1]])
+
+
+@pytest.mark.parametrize("cell", ["31.12.2020", "secret", 20200101, 3.5, [2020], "2020-13-01"])
+def test_what_is_no_date_is_refused_without_showing_it(cell) -> None:
+    values = np.empty(1, dtype=object)
+    values[0] = cell
+    with pytest.raises(DataError, match="column 'joined' is declared as dates") as told:
+        Dates("2020-01-01", "2020-12-31").encode("joined", values)
+    assert str(cell) not in str(told.value)
+
+
+@pytest.mark.parametrize("ends", [("2021-01-01", "2020-01-01"), ("a", "b"), (2020, 2021), (None, "2020-01-01"), ([], ())])
+def test_dates_that_are_no_range(ends) -> None:
+    with pytest.raises(ConfigurationError, match="a column of dates has a public range"):
+        Dates(*ends)
 
 
 def test_columns_with_one_name_are_refused() -> None:

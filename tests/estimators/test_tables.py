@@ -194,7 +194,18 @@ def test_momentum_where_plain_steps_would_be_unstable(records, momentum) -> None
         assert group["momentum"] == momentum
         plain = group["lr"] / (1 - momentum)
         assert (plain > choice.settings["unstable"]) == (momentum > 0)
-        assert plain * decided.sensitivity * 100 / 2 == pytest.approx(choice.settings["noise"] * records / 1.5)
+        wanted = choice.settings["noise"] * records / 1.5
+        assert plain * decided.sensitivity * 100 / 2 == pytest.approx(min(wanted, 30 * decided.sensitivity * 100 / 2))
+
+
+@pytest.mark.parametrize("epsilon", [100.0, 1e4])
+def test_much_privacy_budget_does_no_harm(epsilon) -> None:
+    """The rate that uses up the noise grows with ε; steps beyond what descent bears would throw away what was learned."""
+    rows = np.random.default_rng(0).uniform(0, 1, (1000, 2))
+    values = rows[:, 0] - rows[:, 1]
+    assert lipdp.PrivateRegressor(epsilon, schema=UNIT, target=(-1, 1)).fit(rows, values).score(rows, values) > 0.97
+    forget_rows()
+    assert lipdp.PrivateClassifier(epsilon, schema=UNIT).fit(rows, values > 0).score(rows, values > 0) > 0.97
 
 
 def test_shares_are_in_the_order_of_the_outputs() -> None:
@@ -240,6 +251,22 @@ def test_a_frame_with_mixed_columns() -> None:
     unseen = table.assign(job="pilot")
     with pytest.raises(DataError, match="not among its 3 declared"):
         model.predict(unseen)
+
+
+def test_dates_are_numbers_by_a_public_range() -> None:
+    pandas = pytest.importorskip("pandas")
+    days = np.random.default_rng(0).integers(0, 3000, 600)
+    joined = pandas.to_datetime("2015-01-01") + pandas.to_timedelta(days, unit="D")
+    late = np.where(days > 1500, "late", "early")
+    table = pandas.DataFrame({"joined": joined})
+    with pytest.raises(DataError, match=r"dates\(first, last\) for dates"):
+        lipdp.PrivateClassifier(3.0).fit(table, late)
+    model = lipdp.PrivateClassifier(3.0, schema={"joined": ("2015-01-01", "2023-06-30")})
+    with pytest.raises(ConfigurationError, match="the schema says"):
+        model.fit(table, late)
+    model.set_params(schema={"joined": lipdp.estimators.dates("2015-01-01", "2023-06-30")}).fit(table, late)
+    assert model.score(table, late) > 0.9
+    assert (model.predict(table.astype(str)) == model.predict(table)).all()
 
 
 def test_categories_that_nobody_declared_are_refused_before_anything_is_spent(tmp_path) -> None:

@@ -193,13 +193,19 @@ def certify(
         asked = [float(part) for part in radii.split(",")]
     except ValueError:
         raise ConfigurationError(f"--radii takes numbers with commas between them, not {radii!r}") from None
+    import lipdp
+
     file, trained_on = _found(path)
     name = dataset or trained_on
+    if dataset is None and name is not None and name not in lipdp.data.names():
+        raise ConfigurationError(
+            f"'{path}' was trained on records of your own, '{name}', and `lipdp certify` reads what `lipdp data` lists. In Python: "
+            f"lipdp.certify(lipdp.load({str(file)!r}), inputs, labels), with inputs as the model takes them"
+        )
     if name is None:
         raise ConfigurationError(f"'{path}' does not say what it was trained on: give --dataset, a name that `lipdp data` lists")
     from torch.utils.data import Dataset, Subset
 
-    import lipdp
     from lipdp.training.batches import gather_tensors
 
     model = lipdp.load(file)

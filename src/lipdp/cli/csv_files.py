@@ -12,6 +12,7 @@ import io
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,7 @@ def frame(
     path: Path,
     form: CsvForm,
     names: list[str] | None = None,
+    without: Sequence[str] = (),
 ) -> tuple[Frame, Any]:
     """(columns, targets): numbers where numbers are declared, or where all cells are numbers and nothing is declared."""
     import numpy as np
@@ -148,7 +150,7 @@ def frame(
     absent = [name for name in [*(names or ()), target] if name not in columns]
     if absent:
         raise DataError(f"'{path}' has no column {absent[0]!r}: {where_names_stand(columns)}")
-    wanted = [name for name in columns if name != target] if names is None else names
+    wanted = [name for name in columns if name != target and name not in without] if names is None else names
     if not wanted:
         raise DataError(f"'{path}' has no column but {target!r}: there is nothing to predict it from")
     read = {name: _values(name, columns[name], declared.get(name), form) for name in wanted}
@@ -163,7 +165,7 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
     """A column's values; what is wrong with them is said in terms of the schema's file."""
     import numpy as np
 
-    from lipdp.estimators.schema import Categorical, Numeric
+    from lipdp.estimators.schema import Categorical, Dates, Numeric, days
 
     quoted = json.dumps(name, ensure_ascii=False)
     if isinstance(declared, Categorical):
@@ -174,6 +176,20 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
             )
         return np.array(cells, dtype=object)
     absent = [cell.lower() in _MISSING for cell in cells]
+    if isinstance(declared, Dates):
+        try:
+            days(["" if gone else cell for cell, gone in zip(cells, absent, strict=True)])
+        except (ValueError, OverflowError):
+            raise DataError(
+                f"column {name!r} is declared as dates, and has a cell that is none: they are written like 2015-01-31 or "
+                "2015-01-31T09:30"
+            ) from None
+        if any(absent) and not declared.missing:
+            raise DataError(
+                f"column {name!r} has missing dates (empty cells, NA, null). Declare that they may be missing, "
+                f'{{{quoted}: {{"from": "{declared.ends[0]}", "to": "{declared.ends[1]}", "missing": true}}}}, or repair such rows'
+            )
+        return np.array(["" if gone else cell for cell, gone in zip(cells, absent, strict=True)], dtype=object)
     try:
         numbers = np.array(
             [np.nan if gone else float(cell.replace(form.decimal, ".")) for cell, gone in zip(cells, absent, strict=True)]
@@ -195,7 +211,7 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
 
 _FORMS = (
     '{"age": [18, 90], "job": ["clerk", "nurse"], "income": {"low": 0, "high": 1e5, "missing": true}, '
-    '"city": {"values": ["Ulm", "Bonn"], "other": true}}'
+    '"city": {"values": ["Ulm", "Bonn"], "other": true}, "joined": {"from": "2015-01-31", "to": "2024-12-31"}}'
 )
 
 
@@ -213,7 +229,7 @@ def read_schema(path: Path) -> dict[str, Column]:
 
 
 def _column(name: str, value: Any, path: Path) -> Column:
-    from lipdp.estimators.schema import Categorical, Numeric
+    from lipdp.estimators.schema import Categorical, Dates, Numeric
 
     numbers = (int, float)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(end, numbers) and not isinstance(end, bool) for end in value):
@@ -224,6 +240,8 @@ def _column(name: str, value: Any, path: Path) -> Column:
         return Categorical([_cell(entry) for entry in value["values"]], other=bool(value.get("other", False)))
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "missing"}:
         return Numeric(value["low"], value["high"], missing=bool(value.get("missing", False)))
+    if isinstance(value, dict) and {"from", "to"} <= set(value) <= {"from", "to", "missing"}:
+        return Dates(value["from"], value["to"], missing=bool(value.get("missing", False)))
     raise ConfigurationError(f"'{path}' says {json.dumps(value)[:80]} of column {name!r}; expected is something like {_FORMS}")
 
 
@@ -234,14 +252,18 @@ def _cell(value: Any) -> str:
 
 def as_json(schema: Any) -> dict[str, Any]:
     """What is public of the columns, as :func:`read_schema` reads it."""
-    from lipdp.estimators.schema import Numeric
+    return {str(name): _said(column) for name, column in zip(schema.names, schema.columns, strict=True)}
 
-    return {
-        str(name): {"low": column.low, "high": column.high, **({"missing": True} if column.missing else {})}
-        if isinstance(column, Numeric)
-        else {"values": list(column.values), **({"other": True} if column.other else {})}
-        for name, column in zip(schema.names, schema.columns, strict=True)
-    }
+
+def _said(column: Column) -> dict[str, Any]:
+    from lipdp.estimators.schema import Categorical, Dates
+
+    if isinstance(column, Categorical):
+        return {"values": list(column.values), **({"other": True} if column.other else {})}
+    missing = {"missing": True} if column.missing else {}
+    if isinstance(column, Dates):
+        return {"from": column.ends[0], "to": column.ends[1], **missing}
+    return {"low": column.low, "high": column.high, **missing}
 
 
 def where_names_stand(names: Any) -> str:

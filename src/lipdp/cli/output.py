@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 from typer.core import TyperGroup
 
-from lipdp.errors import AuditError, BudgetError, LipdpError, LipdpWarning
+from lipdp.errors import AuditError, BudgetError, ConfigurationError, LipdpError, LipdpWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +31,7 @@ __all__ = [
     "console",
     "duration",
     "guarantee",
+    "make_folder",
     "number",
     "print_fields",
     "print_json",
@@ -190,6 +192,16 @@ class FriendlyGroup(TyperGroup):
             message, code = _describe(error)
             _report(message, type(error).__name__, as_json)
             raise typer.Exit(code) from None
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """A folder for what a command writes; what stands in its way is said in the option's terms."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigurationError(
+            f"{option} '{folder}' names a folder to be filled, and a file is in its place: choose another name"
+        ) from None
 
 
 def _describe(error: Exception) -> tuple[str, int]:

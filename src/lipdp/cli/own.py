@@ -10,7 +10,7 @@ from typing import Any
 
 from lipdp._discreet import discreet
 from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
-from lipdp.cli.output import console, duration, guarantee, print_json
+from lipdp.cli.output import console, duration, guarantee, make_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["train_images", "train_table"]
@@ -35,10 +35,19 @@ def train_images(images: Path, *, test: Path | None, features: str, **common: An
     _finish(PrivateImageClassifier(features=features, **own), images, x, y, judged, test, command, **common)
 
 
-def train_table(file: Path, *, target: str | None, schema: Path | None, test: Path | None, form: CsvForm, **common: Any) -> None:
+def train_table(
+    file: Path,
+    *,
+    target: str | None,
+    schema: Path | None,
+    without: list[str] | None,
+    test: Path | None,
+    form: CsvForm,
+    **common: Any,
+) -> None:
     """Fit :class:`lipdp.PrivateClassifier` or PrivateRegressor on a CSV file, by what a schema declares of its columns."""
     from lipdp.estimators import PrivateClassifier, PrivateRegressor
-    from lipdp.estimators.schema import Numeric
+    from lipdp.estimators.schema import Dates, Numeric
 
     own = _check(common, file, test, "--csv")
     columns = read_csv(file, form)
@@ -46,24 +55,33 @@ def train_table(file: Path, *, target: str | None, schema: Path | None, test: Pa
         raise ConfigurationError(f"--csv needs the column to predict, --target NAME: {where_names_stand(columns)}")
     if target not in columns:
         raise ConfigurationError(f"--target is {target!r}, and '{file}' has no such column: {where_names_stand(columns)}")
-    declared = {} if schema is None else read_schema(schema)
+    left_out = without or []
+    absent = [name for name in left_out if name not in columns]
+    if absent or target in left_out:
+        what = f"{absent[0]!r}, and '{file}' has no such column" if absent else f"{target!r}, which is the --target"
+        raise ConfigurationError(f"--without is {what}: {where_names_stand(columns)}")
+    declared = {name: column for name, column in ({} if schema is None else read_schema(schema)).items() if name not in left_out}
     unknown = [name for name in declared if name not in columns]
     if unknown:
         raise ConfigurationError(
             f"'{schema}' declares {unknown[0]!r}, and '{file}' has no such column: {where_names_stand(columns)}"
         )
     goal = declared.pop(target, None)
-    x, y = frame(columns, target, declared, goal, file, form)
+    if isinstance(goal, Dates):
+        raise ConfigurationError(f"'{schema}' declares the target {target!r} as dates: what is predicted is a number or a class")
+    x, y = frame(columns, target, declared, goal, file, form, without=left_out)
     texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
     if texts:
         raise DataError(
             f"column {texts[0]!r} holds texts, and which of them occur is private. Declare those that may occur: --schema "
-            f'schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], "other": true}} for the most usual ones'
+            f'schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], "other": true}} for the most usual ones; '
+            f'{{"from": "2015-01-31", "to": "2024-12-31"}} for dates; or leave it out, --without {shlex.quote(texts[0])}'
         )
     judged = None if test is None else frame(read_csv(test, form), target, declared, goal, test, form, list(x.columns))
     if common["validation_fraction"] is not None:
         x, y, judged = _split(x, y, common["validation_fraction"])
-    command = ["--csv", str(file), "--target", target, *([] if schema is None else ["--schema", str(schema)]), *form.words]
+    command = ["--csv", str(file), "--target", target, *([] if schema is None else ["--schema", str(schema)])]
+    command += [word for name in left_out for word in ("--without", name)] + form.words
     if isinstance(goal, Numeric):
         model: Any = PrivateRegressor(schema=declared, target=(goal.low, goal.high), **own)
     else:
@@ -85,6 +103,8 @@ def _check(common: dict[str, Any], place: Path, test: Path | None, option: str) 
     output = common["output"]
     if output is not None and any((output / name).exists() for name in _FILES):
         raise ConfigurationError(f"'{output}' already holds another run. Choose another --output folder.")
+    if output is not None:
+        make_folder(output, "--output")
     names = ("epsilon", "delta", "reproducible", "device", "budget")
     return {**{name: common[name] for name in names}, "random_state": common["seed"]}
 
@@ -118,7 +138,11 @@ def _finish(
     """Fit, judge, write and tell."""
     from lipdp.privacy.budget import open_budget
 
+    kind = command[0]
     started = time.monotonic()
+    console(stderr=True).print(
+        f"training on {len(x):,} records{'' if test is None and judged is None else ', then judging'}: {_HOW_LONG[kind]}"
+    )
     model.fit(x, y)
     part = None if judged is None else "test" if test is not None else "validation"
     figures = {} if judged is None else _figures(model, *judged)
@@ -155,8 +179,8 @@ def _finish(
         print_json(report)
         return
     out = console()
-    kinds = "" if classes is None else f" of {len(classes)} classes"
-    out.print(f"{len(x):,} records{kinds}; {model.choice_.method}: {model.choice_.why}", markup=False, soft_wrap=True)
+    of = "" if classes is None else f" of {len(classes)} classes"
+    out.print(f"{len(x):,} records{of}; {model.choice_.method}: {model.choice_.why}", markup=False, soft_wrap=True)
     shown = ", ".join(f"{part} {_NAMES[name]} {100 * value:.1f}%" for name, value in figures.items())
     told = shown or "nothing was held out: give --test or --validation-fraction"
     out.print(f"{told}, with {guarantee(model.epsilon_, model.delta_)}, in {duration(report['seconds'])}", soft_wrap=True)
@@ -167,6 +191,11 @@ def _finish(
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 
+
+_HOW_LONG = {
+    "--images": "on a processor a tenth of a second or so a picture, for its features; a GPU takes minutes for many thousands",
+    "--csv": "seconds, or minutes for hundreds of thousands of rows",
+}
 
 _NAMES = {"accuracy": "accuracy", "auroc": "AUROC", "r2": "R²"}
 
@@ -193,7 +222,6 @@ def _save(
     from lipdp.report import About, Evaluation, read_run, this_environment, write, write_about
     from lipdp.saved import save_model
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(model.plan_.to_json() + "\n", encoding="utf-8")
     (folder / "history.json").write_text(json.dumps(model.history_.state_dict(), indent=2) + "\n", encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

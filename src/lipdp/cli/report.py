@@ -9,7 +9,7 @@ import typer
 
 from lipdp._checks import match
 from lipdp.cli import options
-from lipdp.cli.output import console, print_json, table, upwards
+from lipdp.cli.output import console, make_folder, print_json, table, upwards
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ def report(
 
     records = [read_run(folder) for folder in runs]
     place = output or runs[0]
+    if place.suffix.lower() in (".html", ".md"):
+        raise ConfigurationError(f"--output '{place}' names a folder to be filled with report.html and report.md, not a file")
+    make_folder(place, "--output")
     written = write(records, place)
     if as_json:
         own = [{"run": run.name, "epsilon": run.epsilon, "delta": run.plan.delta, "private": run.private} for run in records]
@@ -147,7 +150,7 @@ def _certified(dots: list[Dot], budgets: list[float]) -> dict[str, Any]:
 def _write(dots: list[Dot], corners: list[Dot], by: str, folder: Path, plots: bool) -> list[str]:
     from lipdp.recipes import pareto as fronts
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--output")
     fronts.write_csv(dots, folder / "dots.csv")
     fronts.write_csv(corners, folder / "front.csv")
     files = ["dots.csv", "front.csv"]

@@ -207,7 +207,9 @@ def new(
     if as_json:
         print_json({"folder": str(name), "files": list(content)})
         return
-    console().print(f"made {name} with {', '.join(content)}. Next: cd {name} && python train.py", markup=False, soft_wrap=True)
+    console().print(
+        f"made {name} with {', '.join(content)}. Next: cd {shlex.quote(str(name))} && python train.py", markup=False, soft_wrap=True
+    )
 
 
 features = typer.Typer(name="features", no_args_is_help=True, help="Public features: networks that learn from drawings.")

@@ -26,7 +26,7 @@ from lipdp.cli.options import (
     start_ranks,
     training_size,
 )
-from lipdp.cli.output import console, duration, guarantee, print_json, print_plan, upwards
+from lipdp.cli.output import console, duration, guarantee, make_folder, print_json, print_plan, upwards
 from lipdp.cli.own import train_images, train_table
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
@@ -130,6 +130,14 @@ def train(
             rich_help_panel=_OWN,
         ),
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Of the table: a column to leave out, a record's number or name. Can be repeated.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
     separator: Annotated[
         str, typer.Option(metavar="CHARACTER", help="Of the table: what parts its cells; tab for tabulators.", rich_help_panel=_OWN)
     ] = ",",
@@ -189,13 +197,16 @@ def train(
         if table is not None:
             if features != "auto":
                 raise ConfigurationError("--features is for images")
-            train_table(table, target=target, schema=schema, test=test, form=CsvForm(separator, decimal, encoding), **common)
+            form = CsvForm(separator, decimal, encoding)
+            train_table(table, target=target, schema=schema, without=without, test=test, form=form, **common)
         elif images is not None:
-            if target is not None or schema is not None or CsvForm(separator, decimal, encoding) != CsvForm():
-                raise ConfigurationError("--target, --schema, --separator, --decimal and --encoding are for tables: --csv FILE")
+            if target is not None or schema is not None or without or CsvForm(separator, decimal, encoding) != CsvForm():
+                raise ConfigurationError(
+                    "--target, --schema, --without, --separator, --decimal and --encoding are for tables: --csv FILE"
+                )
             train_images(images, test=test, features=features, **common)
         return
-    own = [name for name, value in {"--test": test, "--target": target, "--schema": schema}.items() if value is not None]
+    own = [name for name, value in {"--test": test, "--target": target, "--schema": schema, "--without": without}.items() if value]
     own += [] if CsvForm(separator, decimal, encoding) == CsvForm() else ["--separator, --decimal, --encoding"]
     if own:
         raise ConfigurationError(f"{own[0]} is for records of your own (--images, --csv); the recipe {recipe!r} brings its dataset")
@@ -357,7 +368,7 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
     present = [name for name in (_PLAN, _HISTORY, _WEIGHTS, MODEL, _RESULT) if (output / name).exists()]
     if present and not resume:
         raise ConfigurationError(f"'{output}' already holds {', '.join(present)} of another run. Choose another --output folder.")
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output, "--output")
 
 
 def _again(
@@ -442,7 +453,11 @@ def _device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigurationError(f"--device {name} can't be used here: {reason}. Leave it out, or take cpu.") from None
+    except (RuntimeError, AssertionError, NotImplementedError):
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here = f"auto, cpu, cuda, {', '.join(f'cuda:{number}' for number in range(gpus))}" if gpus else "auto and cpu"
+        why = "no GPU that torch can use was found" if not gpus else f"torch sees {gpus} GPU{'s' if gpus > 1 else ''}"
+        raise ConfigurationError(
+            f"--device {name} can't be used here: {why}. Leave it out, or take one of {here}; `lipdp doctor` says more"
+        ) from None
     return name

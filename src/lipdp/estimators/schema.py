@@ -2,11 +2,13 @@
 
 A range or a list of categories that was read off the private rows would be a release that nobody paid for. So both are declared
 here, or found privately (:mod:`lipdp.estimators.ranges`). Each row is encoded by itself: a number becomes 2(x − low)/(high − low)
-− 1, clipped to [−1, 1]; a category a block with a 1. So an encoded row of k columns has norm at most √k, whatever stands in it.
+− 1, clipped to [−1, 1]; a date likewise; a category a block with a 1. So an encoded row of k columns has norm at most √k,
+whatever stands in it.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from lipdp._checks import is_number
 from lipdp._discreet import shown
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["Categorical", "Column", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
+__all__ = ["Categorical", "Column", "Dates", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -112,6 +114,86 @@ class Categorical:
         return np.eye(self.width)[codes]
 
 
+@dataclass(frozen=True, init=False)
+class Dates:
+    """A column of dates or times with a *public* range: a number, as days are; what lies outside counts as its end.
+
+    Args:
+        first: the earliest that is told apart: ``"2015-01-31"``, a date or a datetime, of Python, numpy or pandas.
+        last: the latest one.
+        missing: whether dates may be missing (NaT, None, an empty text): they get an indicator of their own.
+    """
+
+    first: np.datetime64
+    last: np.datetime64
+    missing: bool
+
+    def __init__(self, first: Any, last: Any, missing: bool = False) -> None:
+        try:
+            ends = [np.datetime64(_moment(end), "s") for end in (first, last)]
+        except (TypeError, ValueError):
+            ends = [np.datetime64("NaT")]
+        if any(np.isnat(end) for end in ends) or ends[0] > ends[1]:
+            raise ConfigurationError(
+                "a column of dates has a public range, two dates like '2015-01-31', the earlier one first; not "
+                f"({shown(first)}, {shown(last)})"
+            )
+        object.__setattr__(self, "first", ends[0])
+        object.__setattr__(self, "last", ends[1])
+        object.__setattr__(self, "missing", bool(missing))
+
+    @property
+    def width(self) -> int:
+        """How many numbers it becomes."""
+        return 1 + self.missing
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """First and last as texts, days without a time of day."""
+        first, last = (str(end).removesuffix("T00:00:00") for end in (self.first, self.last))
+        return first, last
+
+    def encode(self, name: str, values: Any) -> Floats:
+        """(rows, width), every row of norm at most 1."""
+        try:
+            read = days(values)
+        except (TypeError, ValueError, OverflowError):  # without the cell: it is somebody's
+            raise DataError(
+                f"column {name!r} is declared as dates and holds something that is none. Dates are those of numpy and pandas, or "
+                "texts like '2015-01-31': pandas.to_datetime reads others"
+            ) from None
+        if np.isnan(read).any() and not self.missing:
+            raise DataError(
+                f"column {name!r} has a missing date. Declare it with lipdp.estimators.dates(first, last, missing=True), or "
+                "repair such rows"
+            )
+        low, high = days([self.first, self.last])
+        return Numeric(float(low), float(high), self.missing).encode(name, read)
+
+
+def days(values: Any) -> Floats:
+    """Days since 1970 of dates in any form, NaN where one is missing; what is no date is a TypeError or a ValueError."""
+    given = values if getattr(getattr(values, "dtype", None), "kind", "") == "M" else np.asarray(values, dtype=object)
+    if given.dtype.kind == "O":
+        given = np.array([np.datetime64(_moment(value), "s") for value in given.tolist()], dtype="datetime64[s]")
+    seconds = np.asarray(given, dtype="datetime64[s]")  # with a time zone: in UTC
+    return np.where(np.isnat(seconds), np.nan, seconds.astype(np.int64) / 86_400)
+
+
+def _moment(value: Any) -> Any:
+    """What numpy makes a date of; numbers are none, for nobody knows what they count."""
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+        return "NaT"
+    if isinstance(value, Real | np.number):
+        raise TypeError
+    if isinstance(value, str):
+        return value.strip().removesuffix("Z")
+    stamp = value.to_pydatetime() if hasattr(value, "to_pydatetime") else value
+    if getattr(stamp, "tzinfo", None) is not None:
+        stamp = stamp.astimezone(datetime.UTC).replace(tzinfo=None)
+    return stamp
+
+
 def _place(places: Mapping[Hashable, int], value: Any) -> int:
     try:
         return places.get(value, -1)
@@ -119,7 +201,7 @@ def _place(places: Mapping[Hashable, int], value: Any) -> int:
         return -1
 
 
-Column = Numeric | Categorical
+Column = Numeric | Categorical | Dates
 
 
 @dataclass(frozen=True)
@@ -157,7 +239,7 @@ def read_schema(given: Any, names: Sequence[Hashable]) -> dict[Hashable, Column]
     """What the user declared, by column: one for all (``(low, high)`` for short), a list in their order, a mapping; or nothing."""
     if given is None:
         return {}
-    if isinstance(given, Numeric | Categorical):
+    if isinstance(given, Numeric | Categorical | Dates):
         return dict.fromkeys(names, given)
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(end, Real) for end in given):
         return dict.fromkeys(names, Numeric(*given))
@@ -185,17 +267,17 @@ def read_schema(given: Any, names: Sequence[Hashable]) -> dict[Hashable, Column]
 
 def _column(name: Hashable, value: Any) -> Column:
     """One declaration; a pair of numbers is short for a numeric column, a list for a categorical one."""
-    if isinstance(value, Numeric | Categorical):
+    if isinstance(value, Numeric | Categorical | Dates):
         return value
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, Real) for end in value):
         return Numeric(*value)
     if isinstance(value, list):
         return Categorical(value)
-    dates = any(hasattr(part, "year") for part in value) if isinstance(value, tuple | list) else False
-    hint = " Dates become numbers first, as days since a fixed one." if dates else ""
+    if isinstance(value, tuple) and len(value) == 2 and all(hasattr(end, "year") for end in value):
+        return Dates(*value)
     raise ConfigurationError(
         f"the schema says {shown(value)} of column {name!r}: take lipdp.estimators.numeric(low, high) or "
-        f"lipdp.estimators.categorical([…]), or (low, high) or [categories] for short.{hint}"
+        "lipdp.estimators.categorical([…]), or (low, high) or [categories] for short; lipdp.estimators.dates(first, last) for dates"
     )
 
 
@@ -226,8 +308,8 @@ def _numbers(name: str, values: Any) -> Floats:
     kind = getattr(values, "dtype", None)
     if getattr(kind, "kind", "") in ("m", "M"):
         raise DataError(
-            f"column {name!r} holds dates or durations: make numbers of them first, by a rule that does not look at the data (days "
-            "since a fixed date, say)"
+            f"column {name!r} holds dates or durations: declare dates with lipdp.estimators.dates(first, last), and make "
+            "numbers of durations first (values.dt.total_seconds())"
         )
     if getattr(kind, "kind", "") == "c":
         raise DataError(f"column {name!r} holds complex numbers: give their real and imaginary parts as two columns")

@@ -94,8 +94,8 @@ class _PrivateTable(PrivateEstimator):
                 f"column{'s' if len(texts) > 1 else ''} {', '.join(map(repr, texts[:5]))}{'…' if len(texts) > 5 else ''} "
                 f"hold{'' if len(texts) > 1 else 's'} no numbers, "
                 "and the categories that occur in private rows are private too. Declare those that may occur: "
-                f"schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; for dates and numbers in texts, make numbers "
-                "of them first"
+                f"schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; lipdp.estimators.dates(first, last) for "
+                "dates; of numbers in texts make numbers first"
             )
         for name in unknown:
             Numeric(0, 1).encode(str(name), columns[name])  # missing values are an error before anything is spent
@@ -197,8 +197,8 @@ class PrivateClassifier(Classifier, _PrivateTable):
         epsilon: ε of the whole fit.
         delta: δ; by default a power of ten, at most 1/(10·N) and 1e-5.
         schema: what is public of the columns: a mapping from column names (numbers, for arrays) to
-            :class:`~lipdp.estimators.Numeric` or :class:`~lipdp.estimators.Categorical` (for short: ``(low, high)``,
-            ``[categories]``); a list of them; or one for all, also ``(low, high)``.
+            :class:`~lipdp.estimators.Numeric`, :class:`~lipdp.estimators.Categorical` or :class:`~lipdp.estimators.Dates` (for
+            short: ``(low, high)``, ``[categories]``); a list of them; or one for all, also ``(low, high)``.
         classes: the labels that may occur; by default those in ``y``, which are then taken to be public.
         method: "linear" (a line on the scaled columns), "kernel" (on fixed random features beside them), "network" (a hidden layer
             between boundaries), "clipping" (a line on the columns, every record's gradient clipped), for images "features"

@@ -79,7 +79,14 @@ def _refusal(name: str, options: dict[str, Any], input_shape: tuple[int, ...], e
     if fixed is not None:
         return f"the {fixed[1]} of model {name!r} goes with its name: leave out {fixed[1]}=, or take another model"
     named = ", ".join(option_names(name)) or "none by name"
+    parameters = inspect.signature(_builders[name]).parameters
     if isinstance(error, TypeError):
-        return f"model {name!r} does not accept these options: {error}. It has: {named}"
+        strange = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if strange is not None:
+            return f"model {name!r} does not accept these options: {strange[1]!r}. It has: {named}"
+        kinds = {option: parameters[option].annotation for option in options if option in parameters}
+        takes = ", ".join(f"{option}: {getattr(kind, '__name__', kind)}" for option, kind in kinds.items())
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        return f"model {name!r} can't be built with {given}: a value is not of the option's type ({takes or named})"
     given = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "its defaults"
     return f"model {name!r} can't be built with {given} for inputs of shape {input_shape}: {error}. Its options: {named}"
