@@ -29,6 +29,7 @@ from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.statistics import QueryStatistic
 from lipdp.mechanisms.truths import on_the_query
 from lipdp.privacy.quantile import quantile_probabilities
+from tests.many import examples
 
 SMALL = Settings(robust=250)
 MORE = [("p25", 0.3, 500), ("median", 1.0, 100), ("p10", 0.5, 100), ("p90", 0.3, 50)] if examples(1) > 1 else []
