@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
-from lipdp.clipping.past import Readings, Reason, hands_out, is_lifted, line
+from lipdp.clipping.past import Readings, Reason, asks_for_a_shortcut, hands_out, is_lifted, line
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
 from lipdp.inputs import Inputs, leaves, rows_of
@@ -133,7 +133,8 @@ class Following(TorchDispatchMode):
     Attributes:
         records: rows of the batch.
         answering: whether a question if something holds for all of the batch is answered by no, whatever the batch is, and if it
-            does for any of it, by yes: shortcuts (for masks that are full) are not taken, and no answer depends on a record.
+            does for any of it, by yes, where a library asks that is known for shortcuts (for masks that are full): they are not
+            taken, and no answer depends on a record. Elsewhere it is a read.
         answered: whether that was done.
         reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
         recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
@@ -286,7 +287,7 @@ class Following(TorchDispatchMode):
                 state = [self.state(part) if isinstance(part, torch.Tensor) else None for part in arg]
                 depends = depends or any(part is not None for part in state)
             states.append(state)
-        if depends and self.answering and func is _SCALAR and isinstance(states[0], Mixed) and states[0].answer is not None:
+        if depends and self.answering and func is _SCALAR and self._is_shortcut(states[0]):
             self.answered = True
             return states[0].answer
         try:
@@ -307,6 +308,10 @@ class Following(TorchDispatchMode):
             if part.layout == torch.strided:
                 self._written.add(_key(part))
         return output
+
+    @staticmethod
+    def _is_shortcut(state: Any) -> bool:
+        return isinstance(state, Mixed) and state.answer is not None and asks_for_a_shortcut()
 
     def _note_made(self, output: Any) -> None:
         for part in output if isinstance(output, list | tuple) else [output]:

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Readings", "Reason", "hands_out", "is_lifted", "line"]
+__all__ = ["Readings", "Reason", "asks_for_a_shortcut", "hands_out", "is_lifted", "line"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ _HANDING_OUT = torch._C._to_dlpack, getattr(torch._C, "_to_dlpack_versioned", No
 _HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _OPS = str(Path(_TORCH) / "_ops.py")
+# Libraries whose layers ask about all of a batch for shortcuts only, and what stands between such a layer and an operation.
+_SHORTCUTS = frozenset({"lipdp", "peft", "timm", "torch", "transformers"})
+_LAYERS, _BETWEEN = str(Path(_TORCH) / "nn"), (_TORCH, str(Path(__file__).parent))
 
 
 def hands_out(value: Any) -> bool:
@@ -232,6 +235,17 @@ def _is_ours() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_HERE)
+
+
+def asks_for_a_shortcut() -> bool:
+    """Whether a library known for it asks a question about all of the batch: its code takes another way to the same result.
+
+    What a user's own code decides by such a question may be anything, so that no answer but the true one will do.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_BETWEEN) and not file.startswith(_LAYERS):
+        frame = frame.f_back  # torch asks for somebody: `3 in x`
+    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _SHORTCUTS
 
 
 def line() -> str:
