@@ -132,10 +132,21 @@ class HasNoValues(dict):
         raise ValueError("no values")
 
 
-@pytest.mark.parametrize("make", [SaysNothing, HasNoItems, lambda: HasNoValues(a=1)])
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (SaysNothing, "RuntimeError", "no attributes"),
+        (HasNoItems, "KeyError", "no items"),
+        (lambda: HasNoValues(a=1), "ValueError", "no values"),
+    ],
+)
 @pytest.mark.parametrize("method", [{}, {"method": "bookkeeping", "max_grad_norm": 1.0}])
-def test_what_cannot_be_looked_at_is_refused_with_its_reason(make, method):
+def test_what_cannot_be_looked_at_is_refused_with_its_reason(make, kind, text, method, shows, monkeypatch):
+    """By its type; its text may tell of a record, and is shown to who asks for it."""
+    monkeypatch.setenv("LIPDP_DEBUG", str(int(shows)))
     model = free()
     model.held = make()
-    with pytest.raises(UnsupportedError, match=r"can't be looked at.*no (attributes|items|values)"):
+    with pytest.raises(UnsupportedError, match=f"can't be looked at.*raises {kind}") as refusal:
         engine_of(model, planned(model, **method), seed=None)
+    assert (text in str(refusal.value)) == shows
