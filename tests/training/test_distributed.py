@@ -149,7 +149,7 @@ def test_ranks_that_were_given_different_things_are_refused(tmp_path):
 
 
 def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
-    """After the sums, too. The others hear which rank failed of what and where, not its words, which may tell of a record of its own;
+    """After the sums, too. The others hear which rank failed of what and where, not its words, which may tell of its records;
     and they can go on to another run, none waits for another.
     """
     found = results(2, stumbles, str(tmp_path))
