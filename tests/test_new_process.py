@@ -26,6 +26,10 @@ told["estimators"] = "sklearn" in sys.modules
 from lipdp.digest import keyed_words
 told["words"] = keyed_words(torch.arange(10.0), b"k" * 32).tolist()
 
+del sys.modules["dp_accounting"]
+from tests.training.test_cheap_step import counts
+told["clipless"], told["bookkeeping"] = counts("clipless"), counts("bookkeeping")
+
 from lipdp._numerics import keep_freed_memory
 keep_freed_memory()
 def used():
@@ -48,5 +52,8 @@ def test_what_a_new_process_tells() -> None:
     assert "pip install dp-accounting" in told["without dp-accounting"]
     assert told["estimators"], "an estimator is there, and scikit-learn is not"
     assert told["words"] == keyed_words(torch.arange(10.0), b"k" * 32).tolist()
+    for method, (functions, calls) in {"clipless": (325, 740), "bookkeeping": (450, 1200)}.items():
+        assert told[method][0] <= functions, f"a step of {method} enters more functions of the library than it did"
+        assert told[method][1] <= calls, f"a step of {method} makes more calls of the library than it did"
     # 20 MB are 5,000 pages: given back and mapped again, they would be faults in each of the eight rounds, not in one or two.
     assert told["faults"] < 12_000 or platform.libc_ver()[0] != "glibc"  # other libraries keep memory in other ways
