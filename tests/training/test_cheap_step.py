@@ -61,8 +61,10 @@ def entered(work):
 
 
 def counts(method):
-    """Functions of the library that a step enters, and calls of them, in one microbatch. tests/test_new_process.py asks: what other
-    tests leave in a process (constants of living models, threads) is counted too. Noise drawn again takes a few calls more: the fewest.
+    """Functions of the library that a step enters, and calls of them, in one microbatch.
+
+    tests/test_new_process.py asks: what other tests leave in a process (constants of living models, threads) is counted too.
+    Noise drawn again takes a few calls more: the fewest count.
     """
     engine = engine_of(method)
     batches = iter(engine.batches(TensorDataset(torch.rand(256, 1, 8, 8), torch.arange(256) % 10)))
