@@ -18,6 +18,7 @@ import torch
 
 __all__ = [
     "HALF",
+    "Undrawn",
     "accumulators",
     "are_finite",
     "arithmetic",
@@ -40,6 +41,7 @@ HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
 _NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _LONG = 8192
+_PROCESSOR = torch.device("cpu")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -118,6 +120,27 @@ def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
         torch.cuda.set_rng_state(of_device, device)
     random.setstate(of_python)
     np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+class Undrawn:
+    """Within the block random numbers may be drawn: afterwards torch's, Python's and numpy's generators are where they were.
+
+    A class, not a generator function: one of those that a Ctrl-C has left open would put them back whenever it is thrown away, in
+    the middle of something else.
+
+    Args:
+        devices: whose generators are put back too.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        self._devices = devices or (_PROCESSOR,)
+
+    def __enter__(self) -> None:
+        self._states = [random_states(device) for device in self._devices]
+
+    def __exit__(self, *_: object) -> None:
+        for states, device in zip(self._states, self._devices, strict=True):
+            set_random_states(states, device)
 
 
 def keep_freed_memory() -> None:

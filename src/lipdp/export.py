@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from lipdp._numerics import Undrawn
 from lipdp.behaviour import ByClass
 from lipdp.bounds.calculus import Shape
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
@@ -156,7 +157,7 @@ def record(model: torch.nn.Module, graph: fx.Graph, input_shape: Shape, dtype: t
     """
     like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.zeros(()))
     recorder = _Recorder(model, graph)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), Undrawn():
         recorder.run(torch.zeros(2, *input_shape, dtype=dtype or like.dtype, device=like.device))
     return recorder.seen
 

@@ -7,6 +7,7 @@ instruction between the answer and the end of the charge. By default some of the
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 from dataclasses import dataclass, field
@@ -33,6 +34,13 @@ FINELY = (
     "_move", "follow", "commit", "held", "_put_back", "model",
 )  # fmt: skip
 MANY = 10**6
+
+
+@pytest.fixture(autouse=True)
+def _what_was_interrupted_is_thrown_away_here():
+    """Not in the middle of another test."""
+    yield
+    gc.collect()
 
 
 @dataclass

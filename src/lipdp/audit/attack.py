@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipdp import nn
 from lipdp._checks import positive, whole
+from lipdp._numerics import Undrawn
 from lipdp.audit.canaries import target_choices
 from lipdp.audit.results import table_text
 from lipdp.bounds import Analysis, analyse
@@ -162,7 +163,7 @@ def sensitivities(
     own = copy.deepcopy(model).double()
     proved_loss = loss if isinstance(loss, int | float) else as_loss(loss)
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+    with Undrawn(), sdpa_kernel(SDPBackend.MATH):
         attack = _Attack(own, proved_loss, plan, input_shape, targets, generator)
         for number, (start, focus, real) in enumerate(_schedule(attack, restarts)):
             if number and time.monotonic() - started > limit:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from lipdp._checks import whole
+from lipdp._numerics import Undrawn
 from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.training.account import several_runs
@@ -101,7 +102,7 @@ def _file(folder: Path, number: int) -> Path:
 def _train(make: MakeShadow, plan: PrivacyPlan, pool: Any, folder: Path, number: int, seed: int) -> None:
     file, checkpoint = _file(folder, number), folder / f"shadow-{number}.ckpt"
     part = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed * 1_000_003 + number))[: plan.dataset_size]
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         torch.manual_seed(seed * 1_000_003 + number)
         model, loss, optimizer = make()
     with several_runs():

@@ -12,7 +12,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from lipdp import nn
-from lipdp._numerics import unit_roundoff
+from lipdp._numerics import Undrawn, unit_roundoff
 from lipdp.bounds import Analysis, Shape, analyse, certified_norm
 from lipdp.bounds.propagate import backward_pass, forward_pass, program_of
 from lipdp.bounds.rounding import forward_error
@@ -147,7 +147,7 @@ def _pair_constants(plain: fx.GraphModule, input_shape: Shape, input_norm: float
         return None
     layer = plain.get_submodule(place)
     assert isinstance(layer, torch.nn.Linear)
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         row = torch.nn.Linear(layer.in_features, 1, bias=False).to(layer.weight).requires_grad_(False)
     row.weight.zero_()[0, 0] = 1.0
     plain.set_submodule(place, row)

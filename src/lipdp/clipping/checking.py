@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lipdp._numerics import HALF, no_autocast, seed_torch
+from lipdp._numerics import HALF, Undrawn, no_autocast, seed_torch
 from lipdp.clipping.arithmetic import matmuls
 from lipdp.clipping.layouts import is_mask, one_place_less
 from lipdp.clipping.loops import PerExampleLoss
@@ -96,14 +96,11 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     values = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({parameter.device.index or 0 for parameter, _ in values if parameter.device.type == "cuda"})
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=devices):
+    devices = {parameter.device for parameter, _ in values}
+    with Undrawn(*devices):
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
             for module, mode in modes:
                 module.training = mode
             for parameter, value in values:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import whole
+from lipdp._numerics import Undrawn
 from lipdp.bounds import Analysis, analyse
 from lipdp.data.norms import NOT_PRIVATE
 from lipdp.diagnose.norms import Measured, measure_gradients
@@ -278,7 +279,7 @@ def diagnose(
     like = next((p for p in own.parameters() if p.is_floating_point()), x)
     types = Types(own, proved_loss)
     x, y = types.inputs(x.to(like.device)), types.targets(y.to(like.device))
-    with torch.random.fork_rng(devices=[like.device] if like.device.type == "cuda" else []):
+    with Undrawn(like.device):
         analysis = analyse(own, proved_loss, input_shape=input_shape, check=False)
         measured: Measured | None = None
         for start in range(0, len(x), _CHUNK):

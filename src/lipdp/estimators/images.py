@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 from lipdp import losses, models
 from lipdp._checks import choose
 from lipdp._discreet import shown
+from lipdp._numerics import Undrawn
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, plan_head, softmax
@@ -131,7 +132,7 @@ class PrivateImageClassifier(Classifier):
         channels = pixels.shape[1]
         self.choice_ = self._chosen(len(pixels), channels)
         seed, loss = self._seed(), losses.CrossEntropy()
-        with torch.random.fork_rng(devices=[]):
+        with Undrawn():
             torch.manual_seed(seed)
             options = {name: self.choice_.settings[name] for name in ("blocks", "centre", "radius", "clip")}
             model = models.create("patches-linear", input_shape=(channels, _SIDE, _SIDE), classes=len(labels), **options)

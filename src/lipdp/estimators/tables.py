@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from lipdp import losses
 from lipdp._checks import is_number
 from lipdp._discreet import shown
+from lipdp._numerics import Undrawn
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, plan_head, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
@@ -117,7 +118,7 @@ class _PrivateTable(PrivateEstimator):
         shape = Schema(tuple(columns), tuple(known.get(name, Numeric(0, 1)) for name in columns))
         self.choice_ = choose_method(self.method, records=len(rows), outputs=outputs, epsilon=left, schema=shape)
         seed = self._seed()
-        with torch.random.fork_rng(devices=[]):
+        with Undrawn():
             torch.manual_seed(seed)
             model = make_model(self.choice_, shape, outputs)
         loss = self._loss()

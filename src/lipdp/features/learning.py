@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lipdp._numerics import Undrawn
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import draw_images
 from lipdp.features.learned import NetworkShape, ResidualNetwork
@@ -202,7 +203,7 @@ def learn(
         watch: is told how it goes.
         deadline: seconds of this call after which the state is saved and the call ends with a ConfigurationError that says so.
     """
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         torch.manual_seed(lesson.seed)
         network = ResidualNetwork(shape, learning=True)
         projector = _projector(shape.widths[-1])
@@ -242,7 +243,7 @@ def learn_from(
     """
     place = torch.device(device)
     teacher = teacher.to(place).eval().requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         torch.manual_seed(lesson.seed)
         network = ResidualNetwork(shape, learning=True)
         with torch.no_grad():

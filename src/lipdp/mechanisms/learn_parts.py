@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipdp._numerics import Undrawn
 from lipdp.mechanisms.experts import additive, grid, moments, rank_utility, selection
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import NoiseKind, draw_noise
@@ -85,7 +86,7 @@ def train_sum(run: _Run, table: Tensor, noise: NoiseKind, steps: int, settings: 
     def statistic(weights: Tensor) -> Tensor:
         return (weights - centre) @ parameter / knot_sensitivity(parameter)
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with Undrawn(), torch.no_grad():
         torch.manual_seed(seed)
         network = Network(table.shape[1], run.truth.shape[1], settings.width)
         network.spread.copy_((statistic(run.weights[:4000]).var(0) + 2 / epsilon**2).sqrt())
@@ -240,7 +241,7 @@ def learn_utility(problem: Problem, t: Tensor, settings: UtilitySettings, seed: 
     generator = torch.Generator().manual_seed(seed)
     responses = grid_size(problem, t, settings.responses)
     steps = math.ceil(settings.steps * min(1.0, 100 / responses))
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         torch.manual_seed(seed)
         network = CountNetwork(responses, settings.channels, settings.kernel)
     start = {name: value.clone() for name, value in network.state_dict().items()}

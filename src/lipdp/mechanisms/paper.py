@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lipdp._numerics import Undrawn
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.experts import additive
 from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
@@ -120,7 +121,7 @@ def _train(make: Callable[[], _Net], erl: Callable[[_Net, Tensor], Tensor], t: T
     generator = torch.Generator().manual_seed(seed)
     check = t[:1000]
     for attempt in range(how.restarts + 1):
-        with torch.random.fork_rng(devices=[]):
+        with Undrawn():
             torch.manual_seed(seed + 7919 * attempt)
             network = make()
         optimiser = torch.optim.Adam(network.parameters(), lr=how.rate)

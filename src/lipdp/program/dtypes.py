@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lipdp._numerics import HALF
+from lipdp._numerics import HALF, Undrawn
 from lipdp.errors import DataError
 from lipdp.inputs import Inputs, call, flattened, leaves, mapped, rebuilt
 from lipdp.program.program import TABLES, find_input_dtype
@@ -150,8 +150,7 @@ class Types:
         modes = [(module, module.training) for module in self.model.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         like = next((t for t in (*self.model.parameters(), *self.model.buffers())), torch.zeros(()))
-        devices = [like.device] if like.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), Undrawn(like.device):
             try:
                 self.model.eval()
                 kinds, structure = flattened(dtypes)

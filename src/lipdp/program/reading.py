@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from lipdp._numerics import same_entries
+from lipdp._numerics import Undrawn, same_entries
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.program.remember import Repeating
 from lipdp.program.tracer import IN_PLACE_OPERATORS, describe, line_of
@@ -277,8 +277,8 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     changed: list[str] = []
-    devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+    devices = {tensor.device for tensor in tensors.values()}
+    with torch.no_grad(), Undrawn(*devices):
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp import data, models
+from lipdp._numerics import Undrawn
 from lipdp.data import DatasetInfo, TestTimeAverage
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.features.front import rows_through
@@ -322,7 +323,7 @@ def seeded_model(recipe: Recipe, info: DatasetInfo, seed: int | None) -> torch.n
         info: the public description of the data.
         seed: of the initial weights; ``None``: drawn by the system.
     """
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         if seed is not None:
             torch.manual_seed(seed)
         else:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lipdp._numerics import Undrawn
 from lipdp.errors import CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
 from lipdp.privacy.budget import Budget, Reservation
@@ -139,7 +140,7 @@ def data_marks(dataset: Any) -> tuple[str, ...]:
         count = len(dataset)
         chosen = torch.linspace(0, count - 1, min(count, _LOOKED_AT), dtype=torch.float64).round().long()
         digest = hashlib.sha256(str(count).encode())
-        with torch.random.fork_rng(devices=[]):  # records may be drawn: looking at some changes no others
+        with Undrawn():  # records may be drawn: looking at some changes no others
             looked_at = gather(dataset, chosen)
         for part in leaves(looked_at):
             held = part.detach().cpu().contiguous()
@@ -161,7 +162,7 @@ def _sketch(dataset: Any, some: Any) -> list[int]:
     entries = sum(part[0].numel() for part in leaves(some))
     if len(dataset) * entries > _NUMBERS or not (stored_tensors(dataset) or len(dataset) <= _READ):
         return []
-    with torch.random.fork_rng(devices=[]):
+    with Undrawn():
         hashes = [_hashes(inputs) for inputs, _ in slices(dataset, max(1, 2**22 // max(1, entries)))]
     different = torch.unique(torch.cat(hashes))
     return different[:_SKETCH].tolist() if 2 * len(different) >= len(dataset) else []
