@@ -33,6 +33,7 @@ FIGURES = [
     ["docs/make_calculus.py"],
     ["docs/make_layers.py"],
     ["docs/make_reference.py"],
+    ["docs/make_results.py"],
     ["benchmarks/learned/mechanisms.py", "plot"],
     ["benchmarks/speed/clipping_plots.py", *CLIPPING, "docs/clipping"],
 ]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.doc_tools import load_tool
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -43,6 +46,19 @@ def test_figures_have_their_data_and_their_place(runner: ModuleType) -> None:
     for names in runner.FRONTS.values():
         assert all((ROOT / "docs" / "pareto" / name).exists() for name in names.values())
     assert all(path.exists() for path in runner.TRIALS)
+
+
+def test_the_first_figure_is_of_logged_readings() -> None:
+    """Of docs/results.svg: the README's table says the same, to its last digit."""
+    if not (ROOT / "docs").exists() or not BENCHMARKS.exists():
+        pytest.skip("a distribution without docs or benchmarks")
+    tool = load_tool("make_results")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for dataset, by_epsilon in tool.reached().items():
+        digits = 2 if dataset == "MNIST" else 1
+        rows = [line for line in readme.splitlines() if line.startswith(f"| {dataset}, ")]
+        means = [f"{statistics.mean(seeds):.{digits}f}" for seeds in by_epsilon.values()]
+        assert any(all(f"| {mean} " in row for mean in means) for row in rows), (dataset, means)
 
 
 def test_figures_of_mechanisms_are_drawn_from_committed_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
