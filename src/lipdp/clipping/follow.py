@@ -324,8 +324,10 @@ class Following(TorchDispatchMode):
 
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if rule.shows(args) or _tell(outputs, rule.known):
+        if rule.shows(args) or any(map(_tells, outputs)):
             self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
+        elif not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
+            self.reads.append(Reason(f"{rule.name}, of which nobody has said what it does with a batch", line()))
         if rule.view:
             return
         call = Call(rule, self.records, args, states, output)
@@ -349,8 +351,7 @@ class Following(TorchDispatchMode):
                     self._nobodys(part)
         for part in self._written_by(rule, rule.written, args):  # in place, and not given back
             if part.numel() and not rule.keeps:
-                beside = rule.beside and isinstance(results[0], At) and part.shape == outputs[0].shape
-                self._write(part, results[0] if beside else Mixed(f"{rule.name} writes into it", line()))
+                self._write(part, Mixed(f"{rule.name} writes into it", line()))
 
     @staticmethod
     def _written_by(rule: Rule, places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
@@ -654,15 +655,9 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
-def _tell(outputs: Sequence[Any], known: bool) -> bool:
-    """Whether what an operation gives is of as many numbers as values say (sparse), or is a number, of one without a rule."""
-    for part in outputs:
-        if isinstance(part, torch.Tensor):
-            if part.layout != torch.strided or part.is_nested:
-                return True
-        elif not known and isinstance(part, int | float | complex | str):
-            return True
-    return False
+def _tells(output: Any) -> bool:
+    """Whether what an operation gives is of as many numbers as values say (sparse)."""
+    return isinstance(output, torch.Tensor) and (output.layout != torch.strided or output.is_nested)
 
 
 def _is_fresh(tensor: torch.Tensor) -> bool:
