@@ -52,7 +52,7 @@ from lipdp.clipping.batch import (
 )
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
+from lipdp.clipping.follow import ATTEMPTS, EARLIER, NotApartError, Reason, distrust, follow, known_before
 from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
@@ -232,10 +232,6 @@ class _Computed(NamedTuple):
         return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
 
 
-# How often a pass is made that something else has run beside.
-_ATTEMPTS = 4
-
-
 @dataclass
 class Clipper:
     """How a model's gradients are clipped: the settings of :func:`clipped_gradients`, for one batch after another.
@@ -376,7 +372,7 @@ class Clipper:
     def _undisturbed(self, work: Callable[[], _Computed], device: torch.device) -> _Computed:
         """The work, begun anew with the same random numbers where another thread ran beside it, which may have been by chance."""
         before = random_states(device)
-        for _ in range(_ATTEMPTS - 1):
+        for _ in range(ATTEMPTS - 1):
             try:
                 return work()
             except NotApartError as error:

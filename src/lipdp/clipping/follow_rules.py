@@ -559,6 +559,7 @@ _say(_pad, "constant_pad_nd")
 _say(_layer_norm, "native_layer_norm _fused_rms_norm rms_norm")
 _say(_group_norm, "native_group_norm")
 _say(_first("input_gates", "hidden_gates", "cx", "hx"), "_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+_say(_first("input", "grid"), "grid_sampler_2d grid_sampler_3d")
 _say(_frozen_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
 _say(_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention",
      "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention")  # fmt: skip
