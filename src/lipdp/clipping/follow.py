@@ -291,7 +291,7 @@ class Following(TorchDispatchMode):
             self.answered = True
             return states[0].answer
         try:
-            output = func(*args, **kwargs)
+            output = rule.run(*args, **kwargs)
         except Exception:
             if depends:  # the model may catch it, and so see something of the batch
                 self.reads.append(Reason(f"{rule.name} raises for what is in the batch", line()))
