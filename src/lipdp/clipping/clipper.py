@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -61,7 +61,7 @@ from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, cli
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, generator_states
-from lipdp.graphs import GraphedFunction, Staged, is_recording, through
+from lipdp.graphs import GraphedFunction, Staged, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
@@ -365,7 +365,7 @@ class Clipper:
         else:
             replays = self._replayed.replays
             try:
-                computed = self._undisturbed(lambda: self._together(batch, groups, bounds, flag), device)
+                computed = self._together(batch, groups, bounds, flag)
                 self._pause = 1
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
@@ -376,26 +376,25 @@ class Clipper:
                     self._know_again()
         return Pending(self, groups, batch, bounds, computed, flag)
 
-    def _undisturbed(self, work: Callable[[], _Computed], device: torch.device) -> _Computed:
-        """The work, begun anew with the same random numbers where another thread ran beside it, which may have been by chance."""
-        before = random_states(device)
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return work()
-            except NotApartError as error:
-                if BESIDE not in error.reason.what:
-                    raise
-            set_random_states(before, device)
-        return work()
-
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
-        """The records of a batch in one pass."""
-        if self.method == "multiloss":
-            return self._looped("multiloss", batch, groups, bounds)
-        self._made_for = groups
-        parts, self._structure = flattened(batch.x)
-        computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
-        return computed.copied() if device_of(batch.x).type == "cuda" else computed
+        """The records of a batch in one pass; it is begun anew, with the same random numbers, where another thread ran beside it:
+        that may have been by chance."""
+        device = device_of(batch.x)
+        before = random_states(device)
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                set_random_states(before, device)
+            try:
+                if self.method == "multiloss":
+                    return self._looped("multiloss", batch, groups, bounds)
+                self._made_for = groups
+                parts, self._structure = flattened(batch.x)
+                computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
+                return computed.copied() if device.type == "cuda" else computed
+            except NotApartError as error:
+                if BESIDE not in error.reason.what or attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError
 
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
@@ -542,7 +541,9 @@ class Clipper:
 
     def _repair(self, batch: Batch, bounds: torch.Tensor) -> _Computed:
         parts, self._structure = flattened(batch.x)
-        return through(self._stages(*parts, batch.y, batch.keep, bounds, clean=True), lambda spoiled: None)
+        stages = self._stages(*parts, batch.y, batch.keep, bounds, clean=True)
+        next(stages)
+        return rest_of(stages)
 
 
 @dataclass(frozen=True)
