@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import table
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info
-from lipdp.cli.output import console, print_json, table
+from lipdp.cli.output import console, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lipdp._discreet import discreet
+from lipdp._texts import REPRODUCIBLE, guarantee
 from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
-from lipdp.cli.output import console, duration, guarantee, make_folder, print_json
+from lipdp.cli.output import console, duration, make_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["train_images", "train_table"]
@@ -183,11 +184,9 @@ def _finish(
     out.print(f"{len(x):,} records{of}; {model.choice_.method}: {model.choice_.why}", markup=False, soft_wrap=True)
     shown = ", ".join(f"{part} {_NAMES[name]} {100 * value:.1f}%" for name, value in figures.items())
     told = shown or "nothing was held out: give --test or --validation-fraction"
-    out.print(f"{told}, with {guarantee(model.epsilon_, model.delta_)}, in {duration(report['seconds'])}", soft_wrap=True)
+    out.print(f"{told}, with ({guarantee(model.epsilon_, model.delta_)}), in {duration(report['seconds'])}", soft_wrap=True)
     if not model.private_:
-        from lipdp.training.history import NOT_PRIVATE
-
-        out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
+        out.print(f"[bold red]{REPRODUCIBLE}[/bold red]", soft_wrap=True)
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import REPRODUCIBLE, guarantee, upwards
 from lipdp.cli import options
 from lipdp.cli.audit import MODEL, audit_recipe
 from lipdp.cli.csv_files import CsvForm
@@ -26,7 +27,7 @@ from lipdp.cli.options import (
     start_ranks,
     training_size,
 )
-from lipdp.cli.output import console, duration, guarantee, make_folder, print_json, print_plan, upwards
+from lipdp.cli.output import console, duration, make_folder, print_json, print_plan
 from lipdp.cli.own import train_images, train_table
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
@@ -289,19 +290,17 @@ def train(
     if as_json:
         print_json(report)
         return
-    from lipdp.training.history import NOT_PRIVATE
-
     promise = guarantee(result.epsilon, result.delta)
     area = f", AUROC [bold]{100 * report['auroc']:.1f}%[/bold]" if "auroc" in report else ""
     out.print(
-        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold]{area} with {promise}, "
+        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold]{area} with ({promise}), "
         f"{result.steps:,} steps in {duration(report['seconds'])}, {result.method}",
         soft_wrap=True,
     )
     if account is not None:
         out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent", markup=False)
     if not result.private:
-        out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
+        out.print(f"[bold red]{REPRODUCIBLE}[/bold red]", soft_wrap=True)
     if audited is not None:
         bound = audited.epsilon
         out.print(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from lipdp._texts import REPRODUCIBLE, bound, guarantee, number, percent, upwards
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures
 from lipdp.report.run import RunRecord
-from lipdp.report.words import declared_public, guarantee, not_covered, promises, statement, together, upwards
-from lipdp.training.history import NOT_PRIVATE
+from lipdp.report.words import declared_public, not_covered, promises, statement, together
 
 __all__ = ["HTML", "MARKDOWN", "html", "markdown", "write"]
 
@@ -84,7 +83,7 @@ def _summary(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
             run.plan.method,
             upwards(run.epsilon) if run.private else "none",
             f"{run.plan.delta:g}",
-            _percent(run.figure("accuracy")),
+            percent(run.figure("accuracy")),
             f"{run.steps:,}",
             "yes" if run.private else "NO",
         ]
@@ -112,26 +111,26 @@ def _run(run: RunRecord, *, alone: bool) -> str:
 
 
 def _alarms(run: RunRecord) -> list[str]:
-    return [*([] if run.private else [NOT_PRIVATE]), *(f"The files contradict each other: {text}." for text in run.contradictions)]
+    return [*([] if run.private else [REPRODUCIBLE]), *(f"The files contradict each other: {text}." for text in run.contradictions)]
 
 
 def _headline(run: RunRecord) -> str:
-    promise = guarantee(run) if run.private else "no guarantee"
+    promise = guarantee(run.epsilon, run.plan.delta) if run.private else "no guarantee"
     area = run.figure("auroc")
-    also = "" if area is None else f", AUROC {_percent(area)}"
+    also = "" if area is None else f", AUROC {percent(area)}"
     what = f"{run.result.get('model', 'A model')} on {run.result.get('dataset', 'a dataset')}"
     part, explained = run.result.get("evaluated_on", "test"), run.figure("r2")
     if part is None:
         return f"{what}: judged on no records, with {promise}."
     if explained is not None:
-        return f"{what}: {part} R² {_percent(explained)} with {promise}."
-    return f"{what}: {part} accuracy {_percent(run.figure('accuracy'))}{also} with {promise}."
+        return f"{what}: {part} R² {percent(explained)} with {promise}."
+    return f"{what}: {part} accuracy {percent(run.figure('accuracy'))}{also} with {promise}."
 
 
 def _layers(run: RunRecord) -> tuple[list[str], list[list[str]]]:
     header = ["parameters", "X", "G", "Δ", "noise std", "numbers", "Δ is"]
     rows = [
-        [group.name, *(_number(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity, group.noise_std)),
+        [group.name, *(bound(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity)), number(group.noise_std),
          f"{group.size:,}", group.source]
         for group in run.plan.groups
     ]  # fmt: skip
@@ -173,9 +172,8 @@ def _evaluation_figures(run: RunRecord) -> str:
         parts.append(figures.matrix(judged.confusion, judged.classes, title="Confusion matrix"))
     if judged.certified:
         parts.append(
-            f"<p>Certified accuracy: the share of {judged.examples:,} examples that stay right whatever moves them by less "
-            "than a radius "
-            "(L2, in the units of the inputs).</p>"
+            f"<p>Certified accuracy: the share of {judged.examples:,} examples that stay right whatever moves them by less than a "
+            "radius (L2, in the units of the inputs).</p>"
         )
         parts.append(
             figures.lines({"certified": judged.certified}, x="radius", y="certified accuracy", title="Certified accuracy by radius")
@@ -254,7 +252,7 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
             "",
         ]
     if judged is not None and judged.certified:
-        rows = [[f"{radius:g}", _percent(share)] for radius, share in judged.certified]
+        rows = [[f"{radius:g}", percent(share)] for radius, share in judged.certified]
         parts += [f"{level} Certified accuracy ({judged.examples} examples)", "", *_pipes(["radius (L2)", "certified"], rows), ""]
     parts += [f"{level} Again", "", f"    {_plain(run.about.command) or '(not stored)'}", ""]
     parts += [*(f"- {_plain(name)}: {_plain(value)}" for name, value in run.about.environment.items()), ""]
@@ -267,7 +265,7 @@ def _history_rows(run: RunRecord) -> tuple[list[str], list[list[str]]] | None:
     if not names:
         return None
     columns = [run.history.metrics[name] for name in names]
-    return [name.replace("_", " ") for name in names], [[_number(value) for value in row] for row in zip(*columns, strict=True)]
+    return [name.replace("_", " ") for name in names], [[number(value) for value in row] for row in zip(*columns, strict=True)]
 
 
 def _pipes(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -278,11 +276,3 @@ def _pipes(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _plain(text: str) -> str:
     """One line of text that is no markup: files are hostile."""
     return " ".join(text.split()).replace("<", "&lt;").replace("`", "'").replace("](", "] (")
-
-
-def _number(value: float) -> str:
-    return "–" if math.isinf(value) or math.isnan(value) else f"{value:.4g}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
