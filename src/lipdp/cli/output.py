@@ -29,6 +29,7 @@ __all__ = [
     "console",
     "duration",
     "make_folder",
+    "make_run_folder",
     "print_fields",
     "print_json",
     "print_plan",
@@ -156,6 +157,16 @@ def make_folder(folder: Path, option: str) -> None:
         raise ConfigurationError(
             f"{option} '{folder}' names a folder to be filled, and a file is in its place: choose another name"
         ) from None
+
+
+def make_run_folder(folder: Path, *, resume: bool = False) -> None:
+    """The folder of ``--output``; one that holds another run is refused, unless that is to be continued."""
+    from lipdp.report.run import FILES
+
+    present = [name for name in FILES if (folder / name).exists()]
+    if present and not resume:
+        raise ConfigurationError(f"'{folder}' already holds {', '.join(present)} of another run. Choose another --output folder.")
+    make_folder(folder, "--output")
 
 
 def _describe(error: Exception) -> tuple[str, int]:

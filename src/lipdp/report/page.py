@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from lipdp._texts import REPRODUCIBLE, bound, guarantee, number, percent, upwards
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures
-from lipdp.report.run import RunRecord
+from lipdp.report.run import HISTORY, PLAN, RESULT, About, RunRecord, read_run, write_about
 from lipdp.report.words import declared_public, not_covered, promises, statement, together
+from lipdp.training import History, PrivacyPlan
 
-__all__ = ["HTML", "MARKDOWN", "html", "markdown", "write"]
+__all__ = ["HTML", "MARKDOWN", "html", "markdown", "write", "write_run"]
 
 HTML, MARKDOWN = "report.html", "report.md"
 _COUNTED = ("step", "epoch", "epsilon")
@@ -35,6 +38,23 @@ def write(runs: Sequence[RunRecord], folder: str | Path) -> list[str]:
     (place / HTML).write_text(html(runs), encoding="utf-8")
     (place / MARKDOWN).write_text(markdown(runs), encoding="utf-8")
     return [HTML, MARKDOWN]
+
+
+def write_run(folder: Path, plan: PrivacyPlan, history: History, result: Mapping[str, Any], about: About) -> list[str]:
+    """Fill a run's folder with all that is published of it but the model, both reports too; returns the files' names.
+
+    Args:
+        folder: of the run.
+        plan: what was decided.
+        history: what happened.
+        result: figures, as plain data; of a seed among them nothing is written.
+        about: command, environment, evaluation.
+    """
+    public = {name: value for name, value in result.items() if name != "seed"}
+    texts = {PLAN: plan.to_json(), HISTORY: json.dumps(history.state_dict(), indent=2), RESULT: json.dumps(public, indent=2)}
+    for name, text in texts.items():
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+    return [*texts, write_about(about, folder), *write([read_run(folder)], folder)]
 
 
 # --- HTML ---
