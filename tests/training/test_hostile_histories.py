@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
+import json
 import os
 import random
 import shutil
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -31,10 +34,12 @@ from lipdp.errors import CheckpointError, LipdpError
 from lipdp.privacy import Budget
 from lipdp.training import load_checkpoint, positions, save_checkpoint
 from lipdp.training.step_mechanism import StepMechanism
+from tests.failpoints import Failpoint, die, in_child, points
 from tests.privacy.stand_in import draw_as_on_a_device
 
 from .test_run_budget import steps_paid
 
+EVERYTHING = os.environ.get("LIPDP_KILLS", "") == "all"
 MANY = int(os.environ.get("LIPDP_HISTORIES", "6"))
 LENGTH, STEPS, SIZE = 40, 9, 64
 
@@ -303,3 +308,62 @@ def test_whatever_happens_nothing_is_released_twice_or_unpaid(tmp_path, monkeypa
         raise
     finally:
         world.killed()
+
+
+# ----------------------------------------------------------------------------------------------------------------- kill -9
+
+
+def trained(folder: Path, say, *, machine: int = 0) -> None:
+    """A private run that is begun, or gone on with; what leaves is said."""
+    noised, draw = lipdp.PrivacyEngine._noised, StepMechanism.draw
+
+    def leaving(engine, asked):
+        given = noised(engine, asked)
+        say(f"{asked.prepared.position} {content_digest(*(given[name] for name in sorted(given))).hex()}")
+        return given
+
+    def drawn(mechanism, answer, settings, stream):
+        sums = {name: value * (1 + machine * 1e-13) for name, value in answer.sums.items()}
+        return draw(mechanism, dataclasses.replace(answer, sums=sums), settings, stream)
+
+    budget = Budget(folder / "budget", epsilon=1e6, delta=1e-3, dataset="d")
+    model, loss = made()
+    options = {"checkpoint": folder / "run", "resume": True, "evaluations": 3, "budget": budget, "input_shape": (5,)}
+    with (
+        mock.patch.object(lipdp.PrivacyEngine, "_noised", leaving),
+        mock.patch.object(StepMechanism, "draw", drawn),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), PLAN, records(), **options)
+
+
+def test_a_private_run_killed_anywhere_makes_each_step_once(tmp_path):
+    """In a charge, a step, a line of its book, a checkpoint, a rename; gone on with on the same machine, and on another one."""
+    torch.set_num_threads(1)
+    (tmp_path / "count").mkdir()
+    cases = points(lambda: trained(tmp_path / "count", lambda _: None))
+    assert len(cases) >= 100
+    killed, repeated = 0, 0
+    for number, (at, when) in enumerate(cases if EVERYTHING else cases[5::29]):
+        folder, machine = tmp_path / f"{at}-{when}", number % 2
+        folder.mkdir()
+        before, code = in_child(functools.partial(trained, folder), Failpoint(at, when, die))
+        assert code in (-9, 0)
+        killed += code == -9
+        assert steps_paid(Budget(folder / "budget", epsilon=1e6, delta=1e-3, dataset="d")) >= len(before)
+        after, code = in_child(functools.partial(trained, folder, machine=machine), Failpoint())
+        assert code == 0, (at, when)
+        first, then = (dict(line.split() for line in said) for said in (before, after))
+        assert (len(first), len(then)) == (len(before), len(after))
+        again = first.keys() & then.keys()
+        assert all(first[position] == then[position] for position in again), (at, when)
+        assert not (machine and again), "other sums: those steps are given up"
+        repeated += len(again)
+        book = [json.loads(line) for line in (folder / "run.book").read_text().splitlines()[1:]]
+        assert sorted(line[0] for line in book) == list(range(STEPS)), (at, when)
+        budget = Budget(folder / "budget")
+        budget.check()
+        assert steps_paid(budget) == STEPS
+    assert killed >= 0.9 * len(cases[5::29])
+    assert repeated, "steps behind the checkpoint, to the bit"
