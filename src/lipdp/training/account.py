@@ -29,7 +29,7 @@ from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import gather, slices
-from lipdp.training.positions import stored_tensors
+from lipdp.training.known import stored_tensors
 
 __all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
 

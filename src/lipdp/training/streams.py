@@ -25,22 +25,8 @@ from lipdp.errors import ConfigurationError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh_key, mix_key
-from lipdp.training.positions import (
-    Claims,
-    Progress,
-    batch_digest,
-    batches_end,
-    claim_draw,
-    digest_records,
-    end_of,
-    know_run,
-    layout,
-    refuse_taken,
-    stored_tensors,
-    take_position,
-    unsteady_digest,
-    versions,
-)
+from lipdp.training.known import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
+from lipdp.training.positions import Claims, batches_end, claim_draw, end_of, know_run, refuse_taken, take_position
 
 __all__ = ["Prepared", "Streams", "derive_run_key", "parts_of_run", "secret_of"]
 
