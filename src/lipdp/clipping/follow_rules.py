@@ -80,8 +80,10 @@ class Call(NamedTuple):
     def only(self, *names: str) -> At:
         """Where the records are, if of all arguments only these depend on the batch, in the same way."""
         found: At | None = None
-        allowed, odd = {self.rule.places.get(name) for name in names}, False
+        allowed, odd = set(map(self.rule.places.get, names)), False
         for number, state in enumerate(self.states):
+            if state is None:
+                continue
             if isinstance(state, Mixed):
                 raise state
             if isinstance(state, list):
@@ -89,7 +91,7 @@ class Call(NamedTuple):
                     if isinstance(one, Mixed):
                         raise one
                     odd = odd or one is not None
-            elif state is not None:
+            else:
                 odd = odd or number not in allowed or found not in (None, state)
                 found = state
         if odd or found is None:
@@ -124,6 +126,7 @@ class Rule:
         written: arguments that it writes into and does not give back.
         changed: all that it writes into.
         reads: whether it shows something to Python: a value, or a number of values that were chosen.
+        known: whether anything is said of it.
         run: what computes it: the operation itself, or what gives the same to the bit and is quicker.
     """
 
@@ -136,12 +139,8 @@ class Rule:
     written: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
     reads: bool = False
+    known: bool = True
     run: Callable[..., Any] = field(kw_only=True)
-
-    @property
-    def known(self) -> bool:
-        """Whether anything is said of it."""
-        return self.results is not _mixing
 
     @property
     def beside(self) -> bool:
@@ -155,16 +154,14 @@ class Rule:
 
     def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """All arguments by their place, those that were given by name too."""
-        if not kwargs:
-            return args
         full = [*args, *self.defaults[len(args) :]]
         for name, value in kwargs.items():
             full[self.places[name]] = value
         return full
 
     def shows(self, args: Sequence[Any]) -> bool:
-        """Whether Python sees something of these arguments."""
-        return self.reads and (not self.name.startswith("index") or _by_masks(args[1]))
+        """Whether Python sees something of these arguments of an operation that reads."""
+        return not self.name.startswith("index") or _by_masks(args[1])
 
     def answer(self, call: Call) -> bool | None:
         """No, if it asks for all of the batch; yes, if for any of it; what is not, the other way round."""
@@ -594,6 +591,7 @@ def rule_of(func: Any) -> Rule:
         written=() if returned else tuple(written),
         changed=tuple(written),
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
+        known=results is not _mixing,
         run=_max_pool if func is _MAX_POOL else func,
     )
 
