@@ -181,7 +181,7 @@ class Following(TorchDispatchMode):
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
         if tensor.layout != torch.strided:
             return Mixed("a tensor without a memory of its own (sparse)", line())
-        entry = self._memories.get(_key(tensor))
+        entry = self._memories.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return Mixed(_UNKNOWN, line()) if tensor.numel() else None
         whose = entry.whose
