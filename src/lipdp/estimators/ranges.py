@@ -69,8 +69,7 @@ def private_ranges(
         warnings.warn(
             f"ranges of {len(columns)} columns are found from {size} records with ε = {epsilon:.3g}: each end may be off by "
             f"{min(100.0, 100 * off):.0f} % of the records. Declare what is public of them: schema={{column: (low, high), …}} "
-            "costs "
-            "no privacy.",
+            "costs no privacy.",
             LipdpWarning,
             stacklevel=4,
         )

@@ -106,9 +106,8 @@ class Categorical:
         codes = np.array([_place(places, value) for value in np.asarray(values, dtype=object).tolist()], dtype=np.int64)
         if not self.other and (codes < 0).any():
             raise DataError(
-                f"column {name!r} has values that are not among its {len(self.values)} declared categories. Declare them all, "
-                "or take "
-                "lipdp.estimators.categorical([…], other=True), which gives the rest one category of their own"
+                f"column {name!r} has values that are not among its {len(self.values)} declared categories. Declare them all, or "
+                "take lipdp.estimators.categorical([…], other=True), which gives the rest one category of their own"
             )
         codes = np.where(codes < 0, len(self.values), codes)
         return np.eye(self.width)[codes]
