@@ -329,7 +329,7 @@ class Following(TorchDispatchMode):
 
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if (rule.reads and rule.shows(args)) or _tell(outputs, rule.known):
+        if rule.shows(args) or _tell(outputs, rule.known):
             self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
         if rule.view:
             return

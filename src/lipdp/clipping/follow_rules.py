@@ -126,7 +126,6 @@ class Rule:
         written: arguments that it writes into and does not give back.
         changed: all that it writes into.
         reads: whether it shows something to Python: a value, or a number of values that were chosen.
-        known: whether anything is said of it.
         run: what computes it: the operation itself, or what gives the same to the bit and is quicker.
     """
 
@@ -139,8 +138,12 @@ class Rule:
     written: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
     reads: bool = False
-    known: bool = True
     run: Callable[..., Any] = field(kw_only=True)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is said of it."""
+        return self.results is not _mixing
 
     @property
     def beside(self) -> bool:
@@ -160,8 +163,8 @@ class Rule:
         return full
 
     def shows(self, args: Sequence[Any]) -> bool:
-        """Whether Python sees something of these arguments of an operation that reads."""
-        return not self.name.startswith("index") or _by_masks(args[1])
+        """Whether Python sees something of these arguments."""
+        return self.reads and (not self.name.startswith("index") or _by_masks(args[1]))
 
     def answer(self, call: Call) -> bool | None:
         """No, if it asks for all of the batch; yes, if for any of it; what is not, the other way round."""
@@ -591,7 +594,6 @@ def rule_of(func: Any) -> Rule:
         written=() if returned else tuple(written),
         changed=tuple(written),
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
-        known=results is not _mixing,
         run=_max_pool if func is _MAX_POOL else func,
     )
 

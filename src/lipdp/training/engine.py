@@ -235,7 +235,7 @@ class PrivacyEngine:
             check_batch(inputs, targets, None if run.augmentation else run.input_shape)
             self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
-            claimed = claim_batch((inputs, targets), run.account.nonce)
+            claim_batch((inputs, targets), run.account.nonce)
             run.watch.restore_modes()
             seats = run.seats(inputs, self.ledger.steps)
             batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)
@@ -246,7 +246,7 @@ class PrivacyEngine:
         run.reserve()  # a run that is refused takes no position
         with run.ranks.together():  # the book is the first rank's: it is written before any of them goes on
             self._release(asked)
-            spend_batch(claimed)
+            spend_batch((inputs, targets))
             noised = self._noised(asked) if asked.moved is None else {}
         with run.ranks.together():  # where one rank fails, none goes on with weights that the others don't have
             # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.

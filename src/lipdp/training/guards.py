@@ -133,17 +133,9 @@ def note_batch(batch: tuple[Any, torch.Tensor], owner: str) -> None:
         _batches[storage._cdata] = drawn
 
 
-def claim_batch(parts: tuple[Any, Any], owner: str) -> list[_Drawn]:
-    """Refuse a batch that was used, or that is not this owner's; what is to be told of once it is used. Those that no engine has
-    drawn are not known here."""
-    found = []
-    for part in leaves(parts):
-        if isinstance(part, torch.Tensor):
-            memory = part.untyped_storage()._cdata
-            drawn = _batches.get(memory)
-            if drawn is not None and drawn.lies_in(memory):
-                found.append(drawn)
-    for drawn in found:
+def claim_batch(parts: tuple[Any, Any], owner: str) -> None:
+    """Refuse a batch that was used, or that is not this owner's; those that no engine has drawn are not known here."""
+    for drawn in _known(parts):
         if drawn.used:
             raise ConfigurationError(
                 "this batch was used in a step before. A batch is for one step: two steps on one sample are not what was accounted "
@@ -154,12 +146,11 @@ def claim_batch(parts: tuple[Any, Any], owner: str) -> list[_Drawn]:
                 "this batch was drawn by another engine, whose sampling and secret are not this one's. Take batches of "
                 "engine.batches(train) of the same engine."
             )
-    return found
 
 
-def spend_batch(claimed: list[_Drawn]) -> None:
+def spend_batch(parts: tuple[Any, Any]) -> None:
     """From now on the batch is used."""
-    for drawn in claimed:
+    for drawn in _known(parts):
         drawn.used = True
 
 
@@ -167,6 +158,15 @@ def spend_all(owner: str) -> None:
     """From now on all batches that ``owner`` has drawn are used."""
     for drawn in _batches.values():
         drawn.used = drawn.used or drawn.owner == owner
+
+
+def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
+    for part in leaves(parts):
+        if isinstance(part, torch.Tensor):
+            memory = part.untyped_storage()._cdata
+            drawn = _batches.get(memory)
+            if drawn is not None and drawn.lies_in(memory):
+                yield drawn
 
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
