@@ -700,7 +700,7 @@ def test_a_number_that_is_read_where_no_operation_is_followed(how, method):
 
 def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more(monkeypatch):
     """Twice it runs beside, then no more: the sums are those without it, with the same dropout, and records are not taken alone."""
-    monkeypatch.setattr("lipdp.clipping.clipper._ATTEMPTS", 100)  # what a thread does last may fall into another pass
+    monkeypatch.setattr("lipdp.clipping.clipper.ATTEMPTS", 100)  # what a thread does last may fall into another pass
     torch.manual_seed(0)
     x, _, y = batches()
     left = [0]

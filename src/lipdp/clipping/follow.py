@@ -51,7 +51,18 @@ from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
 from lipdp.inputs import Inputs, leaves, rows_of
 
-__all__ = ["At", "Following", "Mixed", "NotApartError", "Reason", "distrust", "follow", "known_before", "rows_first"]
+__all__ = [
+    "ATTEMPTS",
+    "At",
+    "Following",
+    "Mixed",
+    "NotApartError",
+    "Reason",
+    "distrust",
+    "follow",
+    "known_before",
+    "rows_first",
+]
 
 
 class NotApartError(UnsupportedError):
@@ -123,9 +134,11 @@ class _Entry(NamedTuple):
     made: weakref.ref[torch.Tensor] | None = None
 
 
-_NUMBERS = {int, float, bool}
+# How often a pass is made that something else has run beside.
+ATTEMPTS = 4
 _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_NUMBERS = {int, float, bool}
 
 
 class Following(TorchDispatchMode):
