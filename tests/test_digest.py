@@ -40,9 +40,10 @@ DIFFERENT = [
 KEY = bytes(range(32))
 
 
-@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(range(len(DIFFERENT)), 2)))
-def test_different_contents_have_different_digests(a: int, b: int) -> None:
-    assert content_digest(DIFFERENT[a]) != content_digest(DIFFERENT[b])
+def test_different_contents_have_different_digests() -> None:
+    digests = [content_digest(content) for content in DIFFERENT]
+    same = [(DIFFERENT[a], DIFFERENT[b]) for a, b in itertools.combinations(range(len(DIFFERENT)), 2) if digests[a] == digests[b]]
+    assert not same
 
 
 def test_layout_in_memory_does_not_count_but_conjugation_does() -> None:

@@ -387,7 +387,7 @@ def class_margins(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     model.eval()
     try:
         with torch.no_grad():
-            outputs = torch.cat([model(part.to(place)) for part in rows.split(8192)]).double().cpu()
+            outputs = torch.cat([model(part.to(place)) for part in torch.split(rows, 8192)]).double().cpu()
     finally:
         model.train(was)
     return outputs[:, 1] - outputs[:, 0]
