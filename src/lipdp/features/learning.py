@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lipdp._files import PUBLIC, written_whole
 from lipdp._numerics import Undrawn
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import draw_images
@@ -30,6 +31,7 @@ from lipdp.features.learned import NetworkShape, ResidualNetwork
 
 __all__ = ["Lesson", "learn", "learn_from", "random_views"]
 
+_BETWEEN_SAVES = 60.0  # seconds
 _PER_DRAW = 1024  # drawings that are made together
 _VIEWS_SEED = 10**9  # apart from the seeds of drawings
 # Of a view: the least share of the area, the most by which sides may differ and it may be turned, how often it is grey or blurred.
@@ -295,18 +297,15 @@ def _teach(
         optimizer.step()
         if watch is not None and (step % 100 == 0 or step + 1 == lesson.steps):
             watch(step, float(value.detach()), float(right))
-        if file is not None and time.monotonic() - saved > 60:
+        if file is not None and time.monotonic() - saved > _BETWEEN_SAVES:
             _save(file, model, optimizer, lesson, step + 1)
             saved = time.monotonic()
 
 
 def _save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, lesson: Lesson, step: int) -> None:
-    """Whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lesson": asdict(lesson), "step": step}
-    torch.save(state, part)
-    part.replace(file)
+    with written_whole(file, PUBLIC) as stream:
+        torch.save(state, stream)
 
 
 def _restore(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, lesson: Lesson) -> int:
