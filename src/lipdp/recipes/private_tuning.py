@@ -48,6 +48,8 @@ class PrivateFinding:
         repetitions: the distribution of the number of runs.
         score_noise: standard deviation of the noise in ``score``.
         model: trained.
+        private: whether all that is secret came from the operating system. With a seed for the sweep the choice can be repeated,
+            and whoever knows the seed can subtract the noise of the scores: it is *not private*, whatever ``epsilon`` says.
     """
 
     recipe: Recipe
@@ -59,6 +61,7 @@ class PrivateFinding:
     repetitions: Repetitions
     score_noise: float
     model: torch.nn.Module = field(repr=False)
+    private: bool
 
 
 def tune_privately(
@@ -106,7 +109,8 @@ def tune_privately(
         noised = add_noise(correct, {"score": noise * scored}, generator(key, number, "score"))
         score = float(noised["score"]) / scored
         if best is None or score > best.score:
-            best = PrivateFinding(trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model)
+            figures = trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model
+            best = PrivateFinding(*figures, private=sweep.seed is None)
     if best is None:
         raise BudgetError("the Poisson draw gave no run at all: that is this release. Trying again would spend the budget again.")
     return best
