@@ -19,17 +19,13 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.mechanisms.beyond import BeyondMechanism
-from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
 from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
 from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.lattice import Lattice, check_step
 from lipdp.mechanisms.learning import Settings, learn, settings_or
-from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
-from lipdp.mechanisms.noise import draw_noise
-from lipdp.mechanisms.postprocess import Plain
+from lipdp.mechanisms.mechanism import Mechanism, SelectionMechanism
 from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, share_of
 from lipdp.mechanisms.questions import (
     CONFIDENCE,
@@ -44,7 +40,6 @@ from lipdp.mechanisms.questions import (
     query_of,
 )
 from lipdp.mechanisms.spending import Spending
-from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
@@ -261,13 +256,7 @@ def _part(
     if kind in ("histogram", "count"):
         return Counts(question, edges_of(question, problem), problem, 1 if kind == "count" else 2)
     mechanism = find(query_of(question) if levels is None else Query("quantile", levels[0]))
-    if isinstance(mechanism, CentredMechanism | SquaresMechanism):
-        return Single(questions, mechanism, 0.0, "noise")  # each release says its own error
-    if isinstance(mechanism, BeyondMechanism):
-        return Single(questions, mechanism, mechanism.error(CONFIDENCE) * problem.scale, "noise")
-    certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
-    error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
-    return Single(questions, mechanism, error, "noise" if certain else "belief")
+    return Single(questions, mechanism, None if mechanism.certain else _believed_error(mechanism, belief, seed))
 
 
 def _gaussian(
@@ -336,18 +325,8 @@ def _jointly(ranked: dict[str, tuple[Fraction, ...]], problem: Problem, belief: 
     return Joint(tuple(ranked), asked, quantiles, problem, tuple(bounds))
 
 
-def _noise_error(mechanism: AdditiveMechanism) -> float:
-    """What |answer − truth| stays below with 95%, for all data: |noise| + the largest shift, for limiting only brings it nearer."""
-    decoder = mechanism.decoder
-    assert isinstance(decoder, Plain)
-    size = mechanism.statistic.sensitivity * mechanism.statistic.unit
-    noise = float(draw_noise(mechanism.noise, torch.tensor([(1 + CONFIDENCE) / 2], dtype=torch.float64), size, mechanism.epsilon))
-    moved = 0.0 if decoder.shift is None else float(decoder.shift.values.abs().max())
-    return (noise + moved) * mechanism.problem.scale
-
-
 def _believed_error(mechanism: Mechanism, belief: Any, seed: int) -> float:
-    """What |answer − truth| stays below on 95% of the datasets believed in: by releases about draws of them, which are public."""
+    """What |answer − truth| stays below on 95% of the datasets believed in: by releases about public draws of them. Unit scale."""
     problem = mechanism.problem
     count = max(min(_SIMULATED, 20_000_000 // problem.n), 40)
     rows = max(2_000_000 // problem.n, 1)
@@ -356,4 +335,4 @@ def _believed_error(mechanism: Mechanism, belief: Any, seed: int) -> float:
         t = draw(belief, problem, min(rows, count - start), seed + 17 + start)
         truth = problem.query(t)
         errors += [abs(float(mechanism._respond(t[[i]], "auto") - truth[i])) for i in range(len(t))]
-    return float(torch.tensor(errors, dtype=torch.float64).quantile(CONFIDENCE)) * problem.scale
+    return float(torch.tensor(errors, dtype=torch.float64).quantile(CONFIDENCE))

@@ -20,7 +20,7 @@ least expected ratio to the loss of plain noise under a belief, at most 1 + τ f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar
@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Array, Range, read
+from lipdp.fields import Array, Range, check_fields
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise
 from lipdp.mechanisms.problem import Problem, response_loss
 from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "BeyondState", "candidate", "counted", "fitted", "grid", "moves_of"]
+__all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "candidate", "counted", "fitted", "grid", "moves_of"]
 
 Floats = npt.NDArray[np.float64]
 CELLS = 5
@@ -82,16 +82,16 @@ class BeyondMechanism(Mechanism):
         table: whole numbers in proportion to p_E(z), (rows, an odd number of cells).
     """
 
-    cut: int
+    cut: Cut
     high: bool
-    table: Tensor
+    table: Rows
     kind: ClassVar[str] = "beyond"
 
     def __post_init__(self) -> None:
         """It answers means, and the table keeps what it promises."""
         if self.problem.query.kind != "mean":
             raise ConfigurationError(f"records beyond a cut are counted for the mean, not the {self.problem.query.name}.")
-        read(BeyondState, self._state(), "a mechanism by records beyond a cut")
+        check_fields(self, "a mechanism by records beyond a cut")
         if self.table.shape[1] % 2 == 0 or self.table.shape[1] <= 4 * CELLS or int(self.table.min()) < 1:
             raise ConfigurationError("a table of chances has an odd number of cells, more than four records span, all above 0.")
         if int(self.table.max()) > _TOTAL:
@@ -153,10 +153,6 @@ class BeyondMechanism(Mechanism):
         place = min(int(np.searchsorted(inside, confidence)), len(order) - 1)
         return float((abs(away[order[place]]) + 0.5 / CELLS) / self.problem.n)
 
-    def for_size(self, n: int) -> BeyondMechanism:
-        """The same table: there is no n in it."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
-
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
         check_sampler(sampler, "table")
@@ -173,22 +169,6 @@ class BeyondMechanism(Mechanism):
 
     def _noised(self) -> str:
         return "the mean, with noise from a table for each number of records beyond a cut (every ratio checked)"
-
-    def _state(self) -> dict[str, Any]:
-        return {"cut": self.cut, "high": self.high, "table": self.table}
-
-
-@dataclass(frozen=True)
-class BeyondState:
-    """A :class:`BeyondMechanism` in a file."""
-
-    cut: Cut
-    high: bool
-    table: Rows
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> BeyondMechanism:
-        """The mechanism; its constructor proves it anew."""
-        return BeyondMechanism(problem, title, self.cut, self.high, self.table, report=report)
 
 
 def places_of(t: Tensor) -> Tensor:

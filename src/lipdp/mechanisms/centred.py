@@ -23,21 +23,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Range, read
+from lipdp.fields import Range, check_fields
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, density, draw_noise, release_noise
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["SHARES", "CentredMechanism", "CentredState", "candidates", "exponential_cells", "grid"]
+__all__ = ["SHARES", "CentredMechanism", "candidates", "exponential_cells", "grid"]
 
 SHARES, REACHES = (0.02, 0.035, 0.05, 0.065, 0.075, 0.085, 0.095, 0.12, 0.16), (1.5, 2.5, 4.0, 5.5, 7.0, 9.0)
 """Shares of ε that may go to the centre, and how far from it, in scales of its noise, the mean is corrected for."""
@@ -53,8 +53,8 @@ _CHUNK = 2_000_000  # records at a time
 class CentredMechanism(Mechanism):
     """The variance as seen from a private centre; ``share`` of ε is for the centre, ``noise`` is the variance's."""
 
-    share: float
-    reach: float
+    share: Share
+    reach: Reach
     noise: NoiseKind
     kind: ClassVar[str] = "centred"
 
@@ -62,7 +62,7 @@ class CentredMechanism(Mechanism):
         """It answers variances; there is something for either part."""
         if self.problem.query.kind != "variance":
             raise ConfigurationError(f"squares about a centre answer the variance, not the {self.problem.query.name}.")
-        read(CentredState, self._state(), "a variance about a private centre")
+        check_fields(self, "a variance about a private centre")
 
     @classmethod
     def of(cls, problem: Problem, share: float, reach: float, noise: NoiseKind) -> CentredMechanism:
@@ -162,9 +162,18 @@ class CentredMechanism(Mechanism):
         start = torch.zeros(1, dtype=torch.float64)
         return axis, tuple(torch.cat([start, (p * middle**power).cumsum(0)]) for power in (0, 1, 2))
 
-    def for_size(self, n: int) -> CentredMechanism:
-        """The same shares; what it gains and loses is another matter for another n."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+    @property
+    def certain(self) -> bool:
+        """See :meth:`Mechanism.certain`."""
+        return True
+
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """See :meth:`Mechanism.moved`: at some centres."""
+        made = []
+        for centre in (0, _PLACES // 2, _PLACES - 1, _PLACES):
+            pairs = zip(self.statistic(one, centre), self.statistic(other, centre), strict=True)
+            made.append((max(abs(a - b) for a, b in pairs), self.moves(centre)))
+        return made
 
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
@@ -194,22 +203,6 @@ class CentredMechanism(Mechanism):
     def _noised(self) -> str:
         first = f"the mean, with laplace noise for {self.share:.0%} of epsilon"
         return f"{first}; then the variance about it, with {self.noise} noise for its sensitivity there and the rest of epsilon"
-
-    def _state(self) -> dict[str, Any]:
-        return {"share": self.share, "reach": self.reach, "noise": self.noise}
-
-
-@dataclass(frozen=True)
-class CentredState:
-    """A :class:`CentredMechanism` in a file."""
-
-    share: Share
-    reach: Reach
-    noise: NoiseKind
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> CentredMechanism:
-        """The mechanism."""
-        return CentredMechanism(problem, title, self.share, self.reach, self.noise, report=report)
 
 
 def _places(t: Tensor) -> Tensor:

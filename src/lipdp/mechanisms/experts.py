@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -293,7 +293,6 @@ class SmoothSensitivity(Mechanism):
 
     decoder: Table
     report: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    kind: ClassVar[str] = "smooth"
 
     @property
     def sensitivity(self) -> float:

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,19 +42,23 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Array, Range, read
+from lipdp.fields import Array, Range, check_fields
 from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Profile"]
+__all__ = ["PARTS", "IntervalMechanism", "Profile"]
 
 PARTS = 48
 """Parts of the range that a belief can tilt and shift."""
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
 _CAP = 64  # C·ε: depth counts up to a factor of exp(32), which outweighs all other numbers together
 _NUMBERS = 1_500_000  # in one intermediate tensor
+
+
+Extra = Annotated[int, Range(least=0, most=2**30)]
+Whole = Annotated[Tensor, Array(1, torch.int64)]
 
 
 @dataclass(frozen=True)
@@ -93,29 +97,26 @@ class IntervalMechanism(Mechanism):
     ``near`` (PARTS,) likewise, for each of ``reaches``, in steps of the lattice.
     """
 
-    tilt: Tensor
-    shift: Tensor
+    tilt: Whole
+    shift: Annotated[Tensor, Array(1, torch.float64)]
     rounds: bool = False
-    ends: tuple[int, int] = (0, 0)
-    atoms: int = 0
-    reaches: tuple[int, ...] = ()
-    near: tuple[Tensor, ...] = ()
+    ends: tuple[Extra, Extra] = (0, 0)
+    atoms: Extra = 0
+    reaches: tuple[Extra, ...] = ()
+    near: tuple[Whole, ...] = ()
     kind: ClassVar[str] = "interval"
 
     def __post_init__(self) -> None:
         """There is a query with ranks, and a tilt and a shift for each part."""
         if self.problem.query.kind != "quantile":
             raise ConfigurationError(f"ranks answer quantiles, not the {self.problem.query.name}.")
-        read(IntervalState, self._state(), "a mechanism by intervals")
+        check_fields(self, "a mechanism by intervals")
         if (
             self.tilt.shape[0] != PARTS
             or self.shift.shape[0] != PARTS
             or not 1 <= int(self.tilt.min()) <= int(self.tilt.max()) <= 2**30
-            or not 0 <= min(*self.ends, self.atoms) <= max(*self.ends, self.atoms) <= 2**30
         ):
-            raise ConfigurationError(
-                f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, as many shifts, and two ends and atoms of 0 to 2^30."
-            )
+            raise ConfigurationError(f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, and as many shifts.")
         if len(self.reaches) != len(self.near) or any(
             part.shape[0] != PARTS or not 0 <= int(part.min()) <= int(part.max()) <= 2**30 for part in self.near
         ):
@@ -305,10 +306,6 @@ class IntervalMechanism(Mechanism):
         """See :meth:`Mechanism.losses`; exact (answers that a shift takes out of the range count as they are)."""
         return self.profile(t).losses(self.tilts, self.shifts)
 
-    def for_size(self, n: int) -> IntervalMechanism:
-        """The same for another public size: ranks follow."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
-
     def check_sampler(self, sampler: Sampler) -> None:
         """Its draws are lipdp's own."""
         if sampler == "opendp":
@@ -381,10 +378,6 @@ class IntervalMechanism(Mechanism):
     def _noised(self) -> str:
         return "the choice among all numbers of the range, by the exponential mechanism on ranks (factor 1/2)"
 
-    def _state(self) -> dict[str, Any]:
-        base = {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds}
-        return {**base, "ends": list(self.ends), "atoms": self.atoms, "reaches": list(self.reaches), "near": list(self.near)}
-
 
 @dataclass(frozen=True)
 class _Block:
@@ -401,21 +394,3 @@ class _Block:
     part: int
     extra: int = 0
     deep: bool = False
-
-
-@dataclass(frozen=True)
-class IntervalState:
-    """An :class:`IntervalMechanism` in a file: its candidates follow from the problem."""
-
-    tilt: Annotated[Tensor, Array(1, torch.int64)]
-    shift: Annotated[Tensor, Array(1, torch.float64)]
-    rounds: bool
-    ends: tuple[Annotated[int, Range(least=0, most=2**30)], Annotated[int, Range(least=0, most=2**30)]] = (0, 0)
-    atoms: Annotated[int, Range(least=0, most=2**30)] = 0
-    reaches: tuple[Annotated[int, Range(least=0, most=2**30)], ...] = ()
-    near: tuple[Annotated[Tensor, Array(1, torch.int64)], ...] = ()
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> IntervalMechanism:
-        """The mechanism."""
-        own = (self.tilt, self.shift, self.rounds, self.ends, self.atoms, self.reaches, self.near)
-        return IntervalMechanism(problem, title, *own, report=report)

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, least_of, parse_query
 from lipdp.mechanisms.robust import largest
-from lipdp.mechanisms.squares import SquaresMechanism
 
 __all__ = [
     "CONFIDENCE",
@@ -62,27 +60,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class Single:
-    """Questions that one release of a mechanism answers, ``error`` bounds its error (95%)."""
+    """Questions that one release of a mechanism answers; ``believed`` is its error (95%, unit scale) where it knows none itself."""
 
     questions: tuple[str, ...]
     mechanism: Mechanism
-    error: float
-    basis: str
+    believed: float | None
 
     def respond(self, t: Tensor) -> list[Answer]:
         """Its answers about a unit dataset."""
-        own, error = self.mechanism, self.error
-        if isinstance(own, CentredMechanism | SquaresMechanism):
-            unit, off = own.respond_within(t, CONFIDENCE)
-            value, error = float(own.problem.answer(unit)), off * own.problem.scale
-        else:
-            value = float(own.problem.answer(own._respond(t, "auto")))
+        own = self.mechanism
+        unit, off = own.respond_within(t, CONFIDENCE)
+        basis, off = ("noise", off) if self.believed is None else ("belief", self.believed)
+        value, error = float(own.problem.answer(unit)), (off or 0.0) * own.problem.scale
         least, most = own.problem.answer(torch.tensor([0.0, largest(own.problem)], dtype=torch.float64)).tolist()
         ends = [min(max(value + off, least), most) for off in (-error, error)]
         made = []
         for question in self.questions:
             found, low, high = (self._as_asked(question, one) for one in (value, *ends))
-            made.append(Answer(question, found, (low, high), self.basis, own.epsilon / len(self.questions)))
+            made.append(Answer(question, found, (low, high), basis, own.epsilon / len(self.questions)))
         return made
 
     def _as_asked(self, question: str, value: float) -> float:

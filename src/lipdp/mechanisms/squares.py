@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Range, read
+from lipdp.fields import Range, check_fields
 from lipdp.mechanisms.centred import exponential_cells
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise, release_noise
@@ -38,7 +38,7 @@ from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.robust import noisy_query, truth_losses
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["SIDES", "SquaresMechanism", "SquaresState", "candidates"]
+__all__ = ["SIDES", "SquaresMechanism", "candidates"]
 
 Weight = Annotated[int, Range(least=1, most=16)]
 Less = Annotated[float, Range(least=0, most=100)]
@@ -55,16 +55,16 @@ _WEIGHTS, _LESS = (4, 5, 6, 8, 10), (0.0, 0.25, 0.5, 0.75, 1.0)
 class SquaresMechanism(Mechanism):
     """The variance from two noisy sums, in ``often`` of 64 answers; ``weight`` is 8λ, ``less`` is c."""
 
-    weight: int
-    less: float
-    often: int = SIDES
+    weight: Weight
+    less: Less
+    often: Often = SIDES
     kind: ClassVar[str] = "squares"
 
     def __post_init__(self) -> None:
         """It answers variances."""
         if self.problem.query.kind != "variance":
             raise ConfigurationError(f"sums of squares answer the variance, not the {self.problem.query.name}.")
-        read(SquaresState, self._state(), "a variance from sums of squares")
+        check_fields(self, "a variance from sums of squares")
 
     @classmethod
     def of(cls, problem: Problem, weight: int, less: float, often: int = SIDES) -> SquaresMechanism:
@@ -124,9 +124,15 @@ class SquaresMechanism(Mechanism):
             return own
         return (self.often * own + (SIDES - self.often) * truth_losses(self.other, variances)) / SIDES
 
-    def for_size(self, n: int) -> SquaresMechanism:
-        """The same sums; what it gains and loses is another matter for another n."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+    @property
+    def certain(self) -> bool:
+        """See :meth:`Mechanism.certain`."""
+        return True
+
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """See :meth:`Mechanism.moved`."""
+        pairs = zip(self.statistic(one), self.statistic(other), strict=True)
+        return [(max(abs(a - c) + abs(b - d) for (a, b), (c, d) in pairs), self.moves)]
 
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
@@ -156,22 +162,6 @@ class SquaresMechanism(Mechanism):
 
     def _noised(self) -> str:
         return "the sum and the sum of squares about the middle, with laplace noise for their joint L1 sensitivity"
-
-    def _state(self) -> dict[str, Any]:
-        return {"weight": self.weight, "less": self.less, "often": self.often}
-
-
-@dataclass(frozen=True)
-class SquaresState:
-    """A :class:`SquaresMechanism` in a file."""
-
-    weight: Weight
-    less: Less
-    often: Often = SIDES
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> SquaresMechanism:
-        """The mechanism."""
-        return SquaresMechanism(problem, title, self.weight, self.less, self.often, report=report)
 
 
 def _partial(limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
