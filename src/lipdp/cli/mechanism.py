@@ -153,8 +153,8 @@ def answer(
 ) -> None:
     """Plan, charge and release private answers about columns of a CSV file."""
     from lipdp import mechanisms
-    from lipdp.mechanisms.answering import release_all
     from lipdp.mechanisms.problem import share_of
+    from lipdp.mechanisms.questions import release_all
     from lipdp.privacy.budget import open_budget
 
     adjacency = adjacency.replace("-", "_")

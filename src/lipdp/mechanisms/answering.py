@@ -32,6 +32,7 @@ from lipdp.mechanisms.questions import (
     Answer,
     Counts,
     Joint,
+    Planned,
     Single,
     combined,
     edges_of,
@@ -43,17 +44,17 @@ from lipdp.mechanisms.spending import Spending
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
-from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.costs import Pure
 
-__all__ = ["Answer", "Plan", "answer", "plan", "release_all"]
+__all__ = ["Answer", "Plan", "answer", "plan"]
 
 _LEAST_JOINT = 1e-3  # ε of a joint choice: for less, each quantile is chosen alone
 _SIMULATED = 200  # releases about public draws, for an interval that a belief gives
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Planned):
     """Questions about one column of n records inside bounds, and how they will be answered; no data were read for it.
 
     Attributes:
@@ -76,10 +77,6 @@ class Plan:
         own = self.problem.n, self.problem.low, self.problem.high
         if any((part.problem.n, part.problem.low, part.problem.high) != own for part in self.parts):
             raise ConfigurationError("the parts of a plan are for other data: the same n and bounds, which plan() sees to.")
-
-    def release(self, x: Any, *, budget: AnyBudget = None, clamp: bool = False) -> list[Answer]:
-        """All answers; data are checked first, then ε is charged once, then noise is drawn."""
-        return release_all([self], [x], budget=budget, clamp=clamp)[0]
 
     def costs(self, paying: Adjacency) -> list[Any]:
         """What a budget is charged."""
@@ -212,7 +209,7 @@ def answer(
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")
         problem = Problem.of("mean", 1.0 if epsilon is None else epsilon, 2, bounds)
         opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step, delta, rho)
-        return release_all([opened], [x], budget=budget, clamp=clamp)[0]
+        return opened.release(x, budget=budget, clamp=clamp)
     try:
         size = len(x)
     except TypeError:
@@ -220,26 +217,6 @@ def answer(
     kept = {"robustness": robustness, "settings": settings, "step": step}
     planned = plan(questions, epsilon, size, bounds, distribution, delta=delta, rho=rho, **kept)  # type: ignore[arg-type]
     return planned.release(x, budget=budget, clamp=clamp)
-
-
-def release_all(
-    plans: Sequence[Plan | GaussianPlan | OpenPlan], columns: Sequence[Any], *, budget: AnyBudget = None, clamp: bool = False
-) -> list[list[Answer]]:
-    """Plans for several columns of one dataset: all are checked, then charged at once, then noise is drawn.
-
-    Replacing a row changes all of its columns, so the plans' ε add up, as exact decimals.
-    """
-    checked = [each.checked(x, clamp) for each, x in zip(plans, columns, strict=True)]
-    if len({each.adjacency for each in plans}) > 1:
-        raise ConfigurationError("plans of one release are for the same neighbours: all with a public n, or none.")
-    account = open_budget(budget)
-    if account is not None:
-        costs = [cost for each in plans for cost in each.costs(account.adjacency)]
-        pure = sum((cost.epsilon for cost in costs if isinstance(cost, Pure)), Fraction(0))
-        others = [cost for cost in costs if not isinstance(cost, Pure)]
-        what = "; ".join(", ".join(each.questions) for each in plans)
-        account.charge([*([Pure(pure, plans[0].adjacency)] if pure else []), *others], what)
-    return [each.respond(t) for each, t in zip(plans, checked, strict=True)]
 
 
 def _part(

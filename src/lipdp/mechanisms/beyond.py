@@ -35,6 +35,7 @@ from lipdp.fields import Array, Range, check_fields
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise
 from lipdp.mechanisms.problem import Problem, response_loss
+from lipdp.mechanisms.statistics import places
 from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import Stream
 
@@ -122,8 +123,8 @@ class BeyondMechanism(Mechanism):
 
     def seen(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """T and E of unit datasets (batch, n), as they are told apart: mirrored where the low end is cut."""
-        places = places_of(t if self.high else 1 - t)
-        return places.to(torch.float64).sum(1) / PLACES, (places > self.cut * _CELL).sum(1)
+        records = places(t if self.high else 1 - t, PLACES)
+        return records.to(torch.float64).sum(1) / PLACES, (records > self.cut * _CELL).sum(1)
 
     def losses(self, t: Tensor, seed: int = 0) -> Tensor:
         """See :meth:`Mechanism.losses`; by quadrature, no noise is drawn."""
@@ -159,21 +160,16 @@ class BeyondMechanism(Mechanism):
 
     def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
         check_sampler(sampler, "table")
-        stream, places = Stream(), places_of(t[0] if self.high else 1 - t[0])
-        row = self.table[min(int((places > self.cut * _CELL).sum()), self.table.shape[0] - 1)].tolist()
+        stream, records = Stream(), places(t[0] if self.high else 1 - t[0], PLACES)
+        row = self.table[min(int((records > self.cut * _CELL).sum()), self.table.shape[0] - 1)].tolist()
         moved = stream.below(_CELL)
-        cell = (int(places.sum()) + moved) // _CELL + _drawn(row, self.problem.exact_epsilon, stream)
+        cell = (int(records.sum()) + moved) // _CELL + _drawn(row, self.problem.exact_epsilon, stream)
         mean = float(Fraction(2 * (cell * _CELL - moved) + _CELL - 1, 2 * PLACES * self.problem.n))
         answer = min(max(mean, 0.0), 1.0)
         return torch.tensor(answer if self.high else 1 - answer, dtype=torch.float64)
 
     def _noised(self) -> str:
         return "the mean, with noise from a table for each number of records beyond a cut (every ratio checked)"
-
-
-def places_of(t: Tensor) -> Tensor:
-    """Records of the unit interval as whole numbers: record by record, so neighbours stay neighbours."""
-    return (t.clamp(0, 1) * PLACES).round().to(torch.int64)
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------------
@@ -238,7 +234,7 @@ def fits(problem: Problem) -> bool:
 
 def counted(t: Tensor) -> Tensor:
     """How many records of unit datasets (batch, n) lie beyond each cut, (batch, ways): those of :data:`WAYS`, in order."""
-    return torch.stack([(places_of(t if high else 1 - t) > cut * _CELL).sum(1) for cut, high in WAYS], 1)
+    return torch.stack([(places(t if high else 1 - t, PLACES) > cut * _CELL).sum(1) for cut, high in WAYS], 1)
 
 
 def candidate(problem: Problem, means: Tensor, counts: Tensor, robustness: float) -> BeyondMechanism | None:

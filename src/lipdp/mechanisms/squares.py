@@ -36,6 +36,7 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise, release_noise
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.robust import noisy_query, truth_losses
+from lipdp.mechanisms.statistics import PLACES, places
 from lipdp.privacy.randomness import Stream
 
 __all__ = ["SIDES", "SquaresMechanism", "candidates"]
@@ -45,7 +46,6 @@ Less = Annotated[float, Range(least=0, most=100)]
 SIDES = 64
 """Of the coin."""
 Often = Annotated[int, Range(least=1, most=SIDES)]
-_PLACES = 2**30
 _EIGHTHS = 8  # λ is a multiple of ⅛
 _CHUNK = 2_000_000  # records at a time
 _WEIGHTS, _LESS = (4, 5, 6, 8, 10), (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -80,12 +80,12 @@ class SquaresMechanism(Mechanism):
     @property
     def sensitivity(self) -> float:
         """Of the two sums, in L1, with Σz² in units of the squared half range."""
-        return self.moves / (_EIGHTHS * _PLACES)
+        return self.moves / (_EIGHTHS * PLACES)
 
     @property
     def moves(self) -> int:
         """Of :meth:`statistic`: 8·(1 + λ/2)² places, and for each square less than one by which it is rounded."""
-        return (2 * _EIGHTHS + self.weight) ** 2 * (_PLACES // (4 * _EIGHTHS)) + _EIGHTHS
+        return (2 * _EIGHTHS + self.weight) ** 2 * (PLACES // (4 * _EIGHTHS)) + _EIGHTHS
 
     @property
     def scale(self) -> float:
@@ -97,7 +97,7 @@ class SquaresMechanism(Mechanism):
         made = []
         for row in t:
             total = squares = 0
-            for part in torch.split(2 * (row.clamp(0, 1) * _PLACES).round().to(torch.int64) - _PLACES, _CHUNK):
+            for part in torch.split(2 * places(row) - PLACES, _CHUNK):
                 total, squares = total + int(part.sum()), squares + int((part**2 >> 30).sum())
             made.append((self.weight * total, _EIGHTHS * squares))
         return made
@@ -150,8 +150,8 @@ class SquaresMechanism(Mechanism):
             return self.other._respond(t, "exact"), float(draw_noise("staircase", upper, size, self.epsilon))
         total, squares = release_noise("laplace", self.statistic(t)[0], self.moves, self.problem.exact_epsilon, sampler)
         n, s = self.problem.n, self.scale
-        mean = min(max(total / (self.weight * _PLACES * n), -1.0), 1.0)
-        second = min(max(squares / (_EIGHTHS * _PLACES * n), 0.0), 1.0)
+        mean = min(max(total / (self.weight * PLACES * n), -1.0), 1.0)
+        second = min(max(squares / (_EIGHTHS * PLACES * n), 0.0), 1.0)
         answer = min(max((second - mean**2 - self.less * s) / 4, 0.0), 0.25)
         reach = math.log(2 / (1 - confidence)) * s
         off = reach * _EIGHTHS / self.weight
