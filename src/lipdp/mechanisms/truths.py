@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lipdp.mechanisms import beyond, centred, squares
-from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import NoiseKind, density
 from lipdp.mechanisms.postprocess import Table
 from lipdp.mechanisms.problem import Problem
@@ -58,17 +58,13 @@ def on_the_query(problem: Problem, belief: Tensor, robustness: float) -> Robust:
 
             candidates.append(_within(make, fine, least_fine, robustness))
     chosen = min(candidates, key=expected)
-    losses = truth_losses(chosen, fine)
-    ratios = losses / least_fine
-    name = problem.query.name
 
     def where(place: int) -> str:
-        value = float(problem.answer(fine[place]))
-        return f"any dataset whose {name} is {value:.4g}"
+        return f"any dataset whose {problem.query.name} is {float(problem.answer(fine[place])):.4g}"
 
-    at, high = int(ratios.argmax()), int(losses.argmax())
-    plain_loss = float(truth_losses(best, fine).max())
-    return Robust(chosen, best, float(ratios[at]), float(losses[high]), plain_loss, where(at), where(high), proved=True)
+    most_of_plain = float(truth_losses(best, fine).max())
+    unchanged = Robust(best, best, 1.0, most_of_plain, most_of_plain, "", "", proved=True)
+    return _held(unchanged, chosen, truth_losses(chosen, fine), least_fine, where)
 
 
 def by_mean_and_variance(found: Robust, means: Tensor, variances: Tensor, robustness: float) -> Robust:
@@ -80,25 +76,18 @@ def by_mean_and_variance(found: Robust, means: Tensor, variances: Tensor, robust
     assert isinstance(found.mechanism, AdditiveMechanism)
     highest, few = 1 + MARGIN * robustness, _Spread(problem, *centred.grid())
     believed = _Spread(problem, means, variances)
-
-    def score(losses: Tensor) -> float:
-        return float(losses.mean() / believed.least.mean() + (losses / believed.least).mean())
-
     tried: list[tuple[float, squares.SquaresMechanism | centred.CentredMechanism]] = []
     for one in (*squares.candidates(problem), *centred.candidates(problem)):
         kept = few.within(one, highest)
         if kept is not None:
-            tried.append((score(believed.losses(kept[0])), kept[0]))
-    unchanged = score(truth_losses(found.mechanism, variances))
-    every = _Spread(problem, *_all_spreads(problem)) if tried and min(tried, key=lambda pair: pair[0])[0] < unchanged else few
-    for own, one in sorted(tried, key=lambda pair: pair[0]):
-        kept = every.within(one, highest) if own < unchanged else None
+            tried.append((_score(believed.losses(kept[0]), believed.least), kept[0]))
+    unchanged = _score(truth_losses(found.mechanism, variances), believed.least)
+    better = sorted((pair for pair in tried if pair[0] < unchanged), key=lambda pair: pair[0])
+    every = _Spread(problem, *_all_spreads(problem)) if better else few
+    for _, one in better:
+        kept = every.within(one, highest)
         if kept is not None:
-            made, losses = kept
-            ratios = losses / every.least
-            at, high = int(ratios.argmax()), int(losses.argmax())
-            places = {"ratio_at": every.where(at), "loss_at": every.where(high)}
-            return replace(found, mechanism=made, ratio=float(ratios[at]), loss=float(losses[high]), proved=True, **places)  # type: ignore[arg-type]
+            return _held(found, *kept, every.least, every.where)
     return found
 
 
@@ -164,16 +153,12 @@ def by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness: 
         return found
     plain = [noisy_query(problem, noise) for noise in KINDS]
     totals, seen = beyond.grid(made)
-    losses = made.losses_of(totals, seen)
-    ratios = losses / torch.stack([truth_losses(one, totals / problem.n) for one in plain]).amin(0)
+    losses, least = made.losses_of(totals, seen), torch.stack([truth_losses(one, totals / problem.n) for one in plain]).amin(0)
     believed = torch.stack([truth_losses(one, means) for one in plain]).amin(0)
     own = made.losses_of(problem.n * (means if made.high else 1 - means), counts[:, beyond.WAYS.index((made.cut, made.high))])
-
-    def score(losses: Tensor) -> float:
-        return float(losses.mean() / believed.mean() + (losses / believed).mean())
-
     assert isinstance(found.mechanism, AdditiveMechanism)
-    if float(ratios.max()) > 1 + robustness or score(own) >= score(truth_losses(found.mechanism, means)):
+    unchanged = _score(truth_losses(found.mechanism, means), believed)
+    if float((losses / least).max()) > 1 + robustness or _score(own, believed) >= unchanged:
         return found
 
     def where(place: int) -> str:
@@ -183,9 +168,20 @@ def by_records_beyond(found: Robust, means: Tensor, counts: Tensor, robustness: 
         side = "above" if made.high else "below"
         return f"any dataset whose mean is {mean:.4g}, with {int(seen[place])}{more} records {side} {cut:.4g}"
 
+    return _held(found, made, losses, least, where)
+
+
+def _score(losses: Tensor, least: Tensor) -> float:
+    """Under a belief: against the plain mechanism's losses, in all and dataset by dataset."""
+    return float(losses.mean() / least.mean() + (losses / least).mean())
+
+
+def _held(found: Robust, made: Mechanism, losses: Tensor, least: Tensor, where: Callable[[int], str]) -> Robust:
+    """A mechanism in place of what was found, with the largest of its losses, and ratios to the plain one's, on all datasets."""
+    ratios = losses / least
     at, high = int(ratios.argmax()), int(losses.argmax())
-    worst = {"ratio": float(ratios[at]), "loss": float(losses[high]), "ratio_at": where(at), "loss_at": where(high)}
-    return replace(found, mechanism=made, proved=True, **worst)  # type: ignore[arg-type]
+    places = {"ratio_at": where(at), "loss_at": where(high)}
+    return replace(found, mechanism=made, ratio=float(ratios[at]), loss=float(losses[high]), proved=True, **places)  # type: ignore[arg-type]
 
 
 def _within(make: Callable[[float], AdditiveMechanism], truths: Tensor, least: Tensor, robustness: float) -> AdditiveMechanism:
