@@ -464,3 +464,23 @@ def test_settings_that_no_constructor_takes(make: Any, name: str, value: float, 
     owner = next(part for part in layer.modules() if hasattr(part, name))
     setattr(owner, name, value)
     refused(nn.Sequential(nn.BoundedInput((4,), norm=1.0), layer, nn.SpectralLinear(4, 3)), (4,), says, LipdpError)
+
+
+class Drawing(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random()
+
+
+def _on_the_instance(model: torch.nn.Module) -> torch.nn.Module:
+    model.forward = lambda x: x * random.random()  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [lambda: Drawing(T.Tanh()), lambda: nn.Sequential(Drawing()), lambda: _on_the_instance(T.Sequential(T.Tanh()))],
+    ids=range(3),
+)
+def test_what_draws_in_forward_is_seen_however_deep(inner: Any) -> None:
+    """A model of our own containers is traced once; one with any of somebody's own, twice."""
+    refused(nn.Sequential(nn.BoundedInput((4,), norm=1.0), inner(), nn.SpectralLinear(4, 3)), (4,), "something else each time")
