@@ -25,6 +25,7 @@ from lipdp.errors import ConfigurationError, DataError
 __all__ = ["Categorical", "Column", "Dates", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
 
 Floats = npt.NDArray[np.float64]
+_MISSING, _LISTED = ", or missing", 12  # words; categories that are told one by one
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Numeric:
     def width(self) -> int:
         """How many numbers it becomes."""
         return 1 + self.missing
+
+    @property
+    def said(self) -> str:
+        """What is public of it, in words."""
+        return f"from {self.low:g} to {self.high:g}{_MISSING if self.missing else ''}"
 
     def encode(self, name: str, values: Any) -> Floats:
         """(rows, width), every row of norm at most 1."""
@@ -99,6 +105,13 @@ class Categorical:
     def width(self) -> int:
         """How many numbers it becomes."""
         return len(self.values) + self.other
+
+    @property
+    def said(self) -> str:
+        """What is public of it, in words."""
+        listed = ", ".join(map(str, self.values[:_LISTED]))
+        more = f" and {len(self.values) - _LISTED} more" if len(self.values) > _LISTED else ""
+        return f"one of {listed}{more}{', or another' if self.other else ''}"
 
     def encode(self, name: str, values: Any) -> Floats:
         """(rows, width): a 1 where the category is."""
@@ -156,6 +169,11 @@ class Dates:
     def width(self) -> int:
         """How many numbers it becomes."""
         return 1 + self.missing
+
+    @property
+    def said(self) -> str:
+        """What is public of it, in words."""
+        return f"dates from {self.ends[0]} to {self.ends[1]}{_MISSING if self.missing else ''}"
 
     @property
     def ends(self) -> tuple[str, str]:

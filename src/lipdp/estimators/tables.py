@@ -33,6 +33,7 @@ __all__ = ["PrivateClassifier", "PrivateRegressor"]
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
 _LITTLE = 0.05
+_TOLD = 60  # columns that are listed one by one
 _OF_IMAGES = ("epsilon", "delta", "classes", "random_state", "reproducible", "device", "budget")
 
 
@@ -290,7 +291,7 @@ class PrivateClassifier(Classifier, _PrivateTable):
         ranges = self._ranges({name: columns[name] for name in unknown}, ready)
         self.classes_ = labels
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
-        self.public_ = (*_public_facts(len(codes), len(known)), self._public_classes(labels))
+        self.public_ = (*_public_facts(len(codes), known), self._public_classes(labels))
         self._run(ready, columns, codes)
         return self
 
@@ -412,7 +413,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         self.target_ = given or self._ranges({_TARGET: values}, ready, share if without else 1.0)[_TARGET]
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
         self.public_ = (
-            *_public_facts(len(values), len(known)),
+            *_public_facts(len(values), known),
             *([] if given is None else [f"the range of y, {given.low:g} to {given.high:g}, as declared"]),
         )
         self._run(ready, columns, self.target_.encode("y", values).astype(np.float32))
@@ -450,6 +451,12 @@ def _target(given: Any) -> Numeric:
     return known
 
 
-def _public_facts(records: int, declared: int) -> list[str]:
-    known = [f"ranges or categories of {declared} column{'s' if declared > 1 else ''}, as declared"] if declared else []
+def _public_facts(records: int, declared: dict[Hashable, Column]) -> list[str]:
+    """What whoever signs has to know to be public: which ranges and categories, not only how many."""
+    told = [f"{name}, {column.said}" for name, column in list(declared.items())[:_TOLD]]
+    more = [f"and {len(declared) - _TOLD} more"] if len(declared) > _TOLD else []
+    plural = "s" if len(declared) > 1 else ""
+    known = (
+        [f"ranges or categories of {len(declared)} column{plural}, as declared: {'; '.join([*told, *more])}"] if declared else []
+    )
     return [f"the number of rows, {records}", *known]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
 import json
 import math
 import platform
@@ -21,7 +23,7 @@ from lipdp.training import History, PrivacyPlan
 __all__ = ["ABOUT", "About", "RunRecord", "read_run", "this_environment", "write_about"]
 
 ABOUT = "about.json"
-_PLAN, _HISTORY, _RESULT = "plan.json", "history.json", "result.json"
+_PLAN, _HISTORY, _RESULT, _MODEL = "plan.json", "history.json", "result.json", "model.lipdp"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class About:
 
 
 def this_environment(device: str = "cpu") -> dict[str, str]:
-    """Versions and machine, as far as results may depend on them.
+    """The day, versions and machine, as far as results may depend on them.
 
     Args:
         device: where the run computed.
@@ -51,6 +53,7 @@ def this_environment(device: str = "cpu") -> dict[str, str]:
 
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "lipdp": __version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
@@ -83,6 +86,7 @@ class RunRecord:
         epsilon: of the steps that were taken, by the accountant from the plan, and of ranges of columns that were released before;
             or what the result says, where that is more.
         contradictions: where files say other things than follow from the plan.
+        model: the file of the model and its digest, so that it is known what a report is of; empty where there is none.
     """
 
     name: str
@@ -92,6 +96,7 @@ class RunRecord:
     about: About
     epsilon: float
     contradictions: tuple[str, ...]
+    model: str = ""
 
     @property
     def private(self) -> bool:
@@ -141,7 +146,7 @@ def read_run(folder: str | Path) -> RunRecord:
         epsilon += float(released)
     if isinstance(said, int | float) and said > epsilon * (1 + 1e-6):  # more than the steps cost is believed, less is not
         epsilon = float(said)
-    return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions)
+    return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions, _model_in(place))
 
 
 def _steps(plan: PrivacyPlan, history: History, result: dict[str, Any]) -> int:
@@ -149,6 +154,11 @@ def _steps(plan: PrivacyPlan, history: History, result: dict[str, Any]) -> int:
     said = result.get("steps")
     taken = int(history.last.get("step", 0))
     return min(taken, plan.steps) if said == taken else plan.steps
+
+
+def _model_in(place: Path) -> str:
+    file = place / _MODEL
+    return f"{_MODEL}, SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}" if file.is_file() else ""
 
 
 def _text(path: Path) -> str:
