@@ -5,6 +5,9 @@ As in ``test_mistakes.py`` each is told by lipdp, by name, without a record's te
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lipdp
 from lipdp import nn
-from lipdp.errors import LipdpError, LipdpWarning
+from lipdp.errors import LipdpError, LipdpNotice, LipdpWarning
 from lipdp.estimators import numeric
 from lipdp.estimators.repeats import forget_rows
 from tests.test_mistakes import LOSS, data, fit, model, plan
@@ -158,6 +161,10 @@ MISTAKES = {
     ),
     "gradients switched off": (lambda: without_gradients(torch.no_grad), "torch.no_grad()"),
     "inference mode": (lambda: without_gradients(torch.inference_mode), "torch.inference_mode()"),
+    "a softmax before the cross-entropy": (lambda: plan(nn.Sequential(*model(), torch.nn.Softmax(1))), "ends in Softmax"),
+    "a shape that is a number": (lambda: lipdp.models.create("mlp", input_shape=64, classes=3), "input_shape is 64"),
+    "classes as a text": (lambda: lipdp.models.create("mlp", input_shape=(64,), classes="3"), "classes is '3'"),
+    "a table as records by name": (lambda: lipdp.data.Columns(people()), "to_dict('records')"),
     "resume without a file": (lambda: fit(resume=True), "checkpoint=FILE"),
 }
 
@@ -171,7 +178,7 @@ def _undeclared(cell):
 def test_a_mistake_is_told(name, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     act, thing = MISTAKES[name]
-    with pytest.warns(LipdpWarning) if name in WARNED else pytest.raises(LipdpError) as told:
+    with pytest.warns((LipdpWarning, LipdpNotice)) if name in WARNED else pytest.raises(LipdpError) as told:
         act()
     text = str(told[0].message) if name in WARNED else str(told.value)
     assert thing.lower() in text.lower(), text
@@ -180,6 +187,7 @@ def test_a_mistake_is_told(name, tmp_path, monkeypatch) -> None:
 
 
 WARNED = {
+    "a softmax before the cross-entropy",
     "the target in the table",
     "an index in another order",
     "training records for validation",
@@ -190,6 +198,11 @@ WARNED = {
 
 def test_there_are_sixty_more() -> None:
     assert len(MISTAKES) >= 60
+
+
+def test_the_report_is_there_without_another_import() -> None:
+    script = "import lipdp; lipdp.report.write; lipdp.estimators.numeric"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("backend", ["numpy_nullable", "pyarrow"])

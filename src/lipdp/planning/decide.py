@@ -30,6 +30,7 @@ from lipdp.planning.settings import (
     choose_precision,
     describe_loss,
     model_roundoff,
+    note_squashed,
     per_example_loss,
     rounding_of,
     slack_of,
@@ -145,6 +146,7 @@ def plan(
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
+    note_squashed(model, loss)
     shape = None if input_shape is None else tuple(input_shape)
     groups, analysis = make_groups(
         model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from lipdp._discreet import shown
 from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpNotice
 from lipdp.losses import Loss
 
 __all__ = [
@@ -152,6 +153,27 @@ def check_model(model: object, *, values: bool = True) -> None:
             raise ConfigurationError(
                 f"{name} is on the meta device, where it has no values: model.to_empty(device='cpu'), and set the weights then"
             )
+
+
+_ENDS = {
+    "Softmax": ("CrossEntropy", "CrossEntropyLoss"),
+    "LogSoftmax": ("CrossEntropy", "CrossEntropyLoss"),
+    "Sigmoid": ("BCE", "BCEWithLogitsLoss"),
+}
+
+
+def note_squashed(model: torch.nn.Module, loss: object) -> None:
+    """Say where a network ends in what its loss does itself: gradients all but vanish, and the noise stays."""
+    last = model
+    while isinstance(last, torch.nn.Sequential) and len(last):
+        last = last[-1]
+    if type(loss).__name__ in _ENDS.get(type(last).__name__, ()):
+        warnings.warn(
+            f"the network ends in {type(last).__name__}, and {type(loss).__name__} applies one itself: leave it out, or little is "
+            "learned",
+            LipdpNotice,
+            stacklevel=3,
+        )
 
 
 def check_method(method: str, max_grad_norm: float | Mapping[str, float] | None) -> None:
