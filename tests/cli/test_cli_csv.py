@@ -60,7 +60,7 @@ def test_classes_with_a_report(table: Path) -> None:
     assert json.loads((run / "schema.json").read_text())["job"] == {"values": ["clerk", "nurse"]}
     code, told = train(table, SCHEMA, *words)
     assert code == 2
-    assert "already holds another run" in told
+    assert "of another run" in told
 
 
 def test_numbers_and_ranges_that_are_paid_for(table: Path) -> None:
@@ -78,7 +78,7 @@ def test_numbers_and_ranges_that_are_paid_for(table: Path) -> None:
     assert read.epsilon == result["epsilon"]
     assert read.epsilon > 4.5 > read.plan.epsilon
     report = (run / "report.md").read_text(encoding="utf-8")
-    assert "ranges of columns | pure ε = 1; in the same ε" in report
+    assert "ranges of columns | pure ε = 1.000; in the same ε" in report
     assert "R²" in report
     assert "left" in next(line for line in report.splitlines() if line.startswith("| account of the dataset"))
     assert read.plan.epsilon < Budget(account.path).spent <= read.epsilon  # at the account's larger δ

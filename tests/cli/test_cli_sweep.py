@@ -46,7 +46,7 @@ def test_sweep_then_test(lipdp):
         "sweep", "digits", *FIXED, "--space", "small", "--trials", 1, "--test", "--seeds", 2, "--validation-fraction", 0.25
     )
     assert done.code == 0, done.stderr
-    assert "over 2 runs, each with (ε = 3.00, δ = 0.0001)" in " ".join(done.stdout.split())
+    assert "over 2 runs, each with (ε = 3.000, δ = 0.0001)" in " ".join(done.stdout.split())
     assert "not paid for" in done.stdout
 
 

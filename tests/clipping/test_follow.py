@@ -724,6 +724,36 @@ def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more(monkeypatch
     assert moved(sums[0], sums[1]) == moved(sums[0], sums[2]) == 0
 
 
+def test_what_ran_beside_a_model_for_a_while_slows_it_for_a_while():
+    """Records are taken one by one while it runs, and together again behind it; meanwhile that is tried ever less often."""
+    torch.manual_seed(0)
+    x, _, y = batches()
+    beside, tried = [False], []
+
+    class Served(nn.Sequential):
+        def forward(self, x):
+            if beside[0] and len(x) == len(y):
+                in_thread(sum, range(100_000))
+            return super().forward(x)
+
+    clip = clipping.Clipper(Served(nn.Linear(4, 6), nn.Linear(6, 3)), LOSS)
+    together = clip._together
+    clip._together = lambda *args: (tried.append(args), together(*args))[1]
+    quiet = clip(x, y, C).sums
+    beside[0] = True
+    tried.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpNotice)
+        sums = [clip(x, y, C).sums for _ in range(40)]
+    assert clip.apart == "alone"
+    assert len(tried) == 6 * 4, "of 40 batches the 1st, 2nd, 4th, 8th, 16th and 32nd are tried, four times each"
+    assert all(moved(quiet, each) <= 1e-5 for each in sums)
+    beside[0] = False
+    later = [clip(x, y, C).sums for _ in range(32)]
+    assert clip.apart == "proved"
+    assert moved(quiet, later[-1]) == 0
+
+
 def test_a_thread_that_always_runs_is_named():
     torch.manual_seed(0)
     x, _, y = batches()

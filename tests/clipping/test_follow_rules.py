@@ -6,6 +6,7 @@ argument by itself, and of all arguments of one shape together, in runs of one a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -142,3 +143,30 @@ def test_rules_hold(part):
         for sample in samples:
             claims += check(op.name, op.op, sample)
     assert claims > 100
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 7, 9), (6, 4, 1, 5), (6, 3, 8, 8)])
+@pytest.mark.parametrize("window", [(2,), (3, 1, 1), ((1, 2), 1, 0, 2), (3, 2, 1, 1, True)], ids=str)
+def test_maxima_that_are_found_more_quickly_are_the_same(shape, window):
+    """To the bit, with the same places among equal ones and beside NaN, in the same layout; and so are their gradients."""
+    torch.manual_seed(0)
+    plain = torch.randint(0, 3, shape).float()  # most maxima are there several times
+    plain[1, :, 0, 1], plain[2, 1], plain[3, 2, 0] = float("nan"), float("inf"), -0.0
+    found = []
+    for followed in (False, True):
+        x = plain.clone().requires_grad_()
+        following = Following(len(x))
+        following.declare(x, At(0, 1))
+        with following.following() if followed else contextlib.nullcontext():
+            try:
+                maxima, places = torch.nn.functional.max_pool2d_with_indices(x * 1.0, *window)
+            except RuntimeError:  # too small for the window
+                found.append(None)
+                continue
+        gradient = torch.autograd.grad(maxima.nansum(), x)[0]
+        found.append((maxima.detach().nan_to_num(7), places, gradient))
+        assert not followed or (following.state(maxima) == At(0, 1) and not following.reads)
+    assert (found[0] is None) == (found[1] is None)
+    for one, other in zip(found[0] or (), found[1] or (), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()

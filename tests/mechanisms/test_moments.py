@@ -144,3 +144,42 @@ def test_own_queries(tmp_path: Path) -> None:
     assert budget.spent == pytest.approx(2.0)
     with pytest.raises(BudgetError):
         release_query(len, x, 1.0, 1.5, budget=budget)
+
+
+@pytest.mark.parametrize("given", [{"epsilon": 1.0}, {"epsilon": 1.0, "delta": 1e-5}, {"rho": 1.0}, {"rho": 1e-300}])
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-300, 1e-200, 1e200, 1e300, 1.7e308])
+def test_sensitivities_at_the_ends_of_float64(tmp_path: Path, given: dict[str, float], size: float) -> None:
+    """Either a release that does not tell 0 from the sensitivity, or a refusal that costs nothing; no raw error after the charge.
+
+    Gaussian noise of std 1e-300 was none: 0 had noise, and all else was brought to the end of the numbers.
+    """
+    budget = Budget(tmp_path / "budget.json", epsilon=1000, delta=1e-6, dataset="some", adjacency="replace_one")
+
+    def released(value: float) -> np.ndarray:
+        return release_query(lambda x: [x] * 9, value, size, l2_sensitivity=size, budget=budget, **given).values
+
+    if "rho" in given and (given["rho"] < 1 or not 1e-270 < size < 1e270):
+        for value in (0.0, size):
+            with pytest.raises(ConfigurationError, match="no Gaussian noise can be drawn"):
+                released(value)
+        assert budget.spent == 0.0
+        return
+    low, high = (np.sort(released(value)) for value in (0.0, size))
+    assert budget.spent > 0
+    assert np.isfinite(low).all()
+    assert np.isfinite(high).all()
+    assert low[0] <= high[-1]  # nine draws each, and noise as large as their distance: the ranges meet
+    assert high[0] <= low[-1]
+
+
+def test_wrong_arguments_are_named_before_anything_is_charged(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "budget.json", epsilon=10, delta=1e-5, dataset="some", adjacency="replace_one")
+    for bad in ("replace-one", None, "add"):
+        with pytest.raises(ConfigurationError, match="adjacency"):
+            release_query(lambda x: 1.0, [1], 1.0, 1.0, adjacency=bad, budget=budget)  # type: ignore[arg-type]
+    for bounds in (None, 5, (0, 1), [("0", "1")], [], [(0, True)]):
+        with pytest.raises(ConfigurationError, match="bounds is"):
+            release_moments(table(10)[:, :1], bounds, 1.0, budget=budget)  # type: ignore[arg-type]
+    assert budget.spent == 0.0
+    with pytest.raises(ConfigurationError, match="target is 'a'"):
+        release_moments(table(10), BOUNDS, 1.0).regression("a")  # type: ignore[arg-type]

@@ -281,6 +281,13 @@ def test_releases_lie_on_the_grid_and_round_by_half_a_step_at_most(std, seed):
     assert np.abs(rounded - sums / spacing).max() <= 0.5
 
 
+@pytest.mark.parametrize("std", [0.0, 5e-324, 1e-300, 2.0**-901, 2.0**901, 1.7e308, math.inf, math.nan])
+def test_noise_that_has_no_grid_is_refused(std):
+    """With 1/g = ∞ every sum but 0 was brought to the end of the numbers: 0 and 1e-300 could be told apart for certain."""
+    with pytest.raises(ConfigurationError, match="can't be drawn"):
+        noised_on_processor(np.array([0.0, 1e-300]), std, KEY)
+
+
 def test_what_is_not_finite_or_out_of_range():
     sums = torch.tensor([math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0], dtype=torch.float64)
     for std in (1.0, 1e-200, 1e200):

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lipdp._texts import upwards
 from lipdp.cli import app
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures, html, markdown, read_run, write
-from lipdp.report.words import in_short, upwards
+from lipdp.report.words import in_short
 from lipdp.report.words import statement as paragraphs
 from tests.report.browser import chromium, look_at, print_pdf
 
@@ -129,7 +130,7 @@ def test_ranges_that_were_released_are_in_epsilon(copy) -> None:
     _edit(copy, "result.json", released=0.25)
     record = read_run(copy)
     assert record.epsilon == pytest.approx(before + 0.25)
-    assert "pure ε = 0.25; in the same ε" in markdown([record])
+    assert "pure ε = 0.2500; in the same ε" in markdown([record])
 
 
 def test_what_was_not_judged_and_numbers_that_are_no_classes(copy) -> None:
@@ -278,10 +279,6 @@ def test_ticks_enclose_the_values(values, least, most) -> None:
     assert ticks[-1] >= max(values)
     assert (ticks[0], ticks[-1]) == pytest.approx((least, most))
     assert 2 <= len(ticks) <= 8
-
-
-def test_numbers_are_rounded_upwards() -> None:
-    assert [upwards(v) for v in (3.00001, 0.99991, 3.0, 1234.56, 0.0)] == ["3.001", "1", "3", "1235", "0"]
 
 
 def test_figures_without_numbers_are_left_out() -> None:

@@ -123,6 +123,7 @@ class _Entry(NamedTuple):
     made: weakref.ref[torch.Tensor] | None = None
 
 
+_NUMBERS = {int, float, bool}
 _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
@@ -283,7 +284,7 @@ class Following(TorchDispatchMode):
             if isinstance(arg, torch.Tensor):
                 state = self.state(arg) if func is not _LIFT else self._meet(arg)
                 depends = depends or state is not None
-            elif type(arg) in (list, tuple) and arg and any(isinstance(part, torch.Tensor) for part in arg):
+            elif type(arg) in (list, tuple) and not _NUMBERS.issuperset(map(type, arg)):
                 state = [self.state(part) if isinstance(part, torch.Tensor) else None for part in arg]
                 depends = depends or any(part is not None for part in state)
             states.append(state)
@@ -291,7 +292,7 @@ class Following(TorchDispatchMode):
             self.answered = True
             return states[0].answer
         try:
-            output = func(*args, **kwargs)
+            output = rule.run(*args, **kwargs)
         except Exception:
             if depends:  # the model may catch it, and so see something of the batch
                 self.reads.append(Reason(f"{rule.name} raises for what is in the batch", line()))
@@ -637,9 +638,10 @@ def _foreign(start: Any) -> type | None:
             home = sys.modules.get(made.__module__)
             if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
                 return made
-        following = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
-        seen.update(following)
-        waiting += following
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
     return None
 
 

@@ -109,7 +109,7 @@ class Readings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in _NOTED and not _is_ours():
             self._note(func, args, kwargs or {})
-        if types and any(not _is_torchs(kind) for kind in types):
+        if not (_USUAL.issuperset(types) or all(map(_is_torchs, types))):
             self._of.reads.append(Reason("a class of tensors with functions of its own", line()))
         elif isinstance(func, torch._ops.OpOverloadPacket) and func.__name__ in _BY_NAME:
             self._scripted(func.__name__, (args, kwargs))
@@ -175,6 +175,9 @@ def _reading_in(script: Any) -> str:
     """What in compiled code reads tensors by no operation; nothing, if nothing does."""
     graph = script.inlined_graph
     return next((name for name in _SCRIPTED if graph.findAllNodes(name)), "")
+
+
+_USUAL = {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_torchs(kind: type) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
+from lipdp._texts import figure, saved, source
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.nn.boundary import BoundedInput
 from lipdp.privacy.accounting import Adjacency
@@ -29,7 +30,6 @@ from lipdp.privacy.quantile import PrivateQuantile, private_quantile
 from lipdp.privacy.randomness import Stream
 
 __all__ = [
-    "NOT_PRIVATE",
     "NormHistogram",
     "Projection",
     "choose_input_bound",
@@ -40,7 +40,6 @@ __all__ = [
     "require_finite",
 ]
 
-NOT_PRIVATE = "NOT PRIVATE: computed from the records without noise. Do not publish it, unless the data are public."
 _CHUNK = 4096  # examples looked at together: the masks of a whole CIFAR-10 would need twice its memory
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
@@ -92,12 +91,12 @@ class NormHistogram:
     def __str__(self) -> str:
         figures = ", ".join(f"{100 * share:g}% {norm:.4g}" for share, norm in self.quantiles.items())
         text = f"norms of {sum(self.counts)} examples: mean {self.mean:.4g}, std {self.std:.4g}; quantiles: {figures}"
-        return text if self.public else f"{text}\n{NOT_PRIVATE}"
+        return text if self.public else f"{text}\n{source(False)}"
 
     def to_json(self) -> str:
         """As JSON; its first field says whether it may be published."""
         content = {
-            "privacy": "public data" if self.public else NOT_PRIVATE,
+            "privacy": source(self.public),
             "mean": self.mean,
             "std": self.std,
             "quantiles": {f"{share:g}": norm for share, norm in self.quantiles.items()},
@@ -108,12 +107,8 @@ class NormHistogram:
 
     def plot(self, path: str | Path | None = None, *, bound: float | None = None) -> Any:
         """A matplotlib figure (saved to ``path`` if given), with the chosen bound as a line. Needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError("NormHistogram.plot needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(5, 3.2), layout="constrained")
-        axes = figure.add_subplot()
+        drawn = figure("NormHistogram.plot", 5, 3.2)
+        axes = drawn.add_subplot()
         axes.stairs(self.counts, self.edges, fill=True, alpha=0.6)
         if bound is not None:
             axes.axvline(bound, color="black", linestyle="--", label=f"bound {bound:.3g}")
@@ -121,9 +116,7 @@ class NormHistogram:
         axes.set_xlabel("norm of the input")
         axes.set_ylabel("examples")
         axes.set_title("public data" if self.public else "NOT PRIVATE", fontsize=9)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        return saved(drawn, path)
 
 
 def norm_histogram(data: TensorDataset | Tensor, *, bins: int = 50, public: bool = False) -> NormHistogram:

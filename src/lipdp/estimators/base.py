@@ -25,17 +25,15 @@ from torch.utils.data import TensorDataset
 
 from lipdp._checks import known_device, positive, probability
 from lipdp._discreet import discreet, is_discreet, shown
+from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, upwards
 from lipdp.data.images import read_labels
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice
 from lipdp.estimators.reading import check_labels, check_lengths, codes_of, declared_classes, is_place, one_column
 from lipdp.privacy.budget import open_budget
 from lipdp.training import History, PrivacyPlan, fit, plan
 from lipdp.training.account import several_runs
-from lipdp.training.history import NOT_PRIVATE
 
 __all__ = ["Choice", "Classifier", "PrivateEstimator", "default_delta", "plan_head", "softmax"]
-
-_NEIGHBOURS = "adding or removing one row"
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,6 @@ def _undone(fit: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return whole
-
-
-def _upwards(value: float) -> str:
-    """To four digits, rounded up: a guarantee must not look better than it is."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
-    return f"{math.ceil(value / unit - 1e-9) * unit:.4g}"
 
 
 def default_delta(records: int) -> float:
@@ -251,11 +243,10 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         lines = [
             f"# {type(self).__name__}",
             "",
-            *([] if self.private_ else [f"**{NOT_PRIVATE}**", ""]),
-            f"- **Guarantee**: ε = {_upwards(self.epsilon_)}{ranges} at δ = {self.delta_:g}, for {_NEIGHBOURS}; "
-            f"{spent.accountant.upper()} "
-            f"accounting of {spent.steps} steps at sampling rate {spent.sampling_rate:.3g}, noise multiplier "
-            f"{spent.noise_multiplier:.4g}.",
+            *([] if self.private_ else [f"**{REPRODUCIBLE}**", ""]),
+            f"- **Guarantee**: ε = {upwards(self.epsilon_)}{ranges} at δ = {self.delta_:g}, for {NEIGHBOURS[spent.adjacency]}; "
+            f"{spent.accountant.upper()} accounting of {spent.steps} steps at sampling rate {spent.sampling_rate:.3g}, noise "
+            f"multiplier {spent.noise_multiplier:.4g}.",
             f"- **Method**: {choice.method}: {choice.why}. Sensitivities are {' and '.join(sources)}.",
             *(f"- **Taken to be public**: {fact}." for fact in self.public_),
             "- **Not covered**: the test rows, what was done to the table before it came here, other fits on the same rows.",

@@ -113,10 +113,9 @@ class _PrivateTable(PrivateEstimator):
         if texts:
             raise DataError(
                 f"column{'s' if len(texts) > 1 else ''} {', '.join(map(repr, texts[:5]))}{'…' if len(texts) > 5 else ''} "
-                f"hold{'' if len(texts) > 1 else 's'} no numbers, "
-                "and the categories that occur in private rows are private too. Declare those that may occur: "
-                f"schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; lipdp.estimators.dates(first, last) for "
-                "dates; of numbers in texts make numbers first"
+                f"hold{'' if len(texts) > 1 else 's'} no numbers, and the categories that occur in private rows are private too. "
+                f"Declare those that may occur: schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; "
+                "lipdp.estimators.dates(first, last) for dates; of numbers in texts make numbers first"
             )
         for name in unknown:
             Numeric(0, 1).encode(str(name), columns[name])  # missing values are an error before anything is spent

@@ -26,7 +26,7 @@ from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
 from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.lattice import Lattice, check_step
-from lipdp.mechanisms.learning import Settings, learn
+from lipdp.mechanisms.learning import Settings, learn, settings_or
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
 from lipdp.mechanisms.noise import draw_noise
 from lipdp.mechanisms.postprocess import Plain
@@ -143,7 +143,7 @@ def plan(
     asked, spending = normalised(questions), Spending(epsilon, delta, rho)
     problem = Problem.of("mean", 1.0 if epsilon is None else epsilon, n, bounds)
     belief = as_distribution(distribution, problem.low, problem.high) if distribution is not None else None
-    work = settings if settings is not None else Settings(robust=800)
+    work = settings_or(Settings(robust=800), settings)
     everyday: Distribution = belief or Everyday(problem.low, problem.high)
     check_step(step, problem.low, problem.high)
     if step is not None:
@@ -277,7 +277,7 @@ def _gaussian(
     of_rank = [question for question in asked if levels_of(question, problem.n, 1.0) is not None]
     sums = groups_of([question for question in asked if question not in of_rank], problem)
     own, share = split(spending, len(sums), len(of_rank))
-    if sums and not math.isfinite(own.multiplier(sum(group.entries for group in sums))):
+    if sums and not math.isfinite(own.std(math.sqrt(len(sums)), sum(group.entries for group in sums))):
         return None
     if share is not None and share < _LEAST_JOINT and spending.rho is None:
         return None

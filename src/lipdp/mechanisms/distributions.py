@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.special import ndtr, ndtri
 
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.fields import Count, check_fields
 from lipdp.mechanisms.problem import Problem
 
 __all__ = ["KINDS", "Belief", "Distribution", "Everyday", "Mixture", "Resampled", "World", "as_distribution", "draw", "lumps"]
@@ -41,16 +42,16 @@ class Mixture:
         spread: the least and the largest σ_j, as parts of the width c; the default is the one above.
     """
 
-    components: int = 4
+    components: Count = 4
     low: float = 0.0
     high: float = 1.0
     spread: tuple[float, float] = (0.03, 0.25)
 
     def __post_init__(self) -> None:
-        if self.components < 1 or not self.low < self.high or not 0 < self.spread[0] <= self.spread[1]:
+        check_fields(self, "a mixture")
+        if not self.low < self.high or not 0 < self.spread[0] <= self.spread[1]:
             raise ConfigurationError(
-                f"{self!r} is no mixture: at least one component, low < high, and a spread (least, most) above 0, as parts of "
-                "the width."
+                f"{self!r} is no mixture: low < high, and a spread (least, most) above 0, as parts of the width."
             )
 
     def __call__(self, count: int, n: int, generator: torch.Generator) -> Tensor:
@@ -249,6 +250,7 @@ class World:
     kinds: tuple[str, ...] = tuple(KINDS)
 
     def __post_init__(self) -> None:
+        check_fields(self, "a world")
         if not self.low < self.high or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ConfigurationError(f"{self!r} is no world: low < high, and kinds out of {', '.join(KINDS)}.")
 
@@ -271,6 +273,9 @@ class Everyday:
 
     low: float = 0.0
     high: float = 1.0
+
+    def __post_init__(self) -> None:
+        World(self.low, self.high)  # refuses what is no range
 
     def __call__(self, count: int, n: int, generator: torch.Generator) -> Tensor:
         """``count`` datasets of n records."""

@@ -30,9 +30,11 @@ PathLike = str | os.PathLike[str]
 def save_file(content: dict[str, Any], path: PathLike, form: str) -> None:
     """Write ``content`` as a file of this form."""
     own = {"format": form, **content}
-    target = Path(path)
+    target = _path(path)
     if not target.parent.is_dir():
         raise CheckpointError(f"the folder {target.parent} does not exist: make it before saving {target.name} there.")
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder: give the name of a file in it.")
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
     os.close(handle)
     try:
@@ -44,9 +46,16 @@ def save_file(content: dict[str, Any], path: PathLike, form: str) -> None:
         raise
 
 
+def _path(path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigurationError(f"path is a {type(path).__name__}: give the name of a file.") from None
+
+
 def load_file(path: PathLike, form: str, build: Callable[[dict[str, Any]], T]) -> T:
     """What ``build`` makes of the content of a file of this form; every failure is an error that says what is wrong with it."""
-    file = Path(path)
+    file = _path(path)
     if not file.is_file():
         raise CheckpointError(f"there is no mechanism at {file}: learn one and save it, or check the path.")
     try:

@@ -38,7 +38,7 @@ from lipdp.mechanisms.questions import CONFIDENCE, Answer, Joint, counts_in, edg
 from lipdp.mechanisms.spending import Spending, gaussian_event
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Pure
-from lipdp.privacy.noise import grid_factor, noised_on_processor
+from lipdp.privacy.noise import noised_on_processor
 from lipdp.privacy.randomness import fresh_key
 
 __all__ = ["SQUARES", "GaussianPlan", "groups_of", "split"]
@@ -122,7 +122,7 @@ class GaussianPlan:
             allowed = split(self.spending, len(self.groups), len(ranked))[1]
             if allowed is None or self.joint.exact_epsilon > Fraction(allowed):
                 raise ConfigurationError("the parts of a plan cost more than it may: make it with plan().")
-        if self.groups and not math.isfinite(self.multiplier):
+        if self.groups and not math.isfinite(self.std):
             raise ConfigurationError(f"there is no Gaussian noise for {self.spending}: use a larger delta, or leave it out.")
 
     @cached_property
@@ -149,7 +149,7 @@ class GaussianPlan:
     @cached_property
     def std(self) -> float:
         """Of the noise on each sum, in units of its group."""
-        return self.multiplier * math.sqrt(len(self.groups)) * (1 + 2.0**-50) * grid_factor(self.multiplier, self.entries)
+        return self.sums.std(math.sqrt(len(self.groups)) * (1 + 2.0**-50), self.entries)
 
     def release(self, x: Any, *, budget: Any = None, clamp: bool = False) -> list[Answer]:
         """All answers; data are checked first, then all is charged at once, then noise is drawn."""

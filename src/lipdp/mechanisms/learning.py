@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import positive, whole
+from lipdp.errors import ConfigurationError
+from lipdp.fields import Count, check_fields
 from lipdp.mechanisms import beyond
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, Mixture, as_distribution, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
@@ -23,12 +25,23 @@ from lipdp.mechanisms.ranked import by_depth, by_intervals
 from lipdp.mechanisms.robust import KINDS, Robust, affordable, draws, noisy_query
 from lipdp.mechanisms.truths import by_mean_and_variance, by_records_beyond, on_the_query
 
-__all__ = ["Comparison", "Settings", "compare", "expert_draws", "learn", "loss_ratio", "plain_mechanisms", "robust_mechanism"]
+__all__ = [
+    "Comparison",
+    "Settings",
+    "compare",
+    "expert_draws",
+    "learn",
+    "loss_ratio",
+    "plain_mechanisms",
+    "robust_mechanism",
+    "settings_or",
+]
 
 _CONFIDENCE = 2.33  # standard errors that a challenger has to be ahead by
 _LARGEST = 400  # records that mechanisms are trained with: beyond, those for so many are resized
 _STRESS = (1, 3)  # other numbers of Gaussians on which a mechanism for the default prior of four must not lose
 _SHARE = 0.07  # part of the learned mechanism's training datasets that each of them gets: see docs/mechanisms.md, "Shift"
+_MOST = 2**28  # records: those of one draw lie in memory
 _CLEAR = 400.0  # ε times the records beyond a quantile above which only the noise on its rank counts, and nothing is fitted
 
 
@@ -48,13 +61,16 @@ class Settings:
         robust: datasets, as above.
     """
 
-    training: int = 16_000
-    validation: int = 3_000
-    held_out: int = 12_000
+    training: Count = 16_000
+    validation: Count = 3_000
+    held_out: Count = 12_000
     sums: SumSettings = field(default_factory=SumSettings)
     utility: UtilitySettings = field(default_factory=UtilitySettings)
     expert: Level = "strong"
-    robust: int = 1500
+    robust: Count = 1500
+
+    def __post_init__(self) -> None:
+        check_fields(self, "settings")
 
     @classmethod
     def quick(cls) -> Settings:
@@ -62,6 +78,13 @@ class Settings:
         sums = SumSettings(screening=40, steps=150, batch=256)
         utility = UtilitySettings(steps=30, batch=64, responses=(24,), channels=8, kernel=5)
         return cls(training=1500, validation=500, held_out=800, sums=sums, utility=utility, expert="tuned", robust=400)
+
+
+def settings_or(default: Settings, settings: Settings | None) -> Settings:
+    """What was given, or the default; anything else is refused."""
+    if settings is not None and not isinstance(settings, Settings):
+        raise ConfigurationError(f"settings is a {type(settings).__name__}: give lipdp.mechanisms.Settings(…), or nothing.")
+    return default if settings is None else settings
 
 
 def learn(
@@ -146,7 +169,12 @@ def compare(
         seed: of training and evaluation; release noise has nothing to do with it.
     """
     problem = Problem.of(query, epsilon, n, bounds, loss)
-    work = settings if settings is not None else Settings()
+    work = settings_or(Settings(), settings)
+    if problem.n > _MOST:
+        raise ConfigurationError(
+            f"n is {problem.n}: no columns of more than {_MOST} records are drawn to plan with. Learn for fewer, and take "
+            "mechanism.for_size(n)."
+        )
     belief = None if distribution is None else as_distribution(distribution, problem.low, problem.high)
     if robustness is not None:
         return _compare_robust(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.intervals import IntervalMechanism
-from lipdp.mechanisms.problem import Problem, as_numbers, share_of
+from lipdp.mechanisms.problem import Problem, as_numbers, each_bounds, share_of
 from lipdp.mechanisms.spending import release_moments
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure
@@ -105,19 +105,17 @@ def release_line(
         budget: charged before noise is drawn, after all is checked.
         clamp: move values outside of the bounds to the nearest bound, instead of refusing them.
     """
-    data = as_numbers(x)
-    if not hasattr(bounds, "__len__"):
-        raise ConfigurationError(f"bounds is {bounds!r}: give the public range of both columns, [(lo, hi), (lo, hi)].")
-    if data.ndim != 2 or data.shape[1] != 2 or len(bounds) != 2 or data.shape[0] < 2:
+    data, ranges = as_numbers(x), each_bounds(bounds)
+    if data.ndim != 2 or data.shape[1] != 2 or len(ranges) != 2 or data.shape[0] < 2:
         raise DataError(f"the table has shape {tuple(data.shape)}: give (n, 2) with bounds of both columns, the target last.")
     if method not in (None, "pairs", "moments"):
         raise ConfigurationError(f"method is {method!r}: 'pairs', 'moments', or None for what suits n and epsilon.")
     n = data.shape[0]
     share = share_of(epsilon, 2 * _MATCHINGS)
     if method == "moments" or (method is None and math.sqrt(n) * epsilon >= math.sqrt(_FEW)):
-        (slope,), intercept = release_moments(data, bounds, epsilon, budget=budget, clamp=clamp).regression(1)
+        (slope,), intercept = release_moments(data, ranges, epsilon, budget=budget, clamp=clamp).regression(1)
         return Line(float(slope), intercept, epsilon, "moments")
-    across, up = (Problem.of("mean", 1.0, n, pair) for pair in bounds)
+    across, up = (Problem.of("mean", 1.0, n, pair) for pair in ranges)
     for problem, column in zip((across, up), data.T, strict=True):
         problem.dataset(column, clamp)  # refuses what is no number, or outside
     inside = shuffled(torch.stack([data[:, 0].clamp(across.low, across.high), data[:, 1].clamp(up.low, up.high)], 1))

@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
 from lipdp.mechanisms.postprocess import Decoder, NetworkState, PlainState, TableState
-from lipdp.mechanisms.problem import Problem, response_loss
+from lipdp.mechanisms.problem import Problem, as_numbers, response_loss
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
 from lipdp.mechanisms.utilities import ENOUGH_NODES, LearnedState, RankState, Selection, Utility, probabilities
 from lipdp.privacy.budget import AnyBudget, Budget
@@ -86,7 +86,7 @@ class Mechanism:
             "list have them (e.g. experts with 'permute-and-flip' in their name)."
         )
 
-    def expected_loss(self, datasets: Tensor | None = None, seed: int = 0) -> float:
+    def expected_loss(self, datasets: Any = None, seed: int = 0) -> float:
         """The expected response loss, in the user's units.
 
         Without arguments: as estimated on held-out draws of the public distribution when the mechanism was made. With
@@ -99,7 +99,12 @@ class Mechanism:
                     f"{self.title} was not evaluated when it was made: call expected_loss(datasets) with draws of a distribution."
                 )
             return float(self.report["expected_loss"])
-        return float(self.losses(self.problem.unit(datasets), seed).mean()) * self.problem.loss_scale
+        own = as_numbers(datasets)
+        if own.ndim != 2 or own.shape[1] != self.problem.n or not bool(torch.isfinite(own).all()):
+            raise DataError(
+                f"datasets has shape {tuple(own.shape)}: give finite numbers (count, {self.problem.n}), one dataset in each row."
+            )
+        return float(self.losses(self.problem.unit(own), seed).mean()) * self.problem.loss_scale
 
     def losses(self, t: Tensor, seed: int = 0) -> Tensor:
         """Each unit dataset's expected loss, (batch,), in unit scale; the same seed gives paired noise."""

@@ -32,6 +32,7 @@ __all__ = [
     "Query",
     "as_numbers",
     "check_loss",
+    "each_bounds",
     "least_of",
     "parse_query",
     "rank_between",
@@ -301,6 +302,17 @@ class Problem:
         """As plain values."""
         own = {"epsilon": self.epsilon, "n": self.n, "low": self.low, "high": self.high, "loss": self.loss}
         return {"query": self.query.state(), **own}
+
+
+def each_bounds(bounds: Any) -> list[tuple[float, float]]:
+    """(lo, hi) of each of some columns; whether they are good ones, a problem says."""
+    try:
+        pairs = [(low, high) for low, high in bounds]
+    except (TypeError, ValueError, RuntimeError):
+        pairs = []
+    if not pairs or not all(is_number(end) for pair in pairs for end in pair):
+        raise ConfigurationError(f"bounds is {bounds!r}: give one (lo, hi) for each column, in their order.")
+    return [(float(low), float(high)) for low, high in pairs]
 
 
 def least_of(epsilon: float) -> Fraction:

@@ -202,9 +202,12 @@ def counts_in(t: Tensor, edges: Sequence[float], problem: Problem) -> list[int]:
     return torch.bincount(place, minlength=len(edges) + 1)[1 : len(edges)].tolist()
 
 
-def laplace_error(sensitivity: float, epsilon: float, confidence: float = CONFIDENCE) -> float:
-    """What Laplace noise stays below, of either sign, with this chance."""
-    return -math.log1p(-confidence) * sensitivity / epsilon
+def laplace_error(sensitivity: float, epsilon: float, confidence: float = CONFIDENCE) -> int:
+    """What whole Laplace noise, P(z) ∝ a^|z| with a = exp(−ε/Δ), is not above with this chance: the least k with P(|z| > k) =
+    2a^(k+1) ÷ (1 + a) small enough. (Continuous noise would be below ln(1/risk)·Δ/ε: on counts, 90% for 95.)
+    """
+    slope = epsilon / sensitivity
+    return max(math.ceil((math.log(2 / (1 - confidence)) - math.log1p(math.exp(-slope))) / slope) - 1, 0)
 
 
 def normalised(questions: str | Sequence[str]) -> list[str]:

@@ -17,25 +17,26 @@ at most. So the L1 sensitivity is 2k + d, the L2 sensitivity √(4k + d), and on
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.special import log_ndtr
 
-from lipdp._checks import is_number, positive
+from lipdp._checks import is_number, positive, whole
 from lipdp._discreet import shown
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
-from lipdp.mechanisms.problem import Problem, as_numbers, least_of
+from lipdp.mechanisms.problem import Problem, as_numbers, each_bounds, least_of
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure
-from lipdp.privacy.noise import DISTANCE, grid_factor, noised_on_processor
+from lipdp.privacy.noise import DISTANCE, DRAWABLE, grid_factor, noised_on_processor
 from lipdp.privacy.randomness import fresh_key
 
 __all__ = [
@@ -92,6 +93,14 @@ class Spending:
         left = self.delta - (1 + math.exp(self.epsilon)) * DISTANCE * size  # what drawing the noise may add
         return gaussian_multiplier(self.epsilon, left) if left > self.delta / 2 else math.inf
 
+    def std(self, l2: float, size: int) -> float:
+        """Of the noise on each of ``size`` numbers of this L2 sensitivity, what rounding them to its grid takes included; infinite
+        where there is no such noise.
+        """
+        multiplier = self.multiplier(size)
+        made = multiplier * l2 * grid_factor(multiplier, size) if math.isfinite(multiplier) else math.inf
+        return made if DRAWABLE[0] <= made <= DRAWABLE[1] else math.inf
+
 
 @dataclass(frozen=True)
 class Vector:
@@ -141,21 +150,26 @@ def release_vector(
     its own, and counts it.
     """
     exact = np.asarray(values, dtype=np.float64)
-    multiplier, account = spending.multiplier(len(exact)), open_budget(budget)
-    pure = spending.rho is None and math.sqrt(2) * l1 / spending.epsilon <= multiplier * l2  # type: ignore[operator]
+    std, account = spending.std(l2, len(exact)), open_budget(budget)
+    pure = spending.rho is None and math.sqrt(2) * l1 / spending.epsilon <= std  # type: ignore[operator]
     if not pure:
+        if not math.isfinite(std):
+            raise ConfigurationError(
+                f"no Gaussian noise can be drawn for rho {spending.rho:g} and an L2 sensitivity of {l2:g}: it is too large or too "
+                "small for float64. Use another rho, or other units."
+            )
         if account is not None:
-            account.charge(gaussian_event(multiplier, account.adjacency, adjacency), what)
-        std = multiplier * l2 * grid_factor(multiplier, len(exact))
+            account.charge(gaussian_event(spending.multiplier(len(exact)), account.adjacency, adjacency), what)
         return Vector(noised_on_processor(exact, std, fresh_key()), std, spending)
     assert spending.epsilon is not None
     if account is not None:
         account.charge(Pure(spending.epsilon, adjacency), what)
-    step = Fraction(math.ldexp(1.0, math.frexp(l1)[1])) / _FINE
+    step = Fraction(2) ** math.frexp(l1)[1] / _FINE
     moved = math.ceil(Fraction(l1) / step) + len(exact)
     steps = [round(Fraction(value) / step) for value in exact.tolist()]
     noisy = release_noise("laplace", steps, moved, least_of(spending.epsilon))
-    released = np.array([float(value * step) for value in noisy])
+    most = Fraction(sys.float_info.max)
+    released = np.array([float(max(min(value * step, most), -most)) for value in noisy])
     return Vector(released, math.sqrt(2) * l1 / spending.epsilon, Spending(spending.epsilon))
 
 
@@ -196,6 +210,8 @@ def release_query(
         budget: charged after the query was computed, before noise is drawn.
     """
     spending = Spending(epsilon, delta, rho)
+    if adjacency not in get_args(Adjacency):
+        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
     first = positive("sensitivity", sensitivity)
     second = first if l2_sensitivity is None else positive("l2_sensitivity", l2_sensitivity)
     if second > first:
@@ -266,7 +282,7 @@ class Moments:
         can't be told from noise: they count as that. Larger ones stay as they are (a ridge on all of them lost 2 to 8 times more).
         """
         d = len(self.bounds)
-        if not 0 <= target < d:
+        if whole("target", target, least=0) >= d:
             raise ConfigurationError(f"target is {target}: there are columns 0 to {d - 1}.")
         others = [column for column in range(d) if column != target]
         matrix = self._scaled_covariance()
@@ -312,11 +328,10 @@ def release_moments(
         budget: charged before noise is drawn, after all is checked.
         clamp: move values outside of the bounds to the nearest bound, instead of refusing them.
     """
-    spending = Spending(epsilon, delta, rho)
-    data = as_numbers(x)
-    if data.ndim != 2 or data.shape[1] != len(bounds) or not len(bounds):
-        raise DataError(f"the dataset has shape {tuple(data.shape)}: give (n, {len(bounds)}), a column for each of the bounds.")
-    problems = [Problem.of("mean", 1.0, data.shape[0], pair) for pair in bounds]
+    spending, pairs, data = Spending(epsilon, delta, rho), each_bounds(bounds), as_numbers(x)
+    if data.ndim != 2 or data.shape[1] != len(pairs):
+        raise DataError(f"the dataset has shape {tuple(data.shape)}: give (n, {len(pairs)}), a column for each of the bounds.")
+    problems = [Problem.of("mean", 1.0, data.shape[0], pair) for pair in pairs]
     if len(data) * _FINE >= 2**53:
         raise DataError(f"there are {len(data)} records: sums of up to 2^29 are exact.")
     for problem, column in zip(problems, data.T, strict=True):
@@ -325,7 +340,7 @@ def release_moments(
     half = torch.tensor([problem.width / 2 for problem in problems], dtype=torch.float64)
     sums = contributions(((data - middle) / half).clamp(-1, 1).numpy()).sum(0) / _FINE
     released = release_vector(
-        sums, *sensitivities(len(bounds)), spending, adjacency="replace_one", budget=budget, what="means and covariances"
+        sums, *sensitivities(len(pairs)), spending, adjacency="replace_one", budget=budget, what="means and covariances"
     )
     return _moments(released, problems)
 

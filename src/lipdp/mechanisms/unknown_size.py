@@ -43,7 +43,7 @@ from lipdp.mechanisms.questions import (
 from lipdp.mechanisms.spending import Spending, gaussian_event
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Pure
-from lipdp.privacy.noise import grid_factor, noised_on_processor
+from lipdp.privacy.noise import noised_on_processor
 from lipdp.privacy.randomness import fresh_key
 
 __all__ = ["OpenPlan"]
@@ -64,17 +64,17 @@ _ROUNDING = 2.0**-20  # of 1: by how much more a record may move a sum, for its 
 
 @dataclass(frozen=True)
 class _Noisy:
-    """A released number, and the scale of the Laplace noise on it, or the standard deviation of Gaussian noise."""
+    """A released number, and the scale of the Laplace noise on it, in whole steps, or the standard deviation of Gaussian noise."""
 
     value: float
     scale: float
-    gaussian: bool = False
+    step: float | None
 
     def error(self, confidence: float) -> float:
         """What the noise stays below with this chance."""
-        if self.gaussian:
+        if self.step is None:
             return NormalDist().inv_cdf((1 + confidence) / 2) * self.scale
-        return laplace_error(self.scale, 1.0, confidence)
+        return self.step * laplace_error(self.scale / self.step, 1.0, confidence)
 
     def ends(self, confidence: float) -> tuple[float, float]:
         """What holds the exact number with this chance."""
@@ -108,6 +108,7 @@ class OpenPlan:
     def __post_init__(self) -> None:
         """All questions make sense, and none is asked twice."""
         object.__setattr__(self, "questions", tuple(normalised(self.questions)))
+        _ = self._spending, self._problem  # refuse what is none
         for question in self.questions:
             if question.partition(":")[0] in ("histogram", "count") and question != "count":
                 edges_of(question, self._problem)
@@ -162,13 +163,12 @@ class OpenPlan:
             return None
         sizes = [len(edges_of(what, self._problem)) - 1 if what not in _SUMS else 1 for what in names]
         own, epsilon = split(spending, len(names), len(self._ranked))
-        multiplier = own.multiplier(sum(sizes))
-        std = multiplier * math.sqrt(len(names)) * (1 + _ROUNDING) * grid_factor(multiplier, sum(sizes))
+        std = own.std(math.sqrt(len(names)) * (1 + _ROUNDING), sum(sizes))
         if not math.isfinite(std):
             return None
         if self.rho is None and std >= math.sqrt(2) * sum(self._weights.values()) / float(least_of(self._problem.epsilon)):
             return None
-        return _Gaussian(dict(zip(names, sizes, strict=True)), multiplier, std, own.epsilon, epsilon)
+        return _Gaussian(dict(zip(names, sizes, strict=True)), own.multiplier(sum(sizes)), std, own.epsilon, epsilon)
 
     def costs(self, paying: Adjacency) -> list[Any]:
         """What a budget is charged."""
@@ -181,8 +181,9 @@ class OpenPlan:
     def checked(self, x: Any, clamp: bool) -> Tensor:
         """The data as they are, in the user's units, or why they are refused; none at all is a dataset too."""
         data = as_numbers(x)
-        if data.ndim != 1 or len(data) > _MOST:
-            raise DataError(f"the dataset has shape {tuple(data.shape)}: give (records,), a number for each.")
+        most = _MOST_RANKED if self._ranked else _MOST
+        if data.ndim != 1 or len(data) > most:
+            raise DataError(f"the dataset has shape {tuple(data.shape)}: give (records,), a number for each, {most} at most.")
         if len(data) < 2:  # a problem is about two records or more
             filled = torch.full((2 - len(data),), self.low, dtype=torch.float64)
             return self.checked(torch.cat([data, filled]), clamp)[: len(data)]
@@ -230,7 +231,7 @@ class OpenPlan:
         if self._by_noise is None:
             return {
                 what: [
-                    _Noisy(released * own.unit, own.most * own.unit / self.shares[what])
+                    _Noisy(released * own.unit, own.most * own.unit / self.shares[what], own.unit)
                     for released in release_noise("laplace", own.steps, own.most, least_of(self.shares[what]))
                 ]
                 for what, own in totals.items()
@@ -243,7 +244,7 @@ class OpenPlan:
         )
         drawn = iter(noised_on_processor(flat, std, fresh_key()).tolist())
         return {
-            what: [_Noisy(next(drawn) * own.most * own.unit, std * own.most * own.unit, gaussian=True) for _ in own.steps]
+            what: [_Noisy(next(drawn) * own.most * own.unit, std * own.most * own.unit, None) for _ in own.steps]
             for what, own in totals.items()
         }
 

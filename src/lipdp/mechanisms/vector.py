@@ -8,7 +8,7 @@ datasets. Replacing a record of a dataset of vectors changes all its columns, so
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,11 +21,11 @@ from lipdp.fields import read
 from lipdp.mechanisms.distributions import Belief, Mixture, as_distribution, draw
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.learn_parts import train_joint
-from lipdp.mechanisms.learning import Settings, learn
+from lipdp.mechanisms.learning import Settings, learn, settings_or
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, checked_report, from_content
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, NetworkState
-from lipdp.mechanisms.problem import Problem, Query, as_numbers, least_of, parse_query, share_of
+from lipdp.mechanisms.problem import Problem, Query, as_numbers, each_bounds, least_of, parse_query, share_of
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
@@ -224,10 +224,10 @@ def learn_vector(
         settings: how much work to do.
         seed: of training and evaluation; release noise has nothing to do with it.
     """
-    parsed = [parse_query(query) for query in queries]
+    parsed = [] if isinstance(queries, str) or not isinstance(queries, Iterable) else [parse_query(query) for query in queries]
     if len(parsed) < 2 or len({query.name for query in parsed}) < len(parsed):
         raise ConfigurationError(f"queries is {queries!r}: give two or more different ones; for one, use learn().")
-    work = settings if settings is not None else Settings()
+    work = settings_or(Settings(), settings)
     total, share = positive("epsilon", epsilon), share_of(epsilon, len(parsed))
     parts = tuple(learn(query, share, n, bounds, distribution, robustness=robustness, settings=work, seed=seed) for query in parsed)
     if robustness is not None:
@@ -347,27 +347,17 @@ def learn_columns(
         settings: how much work to do, for each mechanism.
         seed: of training and evaluation; release noise has nothing to do with it.
     """
-    if not bounds:
-        raise ConfigurationError("bounds is empty: give one (lo, hi) for each column.")
+    pairs = each_bounds(bounds)
     several = isinstance(distribution, list | tuple) and not all(is_number(part) for part in distribution)
-    beliefs = list(distribution) if several else [distribution] * len(bounds)  # type: ignore[arg-type]
-    if len(beliefs) != len(bounds):
+    beliefs = list(distribution) if several else [distribution] * len(pairs)  # type: ignore[arg-type]
+    if len(beliefs) != len(pairs):
         raise ConfigurationError(
-            f"distribution has {len(beliefs)} beliefs for {len(bounds)} columns: give one for each, or one for all."
+            f"distribution has {len(beliefs)} beliefs for {len(pairs)} columns: give one for each, or one for all."
         )
-    share = share_of(epsilon, len(bounds))
+    share = share_of(epsilon, len(pairs))
     learned: dict[tuple[float, float, int], Mechanism] = {}
-    keys = [(*_pair(pair), id(belief)) for pair, belief in zip(bounds, beliefs, strict=True)]
-    for key, pair, belief in zip(keys, bounds, beliefs, strict=True):
+    keys = [(*pair, id(belief)) for pair, belief in zip(pairs, beliefs, strict=True)]
+    for key, pair, belief in zip(keys, pairs, beliefs, strict=True):
         if key not in learned:
             learned[key] = learn(query, share, n, pair, belief, loss, robustness=robustness, settings=settings, seed=seed)
     return ColumnMechanism(tuple(learned[key] for key in keys), positive("epsilon", epsilon))
-
-
-def _pair(bounds: Sequence[float]) -> tuple[float, float]:
-    """A column's bounds, as a key; whether they are good ones, its problem says."""
-    try:
-        low, high = bounds
-        return float(low), float(high)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"bounds has {bounds!r} for a column: give one (lo, hi) for each column.") from None

@@ -23,14 +23,12 @@ from torch import Tensor
 from lipdp._checks import is_number, positive, whole
 from lipdp.errors import ConfigurationError, UnboundedError
 from lipdp.privacy import noise_cuda
-from lipdp.privacy.noise import Segment, noised_on_processor, pieces_of
+from lipdp.privacy.noise import DRAWABLE, Segment, noised_on_processor, pieces_of
 from lipdp.privacy.randomness import Stream, derive_key, mix_key
 
 __all__ = ["Allocation", "Draw", "add_noise", "allocate", "draw_on_device", "effective_multiplier", "noise_energy"]
 
 Allocation = Literal["global", "per_layer", "optimal", "weights"]
-
-_LEAST_STD = 2.0**-900  # below, the grid leaves float64
 
 
 def allocate(
@@ -265,7 +263,7 @@ def _function_of(layout: _Layout, device: torch.device, bound: bool) -> DrawFunc
 def _is_noised(name: str, dtype: torch.dtype, std: float) -> bool:
     """Whether a group that is released in this type gets noise; an error where it can't have it."""
     checked, limits = _std(name, std), torch.finfo(dtype)
-    if checked > 0 and not max(limits.tiny, _LEAST_STD) <= checked <= limits.max:
+    if checked > 0 and not max(limits.tiny, DRAWABLE[0]) <= checked <= min(limits.max, DRAWABLE[1]):
         raise ConfigurationError(
             f"The noise std {checked:g} of group {name!r} is out of the range of {dtype}: the noise would be 0 or "
             "infinite. Rescale the loss, or use float64."

@@ -38,15 +38,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lipdp.errors import ConfigurationError
 from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import chacha_bytes, chacha_words, fill_with_chacha
 
-__all__ = ["DISTANCE", "GRID_LOSS", "Segment", "Table", "grid", "grid_factor", "noised_on_processor", "pieces_of", "table"]
+__all__ = [
+    "DISTANCE",
+    "DRAWABLE",
+    "GRID_LOSS",
+    "Segment",
+    "Table",
+    "grid",
+    "grid_factor",
+    "noised_on_processor",
+    "pieces_of",
+    "table",
+]
 
 DISTANCE = 2.0**-110
 """Total variation between the noise of one value and exact noise is below this, given uniform bits."""
 GRID_LOSS = 2.0**-41
 """g/s is at most this."""
+DRAWABLE = 2.0**-900, 2.0**900
+"""The least and the largest standard deviation of noise. Beyond, the grid leaves float64: 1/g would be infinite, every sum but 0 be
+brought to the end of the numbers, and noise be nothing beside it."""
 
 PLACE = 36  # bits of a place inside a bin
 _STEPS = 42  # log2 of the least power of two above r
@@ -76,6 +91,11 @@ _LONGEST = 2**30  # values of a draw: its places are numbered with 32 bits
 
 def grid(std: float) -> float:
     """g, the spacing of what is released with noise of this standard deviation: a power of two, at most 2⁻⁴¹ of it."""
+    if not DRAWABLE[0] <= std <= DRAWABLE[1]:
+        raise ConfigurationError(
+            f"noise of standard deviation {std:g} can't be drawn: its grid leaves float64 (it has to be {DRAWABLE[0]:.0e} to "
+            f"{DRAWABLE[1]:.0e}). Count what is released in larger or smaller units."
+        )
     return math.ldexp(1.0, math.frexp(std)[1] - _STEPS)
 
 
@@ -170,7 +190,7 @@ def noised_on_processor(sums: Any, std: float, key: bytes, segment: int = 0) -> 
     Sums are an array of float64, or of float32, whose releases are those of float64 rounded once more.
     """
     released = np.empty_like(sums)
-    bins, spacing = table(mantissa_of(std)), grid(std)
+    spacing, bins = grid(std), table(mantissa_of(std))
 
     def work(starts: Sequence[int]) -> None:
         scratch, thrown = _kept.scratch, []

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from decimal import ROUND_CEILING, Decimal
 
+from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, guarantee, upwards
 from lipdp.report.run import RunRecord
 from lipdp.training import PrivacyPlan
-from lipdp.training.history import NOT_PRIVATE
 
-__all__ = ["declared_public", "guarantee", "in_short", "not_covered", "promises", "statement", "together", "upwards"]
+__all__ = ["declared_public", "in_short", "not_covered", "promises", "statement", "together"]
 
-_NEIGHBOURS = {"add_remove": "adding or removing one record", "replace_one": "replacing one record by any other"}
 _SAMPLING = {
     "poisson": "Poisson: each record independently",
     "truncated_poisson": "Poisson, cut to a largest batch",
@@ -20,27 +18,13 @@ _SAMPLING = {
 }
 
 
-def upwards(value: float, digits: int = 4) -> str:
-    """A number to so many significant digits, rounded up: a guarantee must not look better than it is."""
-    if value == 0 or value != value or value in (float("inf"), float("-inf")):
-        return "∞" if value == float("inf") else f"{value:g}"
-    exact = Decimal(f"{value:.12g}")
-    step = Decimal(1).scaleb(exact.adjusted() - digits + 1)
-    return f"{exact.quantize(step, rounding=ROUND_CEILING).normalize():f}"
-
-
-def guarantee(run: RunRecord) -> str:
-    """(ε, δ) of what was really done."""
-    return f"ε = {upwards(run.epsilon)}, δ = {run.plan.delta:g}"
-
-
 def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What is promised, and under which description of the run."""
     plan = run.plan
-    yield "guarantee", guarantee(run) if run.private else f"none: {NOT_PRIVATE}"
+    yield "guarantee", guarantee(run.epsilon, run.plan.delta) if run.private else f"none: {REPRODUCIBLE}"
     if run.model:
         yield "model", run.model
-    yield "neighbouring datasets", _NEIGHBOURS[plan.adjacency]
+    yield "neighbouring datasets", NEIGHBOURS[plan.adjacency]
     yield "accountant", f"{plan.accountant.upper()} of dp-accounting, an upper bound"
     yield (
         "sampling",
@@ -133,8 +117,8 @@ def statement(run: RunRecord) -> list[str]:
         ]
     date = f" on {run.about.environment['date']}" if "date" in run.about.environment else ""
     return [
-        f"A model was trained{date} on {plan.dataset_size:,} records of {dataset} with ({guarantee(run)}) differential privacy for "
-        f"{_NEIGHBOURS[plan.adjacency]}.",
+        f"A model was trained{date} on {plan.dataset_size:,} records of {dataset} with ({guarantee(run.epsilon, plan.delta)}) "
+        f"differential privacy for {NEIGHBOURS[plan.adjacency]}.",
         "What that means: whatever else somebody knows, seeing the model and all that is in this report changes the odds of any "
         f"conclusion {_meaning(run)}.",
         f"Why it holds: sensitivities were {_sources(plan)}, and the noise was drawn from a cryptographic generator under a key "
@@ -181,9 +165,8 @@ def together(runs: list[RunRecord]) -> Iterator[str]:
         if len(same) > 1:
             epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
             yield (
-                f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at "
-                f"δ = {_chance(delta)} "
-                "(basic composition; an account, `--budget`, composes them more tightly)."
+                f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at δ = "
+                f"{_chance(delta)} (basic composition; an account, `--budget`, composes them more tightly)."
             )
         if same and len(same) < len(every):
             yield (

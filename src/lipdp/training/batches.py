@@ -417,10 +417,10 @@ def microbatches(
         mask = there[1] != 0
         if check:
             x, y, mask = only_finite(x, y, mask)
-        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view]  # the dataset itself
-        version = _version(lent)
+        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view] if any(views) else []  # the dataset itself
+        versions = list(map(_version, lent))
         yield x, y, mask
-        if _version(lent) != version:
+        if list(map(_version, lent)) != versions:
             raise UnsupportedError(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
@@ -429,19 +429,24 @@ def microbatches(
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The same with zeros, and mask 0, for the records that are not finite."""
-    for leaf in leaves((x, y)):
-        finite = _finite_rows(leaf)
-        mask = mask if finite is None else mask & finite
-    return mapped(_zero_where_not_finite, x), _zero_where_not_finite(y), mask
+    parts, known = leaves((x, y)), True
+    rows = list(map(_finite_rows, parts))
+    for finite in rows:
+        if finite is not None:
+            mask, known = mask & finite, False
+    if known:
+        return x, y, mask
+    clean = map(_zero_where_not_finite, parts, rows)
+    return mapped(lambda leaf: next(clean), x), next(clean), mask
 
 
 def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, numbers.to(tensor.device, non_blocking=True))
 
 
-def _version(tensors: Sequence[torch.Tensor]) -> int:
-    """How often they, or what they are views of, have been written to; those of inference mode do not count."""
-    return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+def _version(tensor: torch.Tensor) -> int:
+    """How often it, or what it is a view of, has been written to; one of inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
@@ -457,7 +462,6 @@ def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
     return torch.isfinite(real.reshape(len(part), -1).abs().amax(1))  # ten times as fast as asking each entry
 
 
-def _zero_where_not_finite(part: torch.Tensor) -> torch.Tensor:
+def _zero_where_not_finite(part: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
     """The rows with zeros in place of those that are not finite."""
-    finite = _finite_rows(part)
     return part if finite is None else torch.where(per_row(finite, part), part, torch.zeros_like(part))
