@@ -49,6 +49,8 @@ class PrivateFinding:
         repetitions: the distribution of the number of runs.
         score_noise: standard deviation of the noise in ``score``.
         model: trained.
+        private: whether all that is secret came from the operating system. With a seed for the sweep the choice can be repeated,
+            and whoever knows the seed can subtract the noise of the scores: it is *not private*, whatever ``epsilon`` says.
     """
 
     recipe: Recipe
@@ -60,6 +62,7 @@ class PrivateFinding:
     repetitions: Repetitions
     score_noise: float
     model: torch.nn.Module = field(repr=False)
+    private: bool
 
 
 def tune_privately(
@@ -109,7 +112,8 @@ def tune_privately(
         noised = add_noise(correct, {"score": noise * scored}, generator(key, number, "score"))
         score = float(noised["score"]) / scored
         if best is None or score > best.score:
-            best = PrivateFinding(trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model)
+            made = trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model
+            best = PrivateFinding(*made, private=sweep.seed is None)
         if progress is not None:
             progress()
     if best is None:

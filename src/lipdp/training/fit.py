@@ -29,7 +29,7 @@ from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import check_of_targets, evaluate
 from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
-from lipdp.training.positions import Progress
+from lipdp.training.known import Progress
 from lipdp.training.preparing import find_standardize
 from lipdp.training.reading import read_ahead
 from lipdp.training.shards import Shards, put_aside, remove_shards, save_shards, shards_of_file, take_back

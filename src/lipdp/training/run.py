@@ -97,6 +97,7 @@ class Run:
         microbatch_size: rows that go through the model at once.
         data: what the data are known by, until the next release.
         drawn: batches drawn so far.
+        used: the number behind the last batch that a step was made with.
         resumed: whether it goes on from a saved state.
     """
 
@@ -120,7 +121,7 @@ class Run:
         self.book = KeptBook(None if options.reproducible else options.book)  # what a seed repeats is no second release
         self.paid, self.public, self.resumed = options.budget is not None, bool(options.public), False
         self.seating = Seating(self._seats)
-        self.drawn = 0
+        self.drawn = self.used = 0
         self.clipped_share: float | None = None
         self.data: tuple[str, ...] = ()
         self.held = Held(iter([*self.parameters.values(), *self.shards.parameters.values()]), optimizer)
