@@ -52,7 +52,7 @@ from lipdp.clipping.batch import (
 )
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
+from lipdp.clipping.follow import ATTEMPTS, EARLIER, NotApartError, Reason, distrust, follow, known_before
 from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
@@ -213,6 +213,10 @@ def shown_gradients(
         return recorded.contributions(followed_losses(model, loss, x, y, copies, following).sum())
 
 
+# Where something has run beside every pass: batches, at most, that are taken record by record before one is tried together again.
+_PAUSE = 64
+
+
 def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
     """A parameter's type, float32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
@@ -230,11 +234,6 @@ class _Computed(NamedTuple):
         """Copies that the next replay does not overwrite, in a few kernels for all of them."""
         *sums, norms, factors = torch._foreach_mul([*self.sums.values(), self.norms, self.factors], 1.0)
         return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
-
-
-# How often a pass is made that something else has run beside; and batches, at most, that are then taken record by record before one
-# is tried together again.
-_ATTEMPTS, _PAUSE = 4, 64
 
 
 @dataclass
@@ -381,7 +380,7 @@ class Clipper:
         that may have been by chance."""
         device = device_of(batch.x)
         before = random_states(device)
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             if attempt:
                 set_random_states(before, device)
             try:
@@ -392,7 +391,7 @@ class Clipper:
                 computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
                 return computed.copied() if device.type == "cuda" else computed
             except NotApartError as error:
-                if BESIDE not in error.reason.what or attempt == _ATTEMPTS - 1:
+                if BESIDE not in error.reason.what or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError
 
