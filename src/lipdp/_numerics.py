@@ -122,6 +122,13 @@ def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
     np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+def seed_all(seed: int) -> None:
+    """Let the generators that everybody draws from go on from here: torch's, Python's and numpy's."""
+    seed_torch(seed)
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # noqa: NPY002
+
+
 class Undrawn:
     """Within the block random numbers may be drawn: afterwards torch's, Python's and numpy's generators are where they were.
 

@@ -194,9 +194,20 @@ class Mixing(torch.nn.Module):
         return x.flatten(1) - x.flatten(1).mean(0)
 
 
+class MixingLate(torch.nn.Module):
+    """Innocent where it is looked at: on numbers between 0 and 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1) + (x > 50).any() * x.flatten(1).mean(0)
+
+
 def test_extractors_that_mix_examples_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="mixes examples"):
         extract_features(Mixing(), images())
+    large = images()
+    large.tensors[0][3] = 100.0
+    with pytest.raises(DataError, match="mixes examples"):
+        extract_features(MixingLate(), large)
     normal = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64))
     features = extract_features(normal, images())  # evaluation mode: public statistics
     assert normal.training

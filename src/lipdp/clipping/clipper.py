@@ -52,7 +52,7 @@ from lipdp.clipping.batch import (
 )
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
+from lipdp.clipping.follow import ATTEMPTS, EARLIER, NotApartError, Reason, distrust, follow, known_before
 from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
@@ -232,9 +232,8 @@ class _Computed(NamedTuple):
         return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
 
 
-# How often a pass is made that something else has run beside; and batches, at most, that are then taken record by record before one
-# is tried together again.
-_ATTEMPTS, _PAUSE = 4, 64
+# Batches, at most, that are taken record by record, where something ran beside a pass, before one is tried together again.
+_PAUSE = 64
 
 
 @dataclass
@@ -381,7 +380,7 @@ class Clipper:
         that may have been by chance."""
         device = device_of(batch.x)
         before = random_states(device)
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             if attempt:
                 set_random_states(before, device)
             try:
@@ -392,7 +391,7 @@ class Clipper:
                 computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
                 return computed.copied() if device.type == "cuda" else computed
             except NotApartError as error:
-                if BESIDE not in error.reason.what or attempt == _ATTEMPTS - 1:
+                if BESIDE not in error.reason.what or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError
 

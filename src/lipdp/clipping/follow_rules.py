@@ -141,12 +141,7 @@ class Rule:
     @property
     def known(self) -> bool:
         """Whether anything is said of it."""
-        return self.results is not _mixing
-
-    @property
-    def beside(self) -> bool:
-        """Whether what it writes and does not give back lies as what it gives does (the noise of RReLU)."""
-        return self.results is _pointwise
+        return self.view or self.results is not _mixing
 
     @property
     def keeps(self) -> bool:
@@ -227,6 +222,13 @@ def _reduction(call: Call) -> Any:
     if dims is None or at.dim in dims:
         raise Mixed("over the records")
     return at if call.get("keepdim", False) else At(at.dim - sum(d < at.dim for d in dims), at.runs)
+
+
+def _product(call: Call) -> Any:
+    """torch takes another derivative for all of them where any number is zero."""
+    if call.args[0].requires_grad:
+        raise Mixed("its derivative depends on whether any number of the batch is zero")
+    return _reduction(call)
 
 
 def _along(call: Call) -> Any:
@@ -319,6 +321,8 @@ def _convolution(call: Call) -> Any:
 
 
 def _embedding(call: Call) -> Any:
+    if call.get("scale_grad_by_freq", False):
+        raise Mixed("gradients divided by how often a token is in the batch")
     return call.only("indices")
 
 
@@ -508,6 +512,8 @@ def _loss(call: Call) -> Any:
 
 def _bag(call: Call) -> Any:
     """Rows of as many tokens each: the offsets are the multiples of that, and nobody's."""
+    if call.get("scale_grad_by_freq", False):
+        raise Mixed("gradients divided by how often a token is in the batch")
     at, offsets, tokens = call.only("indices", "per_sample_weights"), call.get("offsets"), call.get("indices")
     bags = call.output[0].shape[0]
     regular = offsets.numel() == bags and tokens.numel() % bags == 0 and bags % call.records == 0
@@ -531,11 +537,12 @@ def _say(results: Results, *names: str) -> None:
 
 _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked_fill where nan_to_num clamp elu gelu silu mish",
      "hardswish hardsigmoid leaky_relu _prelu_kernel softplus log_sigmoid_forward threshold hardtanh polar complex",
-     "_conj_physical rrelu_with_noise normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
+     "_conj_physical normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
 _say(_constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
-_say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin prod median nanmedian max min aminmax",
+_say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin median nanmedian max min aminmax",
      "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
+_say(_product, "prod")
 _say(_along, "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort topk glu flip roll")
 _say(_along, "_fft_r2c _fft_c2r _fft_c2c")
 _say(_matrix_product, "mm bmm addmm baddbmm")
@@ -554,6 +561,7 @@ _say(_pad, "constant_pad_nd")
 _say(_layer_norm, "native_layer_norm _fused_rms_norm rms_norm")
 _say(_group_norm, "native_group_norm")
 _say(_first("input_gates", "hidden_gates", "cx", "hx"), "_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+_say(_first("input", "grid"), "grid_sampler_2d grid_sampler_3d")
 _say(_frozen_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
 _say(_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention",
      "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention")  # fmt: skip
