@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
+from lipdp._files import written_whole
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Augmentation, copies_of, fixed_views
@@ -365,13 +365,6 @@ def read_outputs(file: Path, records: int) -> torch.Tensor | None:
 
 
 def write_outputs(features: torch.Tensor, file: Path) -> None:
-    """Whole or not at all: written next to its place, then moved into it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-    os.close(handle)
-    try:
-        torch.save(features, name)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """They are of private records: for the owner's eyes."""
+    with written_whole(file) as stream:
+        torch.save(features, stream)

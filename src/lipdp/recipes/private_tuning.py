@@ -8,7 +8,6 @@ the other runs, an ordinary sweep over the same data, and how long it took.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +68,6 @@ def tune_privately(
     sweep: Sweep,
     repetitions: Repetitions,
     *,
-    progress: Callable[[], None] | None = None,
     budget: AnyBudget = None,
 ) -> PrivateFinding:
     """Train K times with random settings of the space, K drawn from ``repetitions``, and return the best.
@@ -81,7 +79,6 @@ def tune_privately(
         sweep: recipe, space, budget, held-out share, device. Its storage, sampler and pruning are not used: a run may not depend
             on the results of others.
         repetitions: the distribution of the number of runs.
-        progress: called after each run. How often is a secret.
         budget: the account of the training set, charged for the whole before the first run: see :class:`lipdp.privacy.Budget`.
     """
     recipe = _counted(sweep.recipe)
@@ -112,10 +109,8 @@ def tune_privately(
         noised = add_noise(correct, {"score": noise * scored}, generator(key, number, "score"))
         score = float(noised["score"]) / scored
         if best is None or score > best.score:
-            made = trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model
-            best = PrivateFinding(*made, private=sweep.seed is None)
-        if progress is not None:
-            progress()
+            figures = trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model
+            best = PrivateFinding(*figures, private=sweep.seed is None)
     if best is None:
         raise BudgetError("the Poisson draw gave no run at all: that is this release. Trying again would spend the budget again.")
     return best

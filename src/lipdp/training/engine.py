@@ -18,6 +18,7 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.inputs import plain
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.suggest import check_parts
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.sampling import sample_indices
 from lipdp.training.account import data_marks
@@ -114,6 +115,7 @@ class PrivacyEngine:
         budget: AnyBudget = None,
         book: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_parts(model, plan, optimizer)
         options = Options(
             seed, reproducible, microbatch_size, device, ema_decay, tail_average, augmentation, public, input_shape, budget, book
         )
@@ -237,7 +239,7 @@ class PrivacyEngine:
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
             warnings.warn(
                 f"the dataset has {size} records, the plan says {self.plan.dataset_size}: batches will have "
-                f"{self.plan.sampling_rate * size:.0f} records on average instead of {self.plan.batch_size}. The guarantee holds, "
+                f"{self.plan.sampling_rate * size:.3g} records on average instead of {self.plan.batch_size}. The guarantee holds, "
                 "but the learning rate was probably chosen for the other size.",
                 LipdpWarning,
                 stacklevel=3,
@@ -255,20 +257,19 @@ class PrivacyEngine:
         arguments) or a dict (its arguments by name) of tensors.
         """
         run = self._run
-        if self.private:
+        if run.streams.private:
             refuse_forked(run.streams.run)  # before torch computes, whose threads a fork has not
         with run.ranks.together():
             if self.ledger.remaining == 0:
                 self.ledger.charge()  # raises
             inputs = plain(inputs)
             check_batch(inputs, targets, None if run.augmentation else run.input_shape)
-            self._check_inputs(inputs)
-            self._check_size(len(targets))
+            self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
             drawn = claim_batch((inputs, targets), run.account.nonce)
             run.watch.restore_modes()
-            number = self.steps
-            batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=run.seats(inputs, number))
+            seats = run.seats(inputs, self.ledger.steps)
+            batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)
         run.shards.gather()
         asked = ask(run, batch)
         asked = asked._replace(prepared=asked.prepared._replace(batch=drawn))
@@ -311,17 +312,14 @@ class PrivacyEngine:
         run.held.step(self.optimizer)
         self._drop_gradients()
 
-    def _check_inputs(self, inputs: Any) -> None:
-        """Refuse several inputs where there is a proof: it is of a program of one."""
-        if self.plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
+    def _check_sample(self, inputs: Any, records: int) -> None:
+        """Refuse several inputs where there is a proof, which is of a program of one; and what the planned sampling can't draw."""
+        plan = self.plan
+        if plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
             raise UnsupportedError(
-                f"method={self.plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
+                f"method={plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
                 "clipping method, e.g. method='bookkeeping'; or join the inputs into one tensor."
             )
-
-    def _check_size(self, records: int) -> None:
-        """Refuse a batch that the planned sampling can't have drawn."""
-        plan = self.plan
         if plan.sampling == "fixed_size" and records != plan.batch_size:
             raise DataError(f"a batch of {records} records: the plan draws exactly {plan.batch_size}. Use engine.batches.")
         if plan.largest_batch is not None and records > plan.largest_batch:
