@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.fields import Array, Range, check_fields, read
+from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
@@ -191,7 +191,7 @@ class ConstantMechanism(Mechanism):
     kind: ClassVar[str] = "constant"
 
     def __post_init__(self) -> None:
-        check_fields(self, "a constant answer")
+        read(float, self.value, "a mechanism's constant")
 
     @property
     def sensitivity(self) -> float:
