@@ -12,16 +12,13 @@ a window's sum and root going forward; a quotient and a product going back.
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from lipdp._kernels import Kernels
 from lipdp._sums import row_sums
-from lipdp.errors import LipdpNotice
 
 __all__ = ["Pooling", "available", "sorted_pool"]
 
@@ -173,42 +170,6 @@ def _differentiably(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool
 # ---------------------------------------------------------------------- kernels
 
 
-@cache
-def _triton() -> Any:
-    """The compiled kernels' module; None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from lipdp import _pairs_triton
-
-    return _pairs_triton
-
-
-_tried: dict[torch.device, bool] = {}
-
-
-def available(x: torch.Tensor) -> bool:
-    """Whether the kernels can be used on this tensor."""
-    if x.device.type != "cuda" or x.dtype not in _TYPES:
-        return False
-    if x.device not in _tried:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        _tried[x.device] = torch.version.hip is None and _triton() is not None and _works(x.device)
-    return _tried[x.device]
-
-
-def _works(device: torch.device) -> bool:
-    """A trial once per device against torch's operations: what does not compile here, or computes something else, is not used."""
-    try:
-        trouble = "" if _right(device) else "they do not compute what they should"
-    except Exception as error:  # a compiler that is missing or does not fit
-        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if trouble:
-        why = f"the Triton kernels for sorting and pooling are not used on {device}, torch does it: {trouble}"
-        warnings.warn(why, LipdpNotice, stacklevel=3)
-    return not trouble
-
-
 def _right(device: torch.device) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     x = _by_channel(torch.randn(3, 6, 5, 7, device=device, generator=generator))
@@ -221,6 +182,14 @@ def _right(device: torch.device) -> bool:
             if not (torch.allclose(y, expected, rtol=1e-5) and torch.allclose(passed, wanted, rtol=1e-5)):
                 return False
     return True
+
+
+_KERNELS = Kernels("lipdp._pairs_triton", "sorting and pooling", _right)
+
+
+def available(x: torch.Tensor) -> bool:
+    """Whether the kernels can be used on this tensor."""
+    return x.dtype in _TYPES and _KERNELS.on(x.device)
 
 
 def _by_channel(x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +213,7 @@ def _launch(kernel: Any, tensors: tuple[torch.Tensor | None, ...], x: torch.Tens
     scalars = (channels, height, width, rows, columns, count)
     given = [x if tensor is None else tensor for tensor in tensors]
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        if kernel is _triton().forward:
+        if kernel is _KERNELS.module.forward:
             kernel[grid](*given, *scalars, window.eps, **settings, P=tile_p, C=tile_c)
         else:
             kernel[grid](*given, *scalars, **settings, P=tile_p, C=tile_c)
@@ -257,7 +226,7 @@ def _forward_kernel(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool
     else:
         size = (len(x), x.shape[1], x.shape[2] // pool.height, x.shape[3] // pool.width)
         y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    _launch(_triton().forward, (x, bias, y), x, sort, pool)
+    _launch(_KERNELS.module.forward, (x, bias, y), x, sort, pool)
     return y
 
 
@@ -267,5 +236,5 @@ def _backward_kernel(
     x = _by_channel(x)
     covered = pool is None or (x.shape[2] % pool.height == 0 and x.shape[3] % pool.width == 0)
     passed = torch.empty_like(x) if covered else torch.zeros_like(x)
-    _launch(_triton().backward, (x, bias, y, _by_channel(g), passed), x, sort, pool)
+    _launch(_KERNELS.module.backward, (x, bias, y, _by_channel(g), passed), x, sort, pool)
     return passed

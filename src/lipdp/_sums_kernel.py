@@ -7,16 +7,13 @@ a clipped step of BERT.) Tensor cores read TF32 numbers with positions side by s
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import warnings
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lipdp.errors import LipdpNotice
+from lipdp._kernels import Kernels, power_of_two
 
 __all__ = ["Tiles", "available", "convolution_sums", "outer_sums"]
 
@@ -43,69 +40,41 @@ _AT_ONCE = 2**25  # numbers of all parts that lie in memory at a time
 _AT_ONCE_TURNED = 2**26  # and of both factors, turned
 _PROGRAMS = 1056  # that are started, about, where each adds up many records: eight for each multiprocessor of an H200
 _SIDE, _PLACES, _TURNED = 128, 32, 32  # of a tile of outer products, what it is summed over at a time, of a tile that is turned
-_tried: dict[torch.device, bool] = {}
 
 
-@cache
-def _triton() -> Any:
-    """The compiled kernel's module; None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from lipdp import _sums_triton
+def _right(device: torch.device) -> bool:
+    """Every kernel against torch's arithmetic, on a few numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
+    computed = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3, precision="tf32x3")
+    expected = torch.ops.aten.convolution_backward(
+        delta.double(),
+        x.double(),
+        x.new_zeros(6, 2, 3, 3, dtype=torch.float64),
+        None,
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        False,
+        [0, 0],
+        2,
+        [False, True, False],
+    )[1]
+    same = torch.allclose(computed, expected, rtol=1e-4, atol=1e-3)
+    apart = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 1, apart=True, precision="tf32x3")
+    same &= torch.allclose(apart, expected, rtol=1e-4, atol=1e-3)
+    a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
+    weights = torch.linspace(0.5, 1.5, 5, device=device)
+    products = torch.einsum("i,itp,itd->pd", weights.double(), a.double(), b.double())
+    return same and torch.allclose(outer_sums(a, b, weights, "tf32x3"), products, rtol=1e-4, atol=1e-3)
 
-    return _sums_triton
+
+_KERNELS = Kernels("lipdp._sums_triton", "sums", _right, least=8)
 
 
 def available(*tensors: torch.Tensor) -> bool:
-    """Whether the kernel can be used on these tensors: in float32, on an NVIDIA GPU that knows TF32."""
-    if not all(t.device.type == "cuda" and t.dtype == torch.float32 for t in tensors):
-        return False
-    device = tensors[0].device
-    if device not in _tried:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        capable = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
-        _tried[device] = capable and _triton() is not None and _works(device)
-    return _tried[device]
-
-
-def _works(device: torch.device) -> bool:
-    """A trial once per device against torch's arithmetic: what does not compile here, or computes something else, is not used."""
-    try:
-        generator = torch.Generator(device).manual_seed(0)
-        x, delta = (torch.randn(5, size, 6, 7, device=device, generator=generator) for size in (4, 6))
-        computed = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 3, precision="tf32x3")
-        expected = torch.ops.aten.convolution_backward(
-            delta.double(),
-            x.double(),
-            x.new_zeros(6, 2, 3, 3, dtype=torch.float64),
-            None,
-            [1, 1],
-            [1, 1],
-            [1, 1],
-            False,
-            [0, 0],
-            2,
-            [False, True, False],
-        )[1]
-        same = torch.allclose(computed, expected, rtol=1e-4, atol=1e-3)
-        apart = convolution_sums(delta, x, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, 1, apart=True, precision="tf32x3")
-        same &= torch.allclose(apart, expected, rtol=1e-4, atol=1e-3)
-        a, b = delta.flatten(2).transpose(1, 2), x.flatten(2).transpose(1, 2)
-        weights = torch.linspace(0.5, 1.5, 5, device=device)
-        products = torch.einsum("i,itp,itd->pd", weights.double(), a.double(), b.double())
-        same &= torch.allclose(outer_sums(a, b, weights, "tf32x3"), products, rtol=1e-4, atol=1e-3)
-        trouble = "" if same else "it does not compute what it should"
-    except Exception as error:  # a compiler that is missing or does not fit
-        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if trouble:
-        warnings.warn(f"the Triton kernel for sums is not used on {device}, torch does it: {trouble}", LipdpNotice, stacklevel=2)
-    return not trouble
-
-
-def _power(value: int, least: int, most: int) -> int:
-    """The power of two that holds ``value``, within limits."""
-    return max(least, min(most, 1 << (max(value, 1) - 1).bit_length()))
+    """Whether the kernels can be used on these tensors: in float32, on an NVIDIA GPU that knows TF32."""
+    return all(t.device.type == "cuda" and t.dtype == torch.float32 for t in tensors) and _KERNELS.on(tensors[0].device)
 
 
 def convolution_sums(
@@ -135,7 +104,7 @@ def convolution_sums(
     outputs, channels, reads = delta.shape[1] // groups, x.shape[1] // groups, math.prod(shape[1:])
     wide, narrow = (_APART, _NARROW_APART) if apart else (_TILES, _NARROW)
     tiles = narrow if reads <= _FEW else wide
-    tile_p, tile_d = _power(outputs, 16, tiles.outputs), _power(reads, 16, tiles.reads)
+    tile_p, tile_d = power_of_two(outputs, 16, tiles.outputs), power_of_two(reads, 16, tiles.reads)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
     size = groups * outputs * reads
     each = _share(-(-len(x) // together), groups * tiles_p * tiles_d) * together if apart else together
@@ -146,7 +115,7 @@ def convolution_sums(
             rows = min(at_once, len(x) - start)
             parts = -(-rows // each)
             partial = torch.empty(parts, size, dtype=torch.float64 if apart else torch.float32, device=x.device)
-            _triton().convolution_sums[(parts * groups * tiles_p * tiles_d,)](
+            _KERNELS.module.convolution_sums[(parts * groups * tiles_p * tiles_d,)](
                 x[start:],
                 delta[start:],
                 partial,
@@ -191,7 +160,7 @@ def _share(units: int, tiles: int) -> int:
 def _add_up(partial: torch.Tensor, total: torch.Tensor) -> None:
     """Adds all parts to the total, in float64."""
     parts, size = len(partial), total.numel()
-    _triton().add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
+    _KERNELS.module.add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
 
 
 def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = None, precision: str | None = None) -> torch.Tensor:
@@ -199,7 +168,7 @@ def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = 
     rows, places, p, d = *a.shape, b.shape[2]
     weights = None if weights is None else weights.contiguous()  # the kernel takes them one after another
     total = torch.zeros(p, d, dtype=torch.float64, device=a.device)
-    tile_p, tile_d = _power(p, 16, _SIDE), _power(d, 16, _SIDE)
+    tile_p, tile_d = power_of_two(p, 16, _SIDE), power_of_two(d, 16, _SIDE)
     tiles_p, tiles_d = -(-p // tile_p), -(-d // tile_d)
     at_once = max(1, _AT_ONCE_TURNED // max(1, places * (p + d)))
     at_once = -(-rows // max(1, -(-rows // at_once)))
@@ -215,7 +184,7 @@ def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = 
             count = len(one)
             each = _share(count, 2 * tiles_p * tiles_d)  # large tiles: half as many programs
             partial = torch.empty(-(-count // each), p, d, dtype=torch.float64, device=a.device)
-            _triton().outer_sums[(len(partial) * tiles_p * tiles_d,)](
+            _KERNELS.module.outer_sums[(len(partial) * tiles_p * tiles_d,)](
                 one,
                 other,
                 partial,
@@ -244,7 +213,7 @@ def _turned(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         return x.transpose(1, 2)
     out = torch.empty(rows, entries, places, dtype=x.dtype, device=x.device)
     grid = (rows, -(-places // _TURNED), -(-entries // _TURNED))
-    _triton().turn[grid](
+    _KERNELS.module.turn[grid](
         x, x if weights is None else weights, out, *x.stride(), places, entries, WEIGHTED=weights is not None, N=_TURNED
     )
     return out

@@ -77,9 +77,9 @@ class ClassBodies:
 
     def __init__(self, classes: Collection[type]) -> None:
         self._said = _said
-        self._orders = [(cls, cls.__mro__) for cls in classes]
+        self._classes = list(classes)
         self._bodies = [vars(base) for base in {base: None for cls in classes for base in _bases_of(cls)}]
-        self._held = [[*body, *body.values()] for body in self._bodies]
+        self._held = self._contents()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClassBodies:
         return self  # classes are not copied either
@@ -87,11 +87,18 @@ class ClassBodies:
     @property
     def stand(self) -> bool:
         """Whether every attribute of every class is the object that it was, and nothing more was said of any class."""
-        return (
-            self._said == _said
-            and all(cls.__mro__ is order for cls, order in self._orders)
-            and all(_same([*body, *body.values()], held) for body, held in zip(self._bodies, self._held, strict=True))
-        )
+        sizes, present = self._contents()
+        return self._said == _said and sizes == self._held[0] and all(map(operator.is_, present, self._held[1]))
+
+    def _contents(self) -> tuple[list[int], list[object]]:
+        """Names and values of all bodies and the orders of the classes, end to end; and how many each body has."""
+        sizes: list[int] = []
+        present: list[object] = [cls.__mro__ for cls in self._classes]
+        for body in self._bodies:
+            sizes.append(len(body))
+            present += body
+            present += body.values()
+        return sizes, present
 
 
 def changed_methods(instance: object, cls: type, allowed: Collection[str] = ()) -> list[str]:

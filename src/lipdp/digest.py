@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from lipdp._numerics import same_as_array, whole_tensor
 
-__all__ = ["Tag", "as_bytes", "content_digest", "keyed_words", "same_bits", "tensor_words"]
+__all__ = ["Tag", "as_bytes", "content_digest", "keyed_words", "same_bits"]
 
 _CHUNK = 1 << 26  # bytes handed to the hash at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LARGE = 1 << 22  # entries that are mixed at once on a device
 # Odd 64-bit constants (the finaliser of SplitMix64), as signed numbers.
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_KEY = secrets.randbits(63) | 1, secrets.randbits(63)  # of this process: nobody can aim at a collision
 
 
 def content_digest(*parts: Any, key: bytes = b"") -> bytes:
@@ -147,26 +145,6 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to_dense()]
 
 
-def tensor_words(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A keyed digest of each tensor's values, a word of 64 bits, computed where the tensor is.
-
-    Each entry's bits w at position i become mix(w + a·i + b), mixed by multiplications and shifts (SplitMix64's finaliser),
-    and are added up modulo 2^64, under secret keys a and b of this process: entries that trade places, and changes that
-    cancel in a plain sum, show. For comparisons within a process only.
-    """
-    return torch.stack([_device_digest(tensor.detach()) for tensor in tensors])
-
-
-def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    words = _words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _LARGE):
-        part = words[start : start + _LARGE].to(torch.int64)
-        index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=tensor.device)
-        total = total + _mix(part + index * _KEY[0] + _KEY[1]).sum()
-    return total
-
-
 def _mix(z: torch.Tensor) -> torch.Tensor:
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX[0]  # the masks make the shifts logical
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX[1]
@@ -174,7 +152,12 @@ def _mix(z: torch.Tensor) -> torch.Tensor:
 
 
 def keyed_words(tensor: torch.Tensor, key: bytes) -> torch.Tensor:
-    """As :func:`tensor_words`, two words of 64 bits under a key of 32 bytes: the same in every process that has it; (1, 2)."""
+    """A digest of a tensor's values, computed where the tensor is: two words of 64 bits under a key of 32 bytes, (1, 2).
+
+    Each entry's bits w at position i become mix(w + a·i + b), mixed by multiplications and shifts (SplitMix64's finaliser),
+    and are added up modulo 2^64, under numbers a and b of the key: entries that trade places, and changes that cancel in a plain
+    sum, show. The same in every process that has the key.
+    """
     numbers = [int.from_bytes(key[at : at + 8], "little", signed=True) for at in (0, 8, 16, 24)]
     words = _words(tensor.detach())
     total = torch.zeros(1, 2, dtype=torch.int64, device=tensor.device)

@@ -38,7 +38,7 @@ __all__ = [
     "holds",
     "is_large",
     "is_recording",
-    "through",
+    "rest_of",
 ]
 
 R = TypeVar("R")
@@ -179,17 +179,19 @@ class GraphedFunction(Generic[R]):
 
 def _run(function: Callable[..., R | Staged[R]], inputs: Sequence[torch.Tensor], between: Between | None = None) -> R:
     """Call it, through both stages if it has two."""
-    result = function(*inputs)
-    return through(result, between or (lambda early: None)) if isinstance(result, Generator) else result
+    result: Any = function(*inputs)
+    if not isinstance(result, Generator):
+        value: R = result
+        return value
+    stages: Staged[R] = result
+    early = next(stages)
+    if between is not None:
+        between(early)
+    return rest_of(stages)
 
 
-def through(stages: Staged[R], between: Between) -> R:
-    """Both stages of what a function in stages made, with ``between`` between them."""
-    between(next(stages))
-    return _rest(stages)
-
-
-def _rest(stages: Staged[R]) -> R:
+def rest_of(stages: Staged[R]) -> R:
+    """What a function in stages gives, after the first of them."""
     try:
         next(stages)
     except StopIteration as done:
@@ -280,7 +282,7 @@ def _recorded_stages(function: Callable[..., R | Staged[R]], buffers: list[torch
         return _Recorded(buffers, None, result, [graph.replay])
     second = torch.cuda.CUDAGraph()
     with torch.cuda.graph(second, **options):
-        outputs = _rest(result)
+        outputs = rest_of(result)
     return _Recorded(buffers, early, outputs, [graph.replay, second.replay])
 
 

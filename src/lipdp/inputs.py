@@ -64,7 +64,14 @@ def named_leaves(x: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def leaves(x: Any) -> list[Any]:
     """Its tensors, in order."""
-    return [x] if isinstance(x, torch.Tensor) else [leaf for _, leaf in named_leaves(x)]
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if type(x) is tuple and _ORDINARY.issuperset(map(type, x)):  # a batch, nearly always
+        return list(x)
+    return [leaf for _, leaf in named_leaves(x)]
+
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
 
 
 def mapped(function: Callable[..., Any], x: Any, *others: Any) -> Any:

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from lipdp import privacy
-from lipdp.cli.output import duration, upwards
+from lipdp._texts import upwards
+from lipdp.cli.output import duration
 
 RUN = ("--sampling-rate", "0.01", "--steps", "100", "--delta", "1e-5")
 
@@ -94,15 +95,15 @@ def test_budget_too_small(lipdp):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (2.99998, "3.00"),
-        (3.0, "3.00"),
-        (3.0000000000000004, "3.00"),
-        (3.0001, "3.01"),
-        (9.999, "10.0"),
-        (0.99999, "1.00"),
-        (0.0012345, "0.00124"),
-        (123.4, "124"),
-        (1234.0, "1234"),
+        (2.99998, "3.000"),
+        (3.0, "3.000"),
+        (3.0000000000000004, "3.000"),
+        (3.00001, "3.001"),
+        (9.9999, "10.00"),
+        (0.99999, "1.000"),
+        (0.00123451, "0.001235"),
+        (1234.56, "1235"),
+        (12345.0, "12345"),
         (0.0, "0"),
         (math.inf, "∞"),
     ],

@@ -25,7 +25,7 @@ def test_train_prints_the_plan_and_the_accuracy(lipdp):
     assert max(map(len, done.stdout.splitlines())) <= 100
     last = done.stdout.splitlines()[-1]
     assert last.startswith("test accuracy ")
-    assert "% with (ε = 1.00, δ = 0.0001), 3 steps in" in last
+    assert "% with (ε = 1.000, δ = 0.0001), 3 steps in" in last
     assert last.endswith(", clipless")
     assert "3/3" in done.stderr  # the bar
     assert "3/3" not in done.stdout

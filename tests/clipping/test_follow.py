@@ -281,6 +281,45 @@ def test_a_loss_whose_last_operation_goes_back_by_itself(method):
     check_neighbours(nn.Linear(4, 3), method, lambda out, y: Gathers.apply(LOSS(out, y), (out.abs().max() > 5).to(out.dtype)))
 
 
+class GoingBack(nn.Module):
+    """Apart forward; going back, torch's own derivative of an operation looks at all of the batch."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
+        self.table = nn.Parameter(torch.linspace(-0.3, 0.3, 12).reshape(2, 6))
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        large = (x > 50).any(1)
+        if self.how == "product":  # too small for float32, and its derivative is not: unless some factor is zero
+            tiny = torch.stack([h - h.detach() + 1e-23, torch.full_like(h, 1e-23)], 2)
+            zero = torch.stack([1 - large[:, None].to(h.dtype).expand_as(h), torch.ones_like(h)], 2)
+            return self.last(h + (tiny * zero).prod(2) * 1e24)
+        if self.how == "bags":
+            return self.last(h + 1e4 * nn.functional.embedding_bag(
+                large.long()[:, None], self.table, padding_idx=0, scale_grad_by_freq=True, mode="sum"))  # fmt: skip
+        return self.last(h + 1e4 * nn.functional.embedding(large.long(), self.table, padding_idx=0, scale_grad_by_freq=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["product", "rows", "bags"])
+def test_derivatives_that_look_at_all_of_the_batch(how, method):
+    torch.manual_seed(0)
+    model, (x, opened, y) = GoingBack(how), batches()
+    check_neighbours(model, method)
+    opened[0] = 60.0  # and beside one that is large, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpNotice)
+        try:
+            clip = clipping.Clipper(model, LOSS, method)
+            clip(x, y, C)
+            whole, without = clip(opened, y, C).sums, clip(opened[:-1], y[:-1], C).sums
+        except UnsupportedError:
+            return
+    assert moved(whole, without) <= C * (1 + 1e-5)
+
+
 class Beside(nn.Module):
     """Reaches from the rows that it gets to those beside them: by the tensor they are a part of, by strides, by the storage."""
 
@@ -700,7 +739,7 @@ def test_a_number_that_is_read_where_no_operation_is_followed(how, method):
 
 def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more(monkeypatch):
     """Twice it runs beside, then no more: the sums are those without it, with the same dropout, and records are not taken alone."""
-    monkeypatch.setattr("lipdp.clipping.clipper._ATTEMPTS", 100)  # what a thread does last may fall into another pass
+    monkeypatch.setattr("lipdp.clipping.clipper.ATTEMPTS", 100)  # what a thread does last may fall into another pass
     torch.manual_seed(0)
     x, _, y = batches()
     left = [0]
@@ -722,6 +761,36 @@ def test_a_thread_that_runs_by_chance_costs_another_pass_and_no_more(monkeypatch
         assert clip.alone is None
         assert left[0] == 0
     assert moved(sums[0], sums[1]) == moved(sums[0], sums[2]) == 0
+
+
+def test_what_ran_beside_a_model_for_a_while_slows_it_for_a_while():
+    """Records are taken one by one while it runs, and together again behind it; meanwhile that is tried ever less often."""
+    torch.manual_seed(0)
+    x, _, y = batches()
+    beside, tried = [False], []
+
+    class Served(nn.Sequential):
+        def forward(self, x):
+            if beside[0] and len(x) == len(y):
+                in_thread(sum, range(100_000))
+            return super().forward(x)
+
+    clip = clipping.Clipper(Served(nn.Linear(4, 6), nn.Linear(6, 3)), LOSS)
+    together = clip._together
+    clip._together = lambda *args: (tried.append(args), together(*args))[1]
+    quiet = clip(x, y, C).sums
+    beside[0] = True
+    tried.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpNotice)
+        sums = [clip(x, y, C).sums for _ in range(40)]
+    assert clip.apart == "alone"
+    assert len(tried) == 6, "of 40 batches the 1st, 2nd, 4th, 8th, 16th and 32nd are tried"
+    assert all(moved(quiet, each) <= 1e-5 for each in sums)
+    beside[0] = False
+    later = [clip(x, y, C).sums for _ in range(32)]
+    assert clip.apart == "proved"
+    assert moved(quiet, later[-1]) == 0
 
 
 def test_a_thread_that_always_runs_is_named():

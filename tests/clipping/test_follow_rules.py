@@ -1,4 +1,5 @@
 """What a rule says of an operation is what the operation does: one record's numbers are changed, and those of the others stay.
+So do their gradients, also where a number is zero: torch has derivatives that go another way for all where one is (``prod``).
 
 The operations are torch's own list for testing (``op_db``), in many shapes. Records are declared to be in each dimension of each
 argument by itself, and of all arguments of one shape together, in runs of one and of several.
@@ -6,8 +7,10 @@ argument by itself, and of all arguments of one shape together, in runs of one a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import itertools
 import sys
 import types
 import unittest
@@ -16,7 +19,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lipdp.clipping.follow import At, Following
+from lipdp.clipping.follow import At, Following, Mixed
 
 # What is random by itself, or leaves memory as it was, can't be evaluated twice.
 _NOT_TWICE = ("empty", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal", "multinomial",
@@ -142,3 +145,97 @@ def test_rules_hold(part):
         for sample in samples:
             claims += check(op.name, op.op, sample)
     assert claims > 100
+
+
+def derivatives(op, args, kwargs, tensors, where):
+    """Towards the tensors that depend on the batch, of a random combination of what the operation gives."""
+    with torch.enable_grad():
+        outputs = [leaf for leaf in tree_leaves(op(*args, **kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        draw = torch.Generator().manual_seed(0)
+        weights = [torch.randn(output.shape, generator=draw) for output in outputs]
+        towards = [tensors[k] for k in where if tensors[k].requires_grad]
+        return torch.autograd.grad(outputs, towards, weights, allow_unused=True) if outputs and towards else ()
+
+
+def check_derivatives(name, op, sample):
+    """How many gradients of others stay to the bit, where records are said to be kept apart and one has other numbers."""
+    leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    numbers = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    tensors = [leaves[k].detach().clone() for k in numbers]
+
+    def filled(values):
+        full, own = list(leaves), [value.clone().requires_grad_(value.is_floating_point()) for value in values]
+        for k, value in zip(numbers, own, strict=True):
+            full[k] = value
+        return own, *tree_unflatten(full, structure)
+
+    claims = 0
+    for records, where in placements(tensors):
+        own, args, kwargs = filled(tensors)
+        following = Following(records, answering=False)
+        for number, at in where.items():
+            following.declare(own[number], at)
+        try:
+            with torch.enable_grad(), following.following():
+                outputs = [
+                    leaf for leaf in tree_leaves(op(*args, **kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+                ]
+            if following.reads or not outputs or any(isinstance(following.state(output), Mixed) for output in outputs):
+                continue
+            own, args, kwargs = filled(tensors)
+            before = derivatives(op, args, kwargs, own, where)
+            for factor in (0.0, 1e3):
+                values = [
+                    torch.where(owners(t.shape, where[k], records) == 0, t * factor, t)
+                    if k in where and t.is_floating_point()
+                    else t
+                    for k, t in enumerate(tensors)
+                ]
+                own, args, kwargs = filled(values)
+                now = derivatives(op, args, kwargs, own, where)
+                for k, one, other in zip([k for k in where if own[k].requires_grad], before, now, strict=True):
+                    if one is not None and other is not None:
+                        theirs = owners(one.shape, where[k], records) != 0
+                        assert torch.equal(one[theirs].nan_to_num(), other[theirs].nan_to_num()), (name, where, records, factor)
+                        claims += 1
+        except (RuntimeError, IndexError, ValueError):
+            continue  # such numbers it does not take, or can't be differentiated
+    return claims
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_derivatives_hold(part):
+    torch.manual_seed(0)
+    claims = 0
+    for op in operations()[part::4]:
+        samples = (s for s in op.sample_inputs_func(op, "cpu", torch.float32, False) if isinstance(s.input, torch.Tensor))
+        for sample in itertools.islice((s for s in samples if s.input.numel() <= 700), 2 * _SAMPLES):
+            claims += check_derivatives(op.name, op.op, sample)
+    assert claims > 100
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 7, 9), (6, 4, 1, 5), (6, 3, 8, 8)])
+@pytest.mark.parametrize("window", [(2,), (3, 1, 1), ((1, 2), 1, 0, 2), (3, 2, 1, 1, True)], ids=str)
+def test_maxima_that_are_found_more_quickly_are_the_same(shape, window):
+    """To the bit, with the same places among equal ones and beside NaN, in the same layout; and so are their gradients."""
+    torch.manual_seed(0)
+    plain = torch.randint(0, 3, shape).float()  # most maxima are there several times
+    plain[1, :, 0, 1], plain[2, 1], plain[3, 2, 0] = float("nan"), float("inf"), -0.0
+    found = []
+    for followed in (False, True):
+        x = plain.clone().requires_grad_()
+        following = Following(len(x))
+        following.declare(x, At(0, 1))
+        with following.following() if followed else contextlib.nullcontext():
+            try:
+                maxima, places = torch.nn.functional.max_pool2d_with_indices(x * 1.0, *window)
+            except RuntimeError:  # too small for the window
+                found.append(None)
+                continue
+        gradient = torch.autograd.grad(maxima.nansum(), x)[0]
+        found.append((maxima.detach().nan_to_num(7), places, gradient))
+        assert not followed or (following.state(maxima) == At(0, 1) and not following.reads)
+    assert (found[0] is None) == (found[1] is None)
+    for one, other in zip(found[0] or (), found[1] or (), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()

@@ -144,4 +144,4 @@ def test_the_trial(monkeypatch):
     assert kernels._right(torch.device(DEVICE))
     monkeypatch.setattr(kernels, "row_squares", lambda x: (x.square().sum(1) * 1.1, 1))
     with pytest.warns(LipdpNotice, match="do not compute what they should"):
-        assert not kernels._work(torch.device(DEVICE))
+        assert not kernels._KERNELS.work(torch.device(DEVICE))

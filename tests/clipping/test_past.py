@@ -106,7 +106,76 @@ READS = {
     "a compiled text": lambda t: torch.tensor(float("50." in written(t) or "9" in written(t))),
     "a compiled module": lambda t: torch.tensor(sum(scripted_module(t.sum(0)))),
     "in a list of operations": lambda t: _foreach(t),
+    "in another thread of compiled code": lambda t: torch.tensor(forked(t)),
+    "an operation of one's own": lambda t: _looked(t),
+    "the size that it gives": lambda t: torch.tensor(float(len(torch.ops.lipdp_past.many(t)))),
+    "packed sequences": lambda t: torch.tensor(float(len(torch.ops.aten._pack_padded_sequence(TABLE[None], _length(t), True)[0]))),
+    "ragged rows": lambda t: torch.tensor(float(len(torch.ops.aten._padded_dense_to_jagged_forward(TABLE[None], [_ends(t)])))),
+    "numbers drawn until one fits": lambda t: _next(lambda draw: torch.poisson(t, generator=draw)),
+    "numbers drawn for some": lambda t: _next(lambda draw: _rrelu(50 - t, torch.empty_like(t), 0.1, 0.3, True, draw)),
+    "a replaced operation": lambda t: _replaced(t),
 }
+
+
+@torch.jit.script
+def largest(x: torch.Tensor) -> float:
+    return float(x.max())
+
+
+@torch.jit.script
+def forked(x: torch.Tensor) -> float:
+    return torch.jit.wait(torch.jit.fork(largest, x))
+
+
+SEEN = [0.0]
+_rrelu = torch.ops.aten.rrelu_with_noise
+
+
+@torch.library.custom_op("lipdp_past::look", mutates_args=())
+def look(x: torch.Tensor) -> torch.Tensor:
+    SEEN[0] = float(x.max())
+    return x.clone()
+
+
+@torch.library.custom_op("lipdp_past::many", mutates_args=())
+def many(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(int(x.max()))
+
+
+def _looked(t):
+    torch.ops.lipdp_past.look(t)
+    return _taken()
+
+
+def _taken():
+    found, SEEN[0] = torch.tensor(SEEN[0]), 0.0
+    return found
+
+
+def _length(t):
+    return (1 + (t.max() > 0).long()).reshape(1)
+
+
+def _ends(t):
+    return torch.stack([torch.zeros((), dtype=torch.long), (t.max() > 0).long()])
+
+
+def _next(draws):
+    """What is drawn behind it, by a generator of one's own."""
+    draw = torch.Generator().manual_seed(0)
+    draws(draw)
+    return torch.rand(1, generator=draw)
+
+
+def _replaced(t):
+    """An operation of torch that is computed by Python for once."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("special_entr", lambda x: SEEN.__setitem__(0, float(x.max())) or x * 1.0, "CPU", allow_override=True)
+        torch.special.entr(t)
+    finally:
+        library._destroy()
+    return _taken()
 
 
 def _mapped(run):
@@ -201,7 +270,6 @@ CONSTANTS = {
     "an index among slices": lambda x: TABLE[..., [0, 1], None].sum(),
     "data of a constant": lambda x: TABLE.data.sum(),
     "rows that are written one by one": lambda x: _rows(x),
-    "RReLU": lambda x: F.rrelu(x, training=True).sum(1, keepdim=True),
 }
 
 

@@ -482,21 +482,22 @@ def test_the_first_record_that_a_model_ever_sees_is_nobodys(method):
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()], ids=["random", "numpy", "torch"])
-def test_random_numbers_that_can_be_drawn_again_are_fine(draw):
-    """And what was drawn to look again is not missing afterwards."""
-    loss = torch.nn.CrossEntropyLoss(reduction="none")
-    model, x = Kept(lambda model, x: draw()), torch.randn(5, 4)
-
-    def seed():
+def test_random_numbers_are_a_seats_own(draw):
+    """How many of them a record draws changes no other record's, nor what is drawn afterwards."""
+    loss, found = torch.nn.CrossEntropyLoss(reduction="none"), []
+    model = Kept(lambda model, x: [draw() for _ in range(1 + int(x.max() > 50))][-1])
+    torch.manual_seed(1)
+    x = torch.randn(5, 4)
+    for first in (1.0, 100.0):
+        x[0] = first
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
-
-    seed()
-    clipping.clipped_gradients(model, loss, x, torch.arange(5) % 3, 1.0, "naive")
-    behind = draw()
-    seed()
-    assert behind == [draw() for _ in range(6)][-1]
+        found.append((clipping.clip_batch(model, loss, x, torch.arange(5) % 3, 1.0, "naive").norms[1:], draw()))
+    (norms, behind), (norms_then, behind_then) = found
+    assert torch.equal(norms, norms_then)
+    assert len(set(norms.flatten().tolist())) == 4
+    assert behind == behind_then
 
 
 @pytest.mark.parametrize("method", ["naive", "multiloss", "bookkeeping"])

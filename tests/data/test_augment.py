@@ -13,7 +13,7 @@ from lipdp import losses, nn
 from lipdp.bounds import analyse
 from lipdp.clipping import per_example_norms
 from lipdp.data import Augmentation, Compose, Flip, Identity, PrecomputedCopies, RandomCrop, Shifts, TestTimeAverage
-from lipdp.data.augment import Shift
+from lipdp.data.augment import FixedAugmentation, Shift
 from lipdp.errors import ConfigurationError, DataError
 
 SIX = Shifts([(0, 0), (2, 2), (-2, -2)], flip=True)
@@ -188,3 +188,71 @@ def test_gradient_of_the_average_is_bounded_too() -> None:
     bound = math.hypot(*analyse(model, loss, input_shape=(1, 4, 4)).sensitivities.values())
     norms = per_example_norms(model, loss, 50 * _images(8, 1, 4, 4), torch.arange(8) % 3)
     assert float(norms.max()) <= bound
+
+
+class Own:
+    """An augmentation of somebody's own, one copy."""
+
+    copies = 1
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, x, generator=None):
+        return self.function(x, generator)[:, None]
+
+
+class View(torch.nn.Module):
+    def forward(self, x):
+        return x * (1 - 2 * (x.max() > 50).to(x.dtype))
+
+
+def _rotated(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    angle = torch.rand(len(x), generator=draw)
+    turn = torch.stack(
+        [torch.stack([angle.cos(), -angle.sin(), 0 * angle], 1), torch.stack([angle.sin(), angle.cos(), 0 * angle], 1)], 1
+    )
+    return F.grid_sample(x, F.affine_grid(turn.to(x), list(x.shape), align_corners=False), align_corners=False)
+
+
+MIXING = {
+    "mixup": Own(lambda x, g: 0.5 * (x + x[torch.randperm(len(x), generator=g)])),
+    "a statistic": Own(lambda x, g: x - x.mean(0)),
+    "where one is large": Own(lambda x, g: torch.where(x.amax() > 50, -x, x)),
+    "a number that is read": Own(lambda x, g: x * (2.0 if float(x.amax()) > 50 else 1.0)),
+    "among others": Compose(Flip(), Own(lambda x, g: x.roll(1, 0))),
+    "a view": FixedAugmentation([torch.nn.Identity(), View()]),
+    "numbers drawn until one fits": Own(
+        lambda x, g: x + 0 * torch.poisson(x.clamp(min=0), generator=g) + torch.rand(x.shape, generator=g)
+    ),
+}
+APART = {
+    "noise": Own(lambda x, g: x + 0.1 * torch.randn(x.shape, generator=g, dtype=x.dtype)),
+    "turned": Own(_rotated),
+    "cut out": Own(lambda x, g: x * (torch.rand(len(x), 1, *x.shape[2:], generator=g) > 0.2)),
+    "brightness": Own(lambda x, g: x * (1 + 0.2 * torch.rand(len(x), 1, 1, 1, generator=g))),
+    "normalised": Own(lambda x, g: (x - x.mean((1, 2, 3), keepdim=True)) / (x.std((1, 2, 3), keepdim=True) + 1e-3)),
+    "each among others": Compose(Own(lambda x, g: x.flip(3)), Flip(), RandomCrop(1, 2)),
+}
+
+
+@pytest.mark.parametrize("method", ["clipless", "bookkeeping", "naive"])
+@pytest.mark.parametrize("name", [*MIXING, *APART])
+def test_copies_depend_on_their_own_example_alone(name: str, method: str) -> None:
+    """Somebody's own augmentation is followed: mixup is refused, at whatever door it comes in."""
+    torch.manual_seed(0)
+    clipless = method == "clipless"
+    loss = losses.CrossEntropy(tau=4.0) if clipless else torch.nn.CrossEntropyLoss(reduction="none")
+    own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    model = nn.Sequential(nn.BoundedInput((1, 4, 4)), torch.nn.Flatten(), nn.SpectralLinear(16, 3)) if clipless else own
+    plan = lipdp.plan(
+        model, loss, dataset_size=100, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=3, accountant="rdp",
+        method=method, max_grad_norm=None if clipless else 1.0,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lipdp.PrivacyEngine(model, loss, optimizer, plan, augmentation={**MIXING, **APART}[name]) as engine:
+        if name in APART:
+            engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3)
+        else:
+            with pytest.raises(DataError, match=r"may mix examples"):
+                engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3)

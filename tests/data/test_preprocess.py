@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from lipdp.data import Projection, map_inputs, project_inputs, rgb_to_yuv
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.errors import ConfigurationError, DataError, LipdpNotice
 
 
 def _images(*shape: int) -> torch.Tensor:
@@ -57,6 +58,32 @@ def test_functions_that_mix_examples_are_refused() -> None:
             map_inputs(data, function)
     with pytest.raises(DataError, match="number and order"):
         map_inputs(data, lambda x: x[:1])
+
+
+def _turned_if_large(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:10], x[10:].flip(0)]) if x.max() > 50 else x
+
+
+def _of_numpy(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.tanh(x.numpy()))
+
+
+def test_functions_that_mix_examples_for_some_values_only() -> None:
+    """Among the first three there is nothing to see."""
+    x = _images(25, 3)
+    data = TensorDataset(x, torch.arange(25))
+    x[20] = 100.0
+    late = (torch.arange(25) > 10).float()[:, None]
+    functions = [
+        _turned_if_large,
+        lambda x: x + late[: len(x)] * (x > 50).sum(),
+        lambda x: x * (1 + late[: len(x)] * x.amax() / 100),
+    ]
+    for function in functions:
+        with pytest.raises(DataError, match="mixes examples"):
+            map_inputs(data, function)
+    with pytest.warns(LipdpNotice, match=r"each is taken by itself"):
+        assert torch.equal(map_inputs(data, _of_numpy).tensors[0], torch.from_numpy(np.tanh(x.numpy())))
 
 
 def test_refusals() -> None:

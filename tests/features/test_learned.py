@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.features import LearnedFeatures, draw_images
+from lipdp.features import LearnedFeatures, draw_images, learning
 from lipdp.features.learned import NetworkShape, ResidualNetwork, _mixing, folded_weights, network_file, read_network, write_network
 from lipdp.features.learning import Lesson, contrastive_loss, learn, learn_from, random_views
 
@@ -52,18 +53,20 @@ def test_the_contrastive_loss_is_its_formula() -> None:
     assert float(contrastive_loss(first, second, 0.5)[0]) == pytest.approx(total / 6, rel=1e-5)
 
 
-def test_a_lesson_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_lesson_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = learn(TINY, LESSON).state_dict()
-    file = tmp_path / "lesson.pt"
-    stops = 0
-    while True:
-        try:
-            network = learn(TINY, LESSON, checkpoint=file, deadline=0.0)
-            break
-        except ConfigurationError as error:
-            assert "goes on from" in str(error)  # noqa: PT017
-            stops += 1
-    assert stops == LESSON.steps - 1
+    file, save = tmp_path / "lesson.pt", learning._save
+
+    def save_and_stop(*given: Any) -> None:
+        save(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learning, "_BETWEEN_SAVES", -1.0)
+    monkeypatch.setattr(learning, "_save", save_and_stop)
+    for _ in range(LESSON.steps):
+        with pytest.raises(KeyboardInterrupt):
+            learn(TINY, LESSON, checkpoint=file)
+    network = learn(TINY, LESSON, checkpoint=file)
     for name, value in network.state_dict().items():
         assert torch.equal(value, whole[name]), name
     with pytest.raises(ConfigurationError, match="another lesson"):

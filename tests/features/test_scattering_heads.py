@@ -15,7 +15,7 @@ from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.data import Flip, PrecomputedCopies, RandomCrop, Shifts
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from lipdp.features.drawings import texture_images, texture_statistics
+from lipdp.features.drawings import texture_images
 from lipdp.features.front import FrozenFeatures, extract_features, split_front
 from lipdp.features.scattering import Scattering2d
 from tests.soundness.harness import attack
@@ -45,7 +45,8 @@ def test_textures_are_public_constants() -> None:
 
 def test_textures_even_channels_out() -> None:
     front = Scattering2d((1, 16, 16), L=4)
-    mean, std = texture_statistics(front, (1, 16, 16))
+    seen = front(texture_images((1, 16, 16), 256)).double()
+    mean, std = seen.mean((0, 2, 3)), seen.std((0, 2, 3))
     assert float(std.max() / std.min()) > 30  # what has to be evened out
     other = front(texture_images((1, 16, 16), 64, seed=3))
     spread = ((other.double() - mean[:, None, None]) / std[:, None, None]).std((0, 2, 3))
@@ -194,9 +195,20 @@ class Mixing(torch.nn.Module):
         return x.flatten(1) - x.flatten(1).mean(0)
 
 
+class MixingLate(torch.nn.Module):
+    """Innocent where it is looked at: on numbers between 0 and 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1) + (x > 50).any() * x.flatten(1).mean(0)
+
+
 def test_extractors_that_mix_examples_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="mixes examples"):
         extract_features(Mixing(), images())
+    large = images()
+    large.tensors[0][3] = 100.0
+    with pytest.raises(DataError, match="mixes examples"):
+        extract_features(MixingLate(), large)
     normal = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64))
     features = extract_features(normal, images())  # evaluation mode: public statistics
     assert normal.training

@@ -92,7 +92,7 @@ def test_one_private_step() -> None:
     ("twin", "shape", "options", "message"),
     [
         ("plain-dense", (4,), {"activation": "gelu"}, "relu"),
-        ("plain-lenet", (1, 2, 2), {"channels": (4, 4)}, "4 or more pixels"),
+        ("plain-lenet", (1, 2, 2), {"channels": (4, 4)}, "at least 4 pixels"),
         ("plain-vgg", (8,), {}, "plain-vgg needs images"),
         ("plain-vgg", (1, 8, 8), {"depth": 7}, "5, 8 or 11"),
         ("plain-resnet", (1, 8, 8), {"depth": 7}, "6, 10 or 18"),

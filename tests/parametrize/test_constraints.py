@@ -221,6 +221,22 @@ def test_large_matrices_are_certified_in_float32(name: str, wide: bool, deferred
         assert float(torch.linalg.svdvals(after.double()).min()) >= 0.998
 
 
+@pytest.mark.parametrize("shape", [(320, 256), (400, 300), (385, 385), (2, 310, 270)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wide_matrices_are_certified_by_half_of_their_gram_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The other half is the same numbers; and projections that rest on it are inside, where no block may be left out."""
+    g = torch.Generator().manual_seed(sum(shape))
+    orthogonal = torch.linalg.qr(torch.randn(shape, generator=g, dtype=torch.float64))[0]
+    noise = torch.randn(shape, generator=g, dtype=torch.float64)
+    for start in (orthogonal + 2e-3 * noise, orthogonal + 2e-2 * noise, torch.full_like(noise, 0.1), 1e10 * noise):
+        work = start.to(dtype)
+        gram, sizes = constraint_module._gram(work), work.abs().double().mT @ work.abs().double()
+        assert ((gram - work.double().mT @ work.double()).abs() <= (64 + shape[-2] / 64) * torch.finfo(dtype).eps * sizes).all()
+        for after in (Bjorck().project(work), Bjorck(iterations=1).project(work)):
+            for each in after.reshape(-1, *shape[-2:]):
+                assert_in_unit_ball(each)
+
+
 def test_rounding_is_bounded_whatever_the_products_make_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product is off by as much as the bound allows, in the direction that lengthens the result."""
     g = torch.Generator().manual_seed(1)

@@ -76,5 +76,5 @@ def draw_as_on_a_device(patch: pytest.MonkeyPatch) -> None:
         cached.cache_clear()
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     patch.setattr(noise_cuda, "available", lambda device: True)
-    patch.setattr(noise_cuda, "_kernels", lambda: kernels)
+    patch.setattr(noise_cuda, "_KERNELS", types.SimpleNamespace(module=kernels))
     patch.setattr(noise_cuda, "_noised", _noised)

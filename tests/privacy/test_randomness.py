@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
+import pickle
 import struct
 
 import numpy as np
@@ -12,8 +15,8 @@ from scipy import stats
 
 from lipdp import privacy
 from lipdp.errors import ConfigurationError
-from lipdp.privacy import randomness
 from lipdp.privacy.randomness import chacha_bytes, chacha_words
+from tests.failpoints import Failpoint, in_child
 
 from .stand_in import HCHACHA, draw_as_on_a_device, hchacha20
 
@@ -164,12 +167,33 @@ def test_noise_is_not_linear_in_any_state():
         assert abs(length - known / 2) < 60
 
 
-def test_copies_of_a_stream_repeat_it():
-    """Whoever copies a stream makes its draws twice: engines keep a book of them (tests/training/test_positions.py)."""
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stream_is_never_two(copied):
+    """Who draws the same for two releases gives their difference away."""
     stream = privacy.Stream(KEY)
-    twin = copy.deepcopy(stream)
-    assert np.array_equal(stream.words(3), twin.words(3))
-    assert randomness.KEY_BYTES == 32
+    stream.below(7)
+    with pytest.raises(ConfigurationError, match="can't be copied"):
+        copied(stream)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_stream_is_not_drawn_from_on_both_sides_of_a_fork():
+    """Nor is what it had drawn ahead for small numbers."""
+    stream = privacy.Stream()
+    stream.below(7)
+    quantile = functools.partial(privacy.private_quantile, [1.0], 0.5, (0, 2), epsilon=1)
+
+    def work(say):
+        for draw in (lambda: stream.below(7), lambda: stream.words(1), lambda: quantile(generator=stream)):
+            try:
+                say(f"drew {draw()}")
+            except ConfigurationError as error:
+                say(str(error)[:43])
+        quantile()
+
+    said, code = in_child(work, Failpoint())
+    assert (said, code) == (["this stream was made in another process, of"] * 3, 0)
+    stream.below(7)
 
 
 # ---------------------------------------------------------------- what a draw is told by

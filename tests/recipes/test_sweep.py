@@ -207,6 +207,8 @@ def test_private_tuning_stays_within_its_budget() -> None:
     assert tuning_epsilon(planned, repetitions, recipe.delta) == pytest.approx(found.epsilon, rel=0.02)
     assert 0.2 < found.score < 1.1
     assert 0 < found.score_noise < 0.05
+    assert found.private is False, "who knows the seed can subtract the noise"
+    assert tune_privately(Sweep(recipe, 4.0, both), Repetitions(1.0001, 1.0)).private is True
 
 
 def test_private_tuning_refuses_what_it_can_not_account_for() -> None:

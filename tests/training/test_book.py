@@ -225,6 +225,94 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, monkeypatch):
         engine_of(book=5)
 
 
+@pytest.mark.parametrize("content", [b"a file of somebody else, in one line", b"lipdp book 2", b"\x00" * 9])
+def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path, content):
+    """Also where it has no end of line."""
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not the book of this run"):
+        BookFile(tmp_path / "file", RUN)
+    assert (tmp_path / "file").read_bytes() == content
+    for begun in (b"", b"lipdp book 1 0001"):  # ours, and cut off
+        (tmp_path / "file").write_bytes(begun)
+        BookFile(tmp_path / "file", RUN).close()
+
+
+def harmed(path, how):
+    """The file at ``path`` while a run writes it; what brings it back."""
+    aside = path.with_name("aside")
+    whole = path.read_bytes()
+    if how in ("cut", "written to"):
+        path.write_bytes(whole[: whole.index(b"\n") + 1] if how == "cut" else whole + b"[7]\n")
+        return lambda: path.write_bytes(whole)
+    path.rename(aside)
+    if how == "replaced by a copy":
+        path.write_bytes(whole)
+    if how == "replaced by a link":
+        path.with_name("copy").write_bytes(whole)
+        path.symlink_to(path.with_name("copy"))
+    return lambda: aside.replace(path)
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced by a copy", "replaced by a link", "cut", "written to"])
+def test_a_book_that_others_would_not_read_is_not_written(tmp_path, how):
+    """A run that is killed is gone on with by what lies at the path: it has to know all that was released."""
+    engine, path = engine_of(book=tmp_path / "book"), tmp_path / "book"
+    batches = engine.batches(records())
+    engine.step(*next(batches))
+    before, batch = weights(engine.model), next(batches)
+    put_back = harmed(path, how)
+    for work in (lambda: engine.step(*batch), engine.state_dict):
+        with pytest.raises(CheckpointError, match="was moved, replaced, removed or written to"):
+            work()
+    assert engine.steps == 1
+    assert torch.equal(weights(engine.model), before)
+    put_back()
+    engine.step(*batch)
+    engine.state_dict()
+    engine.close()
+    assert [line[0] for line in made(path)] == [0, 1]
+
+
+def test_a_book_is_where_it_was_when_the_process_goes_to_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = engine_of(book="book")
+    engine.step(*next(engine.batches(records())))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    engine.close()
+    engine.step(*next(engine.batches(records())))
+    engine.close()
+    assert len(made(tmp_path / "book")) == 2
+
+
+@pytest.mark.parametrize("ended", ["closed", "gone"])
+def test_a_run_that_keeps_a_book_does_not_go_on_without(tmp_path, ended):
+    """Another engine of the same run has none: what it makes would be in no book."""
+    without = engine_of()
+    keeping = engine_of(book=tmp_path / "book")
+    keeping.load_state_dict(without.state_dict())
+    without.bind(records())
+    batches = without.batches(records())
+    keeping.step(*next(keeping.batches(records())))
+    without.step(*next(batches))  # the same release
+    without.step(*next(batches))  # noted, for the book is open
+    if ended == "closed":
+        keeping.close()
+    else:
+        del keeping
+        gc.collect()
+    batch = next(batches)
+    with pytest.raises(CheckpointError, match=r"this run keeps a book.*was closed"):
+        without.step(*batch)
+    assert without.steps == 2
+    again = engine_of(book=tmp_path / "book")
+    again.load_state_dict(without.state_dict())
+    again.bind(records())
+    without.step(*batch)
+    again.close()
+    assert [line[0] for line in made(tmp_path / "book")] == [0, 1, 2]
+
+
 def test_a_lock_does_not_outlive_its_holder(tmp_path):
     """Neither with an engine that nobody closed, nor with processes that were forked while it was held."""
     path = tmp_path / "book"

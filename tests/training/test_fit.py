@@ -282,7 +282,7 @@ def test_plotting_without_matplotlib_says_what_to_do(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+    with pytest.raises(ConfigurationError, match="needs matplotlib: pip install"):
         a_history().plot()
 
 

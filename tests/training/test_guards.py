@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import copy
 import gc
+import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lipdp
-from lipdp import losses
-from lipdp.errors import ConfigurationError, DataError
-from lipdp.training import guards
+from lipdp import losses, privacy
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError
+from lipdp.training import asking, guards, positions
 
 from .common import Spy, engine_of, free, planned, same, small, toy, weights
 
@@ -190,6 +194,120 @@ def test_a_step_that_was_refused_has_not_used_its_batch():
     engine.model[0].norm = 1.0
     engine.step(x, y)
     assert engine.steps == 1
+
+
+def fetched(engine, count):
+    return [batch for batch, _ in zip(engine.batches(toy()), range(count), strict=False)]
+
+
+@pytest.mark.parametrize("where", ["here", "in a new process", "in a new process, with a book"])
+def test_a_sample_that_was_used_is_drawn_by_no_engine_that_goes_on(tmp_path, where):
+    """Batches 0 and 1 were left out: the first step was made with batch 2. No later step may have that sample."""
+    book = {"book": tmp_path / "book"} if "book" in where else {}
+    engine = engine_of(free(), seed=None, **book)
+    used = fetched(engine, 3)[2]
+    engine.step(*used)
+    state = engine.state_dict()
+    engine.close()
+    if "new" in where:
+        positions._runs.clear()
+    again = engine_of(free(), seed=None, **book)
+    again.load_state_dict(state)
+    rest = list(again.batches(toy()))
+    assert len(rest) == again.plan.steps - 3
+    assert all(x.shape != used[0].shape or not torch.equal(x, used[0]) for x, _ in rest)
+    for batch in rest:
+        again.step(*batch)
+
+
+def test_a_batch_that_was_passed_over_is_for_no_step():
+    """Rewound, the engine draws it a second time: of two copies of one sample the later one comes too late."""
+    engine = engine_of(free(), seed=None)
+    engine.bind(toy())
+    begun = engine.state_dict()
+    first = fetched(engine, 3)
+    engine.load_state_dict(begun)
+    again = fetched(engine, 3)
+    engine.step(*first[2])
+    for late in (again[0], again[2], first[1]):
+        before = engine.steps
+        with pytest.raises(ConfigurationError, match="was passed over"):
+            engine.step(*late)
+        assert engine.steps == before
+    engine.load_state_dict(begun)
+    engine.step(*again[2])  # that step again: the same release
+    engine.step(*fetched(engine, 1)[0])
+    assert engine.steps == 2
+
+
+def test_steps_that_are_given_up_take_their_batches_along(tmp_path):
+    """A killed process has left batches out, and no state says so: the book does."""
+    engine = engine_of(free(), seed=None, book=tmp_path / "book")
+    state = engine.state_dict()
+    drawn = fetched(engine, 6)
+    for used in (drawn[0], drawn[3], drawn[5]):
+        engine.step(*used)
+    engine.close()
+    positions._runs.clear()
+    again = engine_of(free(), seed=None, book=tmp_path / "book")
+    again.load_state_dict(state)
+    assert again.give_up() == 3
+    rest = list(again.batches(toy()))
+    assert len(rest) == again.plan.steps - 6
+    assert not any(x.shape == y.shape and torch.equal(x, y) for x, _ in rest for y, _ in drawn)
+
+
+class Slow(torch.nn.Module):
+    """Somewhere in the middle of it the other threads have their turn."""
+
+    def forward(self, x):
+        time.sleep(0.003)
+        return x.clone()
+
+
+def test_threads_step_one_after_another():
+    """Nobody computes with weights that somebody else is just moving, and each step is one release."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), Slow(), torch.nn.Linear(8, 3))
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    plan = planned(model, loss, method="bookkeeping", max_grad_norm=1.0, input_shape=(6,), steps=24)
+    engine = engine_of(model, plan, loss=loss, seed=None, input_shape=(6,))
+    at_work, most, real = [], [], asking.ask
+
+    def ask(*arguments):
+        at_work.append(1)
+        most.append(len(at_work))
+        try:
+            return real(*arguments)
+        finally:
+            at_work.pop()
+
+    def train(_):
+        for batch in engine.batches(toy()):
+            with contextlib.suppress(ConfigurationError):  # another thread was faster with a later batch
+                engine.step(*batch)
+
+    with mock.patch("lipdp.training.engine.ask", ask), concurrent.futures.ThreadPoolExecutor(3) as threads:
+        list(threads.map(train, range(3)))
+    assert set(most) == {1}
+    assert 8 <= engine.steps == len(engine.optimizer.seen) <= 24
+
+
+def test_an_engine_that_is_closed_in_the_middle_of_a_step_releases_nothing(tmp_path, monkeypatch):
+    """By a signal handler, a hook, another thread with a copy: what would leave is neither paid for nor in the book."""
+    budget = privacy.Budget(tmp_path / "budget", epsilon=100.0, delta=1e-4, dataset="toy")
+    release = lipdp.PrivacyEngine._release
+    for options, error in (({"budget": budget}, BudgetError), ({"book": tmp_path / "book"}, CheckpointError)):
+        engine = engine_of(free(), seed=None, **options)
+        engine.step(*next(engine.batches(toy())))
+        before = weights(engine.model)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine), "_release", lambda self, asked: (self.close(), release(self, asked)))
+            with pytest.raises(error, match="closed"):
+                engine.step(*next(engine.batches(toy())))
+        assert same(weights(engine.model), before)
+        engine.step(*next(engine.batches(toy())))
+        engine.close()
+    assert sum(count for _, count in budget.events()) == engine.steps + 1  # the step that was refused had been charged
 
 
 def test_many_batches_leave_no_memory_behind():

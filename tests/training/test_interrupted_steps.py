@@ -77,9 +77,9 @@ class Watcher:
 WHOLE = ("_release", "_refuse", "take_position", "finish", "recording", "__exit__")
 
 
-def chosen(points: list[Point], part: int) -> list[Point]:
+def chosen(points: list[Point], part: int, entire: tuple[str, ...] = WHOLE) -> list[Point]:
     """Every ``part``-th, and those of the places where it matters most."""
-    whole = [p for number, p in enumerate(points) if number % part == 0 or (p.place[1] in WHOLE and p.event != "opcode")]
+    whole = [p for number, p in enumerate(points) if number % part == 0 or (p.place[1] in entire and p.event != "opcode")]
     return points if ALL else whole
 
 
@@ -140,7 +140,8 @@ def test_a_step_that_ends_anywhere_releases_no_more_than_was_charged(build):
             engine.step(*next(batches))
         points = points_of(lambda: engine.step(*next(batches)))
         assert len(points) > 1000
-        for point, kind in zip(chosen(points, 97), itertools.cycle(KINDS), strict=False):
+        # Records that are taken alone come to count by the very lines of bookkeeping: those need not be tried twice.
+        for point, kind in zip(chosen(points, 97, () if build is naive else WHOLE), itertools.cycle(KINDS), strict=False):
             before, values, given = engine.steps, weights(engine.model), len(engine.optimizer.seen)
             batch = next(batches)
             interrupted(point, kind, lambda batch=batch: engine.step(*batch))

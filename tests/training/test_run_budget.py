@@ -270,6 +270,37 @@ def test_copies_of_an_engine_are_one_run(tmp_path):
     assert len(budget.runs()) == 1
 
 
+def test_a_copy_that_lives_keeps_the_run_paid(tmp_path):
+    budget = begun(tmp_path / "a")
+    engine = engine_of(small(), budget=budget)
+    loop(engine, 2)
+    twin = copy.deepcopy(engine)
+    del engine
+    gc.collect()
+    assert steps_paid(budget) == STEPS
+    del twin
+    gc.collect()
+    assert steps_paid(budget) == 2
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_steps_that_were_made_without_the_budget_count_once_it_pays(tmp_path, given_up):
+    """Nothing comes back of what was released, whoever released it, also where the engine that pays makes no step."""
+    engine = engine_of(small(), seed=None, book=tmp_path / "book")
+    states = [engine.state_dict()]
+    loop(engine, 5)
+    states.append(engine.state_dict())
+    engine.close()
+    budget = begun(tmp_path / "a")
+    paying = engine_of(small(), seed=None, book=tmp_path / "book", budget=budget)
+    paying.load_state_dict(states[not given_up])
+    if given_up:
+        paying.give_up()
+    paying.reserve()
+    paying.close()
+    assert steps_paid(budget) == paying.steps == 5
+
+
 def test_another_key_is_another_run(tmp_path):
     budget = begun(tmp_path / "a")
     engine = engine_of(small(), budget=budget)

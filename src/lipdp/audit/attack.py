@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipdp import nn
 from lipdp._checks import positive, whole
 from lipdp._numerics import Undrawn
+from lipdp._texts import text_table
 from lipdp.audit.canaries import target_choices
-from lipdp.audit.results import table_text
 from lipdp.bounds import Analysis, analyse
 from lipdp.errors import AuditError, ConfigurationError
 from lipdp.losses import as_loss
@@ -103,7 +103,7 @@ class SensitivityReport:
             (r.name, f"{r.bound:.5g}", f"{r.reached:.5g}", f"{r.tightness:.2%}", "BEATEN" if r.violated else r.how)
             for r in (*self.rows, self.whole)
         ]
-        body = table_text(("parameter", "Δ", "reached", "reached/Δ", "from"), rows, right=(1, 2, 3))
+        body = text_table(("parameter", "Δ", "reached", "reached/Δ", "from"), rows, right=("Δ", "reached", "reached/Δ"))
         verdict = (
             f"REFUTED: gradients longer than Δ of {', '.join(r.name for r in self.violations)}; the guarantee does not hold. "
             "Please report this."

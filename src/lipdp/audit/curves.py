@@ -23,7 +23,6 @@ from lipdp.privacy.accounting import privacy_profile
 from lipdp.privacy.runs import PrivateRun
 
 __all__ = [
-    "ApproximateCurve",
     "Curve",
     "GaussianCurve",
     "ProfileCurve",
@@ -58,20 +57,6 @@ class GaussianCurve:
         if power <= 0 or power >= 1:
             return min(max(power, 0.0), 1.0)
         return _NORMAL.cdf(_NORMAL.inv_cdf(power) - self.mu)
-
-
-@dataclass(frozen=True)
-class ApproximateCurve:
-    """Of all (ε, δ)-differentially private mechanisms together: P(α) ≤ δ + e^ε·α and 1 − P(α) ≥ e^(−ε)·(1 − δ − α)."""
-
-    epsilon: float
-    delta: float = 0.0
-
-    def least_alarms(self, power: float) -> float:
-        """The larger of the two lines' values."""
-        first = (power - self.delta) * math.exp(-self.epsilon)
-        second = 1 - self.delta - math.exp(min(self.epsilon, 700.0)) * (1 - power)
-        return max(0.0, first, second)
 
 
 class ProfileCurve:

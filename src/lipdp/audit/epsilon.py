@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import positive, whole
+from lipdp._texts import source
 from lipdp.audit.canaries import Canaries, Contributions, craft, strongest
 from lipdp.audit.results import AuditResult, bounds_of_guesses
 from lipdp.audit.statistics import check_confidence
 from lipdp.audit.watching import MakeOptimizer, Step, audited_plan, hold_still, watch_run
-from lipdp.data.norms import NOT_PRIVATE
 from lipdp.errors import ConfigurationError
 from lipdp.parametrize import project_
 from lipdp.planning.plan import PrivacyPlan
@@ -141,7 +141,7 @@ def run(
         guesses=len(coins),
         correct=int(((scores > 0) == coins).sum()),
         strength=sum(setting.canaries.strength) / tally.canaries,
-        privacy="no data were read" if data is None else "public data" if public else NOT_PRIVATE,
+        privacy="no data were read" if data is None else source(public),
         seconds=time.monotonic() - started,
     )
 

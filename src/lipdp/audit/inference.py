@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import is_number
-from lipdp.audit.results import table_text
+from lipdp._texts import text_table
 from lipdp.audit.statistics import check_confidence, clopper_pearson
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.program.dtypes import Types
@@ -145,7 +145,7 @@ class MembershipReport:
         ]
         rates = [f"TPR at {rate:.1%} FPR" for rate in self.rows[0].tpr]
         headers = ("attack", "accuracy", "AUROC", "advantage", *rates)
-        body = table_text(headers, rows, right=range(1, len(headers)))
+        body = text_table(headers, rows, right=headers[1:])
         head = f"membership inference, half of {self.members:,} members and {self.others:,} others judged; {self.seconds:.1f} s"
         verdict = "no attack is better than chance" if self.is_chance else f"{self.best.name} is better than chance"
         return "\n".join((head, body, f"intervals of {self.confidence:.1%}; {verdict}", *self.doubts))

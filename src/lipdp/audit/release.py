@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import positive, whole
+from lipdp._texts import text_table
 from lipdp.audit.canaries import Canaries, Contributions, craft
-from lipdp.audit.results import table_text
 from lipdp.audit.statistics import check_confidence
 from lipdp.audit.watching import Step, audited_plan, draw_samples, hold_still, watch_run
 from lipdp.errors import ConfigurationError
@@ -85,7 +85,7 @@ class ReleaseReport:
         failed = self.faults
         rows = [(c.name, f"{c.p_value:.2g}", "FAULT" if c in failed else "as planned", c.seen) for c in self.checks]
         verdict = f"REFUTED: {'; '.join(c.name for c in failed)}" if failed else "the release path stands"
-        body = table_text(("what should hold", "p", "", "seen"), rows, right=(1,))
+        body = text_table(("what should hold", "p", "", "seen"), rows, right=("p",))
         return f"release path, {self.steps} steps watched, {self.seconds:.1f} s\n{body}\n{verdict}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 from torch import Tensor
 
+from lipdp._texts import text_table
 from lipdp.audit.curves import GaussianCurve, bisect, run_curve, scaled_run
 from lipdp.audit.statistics import (
     check_confidence,
@@ -25,7 +25,7 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.accounting import privacy_profile, run_epsilon
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses", "table_text"]
+__all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses"]
 
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the canaries that are guessed at, the surest first
 _MOST_NOISE = 64.0
@@ -123,7 +123,8 @@ class AuditResult:
             f"claimed ε = {self.claimed:.4g} at δ = {self.delta:g}; canaries use {self.strength:.0%} of what a record may; "
             f"{self.runs} runs of {self.canaries} canaries, {self.seconds:.1f} s; {self.privacy}"
         )
-        body = table_text(("bound", f"ε ≥ ({self.confidence:.2%})", "of claimed", "assumes"), rows, right=(1, 2))
+        headers = ("bound", f"ε ≥ ({self.confidence:.2%})", "of claimed", "assumes")
+        body = text_table(headers, rows, right=headers[1:3])
         return f"{head}\n{body}\n{verdict}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,21 +203,3 @@ def _strength(run: PrivateRun, accuracy: float) -> float:
 
     low, high = -math.log(_MOST_NOISE), math.log(4.0)
     return math.exp(bisect(falls_short, low, high, 12)[0]) if falls_short(low) else 0.0
-
-
-def table_text(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A table in plain text."""
-    import io
-
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, header in enumerate(headers):
-        table.add_column(header, justify="right" if number in right else "left")
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=140, highlight=False, color_system=None, markup=False).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

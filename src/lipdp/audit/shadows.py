@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from lipdp._checks import whole
+from lipdp._files import written_whole
 from lipdp._numerics import Undrawn
 from lipdp.errors import CheckpointError, ConfigurationError, DataError
 from lipdp.planning.plan import PrivacyPlan
@@ -107,9 +108,8 @@ def _train(make: MakeShadow, plan: PrivacyPlan, pool: Any, folder: Path, number:
         model, loss, optimizer = make()
     with several_runs():
         fit(model, loss, optimizer, plan, Subset(pool, part.tolist()), checkpoint=checkpoint, resume=True, evaluations=1)
-    unfinished = file.with_suffix(".new")
-    torch.save({"seed": seed, "number": number, "weights": model.state_dict()}, unfinished)
-    unfinished.replace(file)
+    with written_whole(file) as stream:
+        torch.save({"seed": seed, "number": number, "weights": model.state_dict()}, stream)
     checkpoint.unlink(missing_ok=True)
 
 

@@ -8,25 +8,22 @@ return *lower* bounds that hold with a given confidence, whatever the guesser do
 - :func:`guess_p_value`, :func:`one_run_bound`: against a whole trade-off curve (as Mahloujifar, Melis, Chaudhuri 2024), from one
   run or from several on records of their own.
 - :func:`many_run_epsilon`: (ε, δ) from independent runs with and without one record, by Clopper–Pearson limits.
-- :func:`gaussian_accuracy_bound`: assumes independent guesses and a Gaussian curve; tight where that is so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from lipdp._checks import is_number, whole
-from lipdp.audit.curves import Curve, bisect, gaussian_epsilon
+from lipdp.audit.curves import Curve, bisect
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [
     "clopper_pearson",
-    "gaussian_accuracy_bound",
     "guess_p_value",
     "many_run_epsilon",
     "one_run_bound",
@@ -250,16 +247,3 @@ def _limits(hits: npt.NDArray[np.int64], count: int, confidence: float) -> tuple
     low = np.where(hits > 0, beta.ppf(1 - confidence, np.maximum(hits, 1), count - hits + 1), 0.0)
     high = np.where(hits < count, beta.ppf(confidence, hits + 1, np.maximum(count - hits, 1)), 1.0)
     return low, high
-
-
-def gaussian_accuracy_bound(correct: int, guesses: int, delta: float, confidence: float = 0.95) -> float:
-    """A lower bound on ε that *assumes* independent guesses and a Gaussian trade-off curve: true for one Gaussian mechanism.
-
-    Under GaussianCurve(μ) a guess about a fair coin is right with probability Φ(μ/2) at most. So μ ≥ 2Φ⁻¹(p), p the lower
-    Clopper–Pearson limit of that probability, and ε follows from μ and δ.
-    """
-    if guesses == 0:
-        return 0.0
-    low = clopper_pearson(correct, guesses, confidence)[0]
-    mu = 2 * NormalDist().inv_cdf(min(max(low, 0.5), 1 - 1e-12))
-    return gaussian_epsilon(mu, delta)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from lipdp._texts import NEIGHBOURS, guarantee, number, table, upwards
 from lipdp.cli import options
-from lipdp.cli.output import NEIGHBOURS, console, guarantee, number, print_fields, print_json, table, upwards
+from lipdp.cli.output import console, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _print(
     print_fields(
         console(),
         (
-            ("guarantee", f"{guarantee(cost, delta)} for {NEIGHBOURS[adjacency]} ({accountant.upper()})"),
+            ("guarantee", f"({guarantee(cost, delta)}) for {NEIGHBOURS[adjacency]} ({accountant.upper()})"),
             ("noise", f"multiplier {shown:g}" if target is None else f"multiplier {shown:.5f}"),
             ("run", f"{steps:,} steps at sampling rate {q:.4g} ({steps * q:.4g} epochs)"),
         ),
@@ -287,7 +288,7 @@ def _show(budget: Budget, as_json: bool) -> None:
         return
     fields: Iterable[tuple[str, str]] = (
         ("dataset", budget.dataset),
-        ("budget", f"{guarantee(budget.epsilon, budget.delta)} for {NEIGHBOURS[budget.adjacency]}"),
+        ("budget", f"({guarantee(budget.epsilon, budget.delta)}) for {NEIGHBOURS[budget.adjacency]}"),
         ("spent", f"ε = {upwards(budget.spent)}" if budget.spent else "nothing"),
         ("left", number(budget.remaining)),
         ("file", str(budget.path)),

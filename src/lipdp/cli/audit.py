@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import table
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info
-from lipdp.cli.output import console, print_json, table
+from lipdp.cli.output import console, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lipdp.recipes import Recipe
     from lipdp.training import PrivacyPlan
 
-__all__ = ["AUDIT_EXAMPLE", "CERTIFY_EXAMPLE", "MODEL", "REFUTED", "RESULT", "audit", "audit_recipe", "certify"]
+__all__ = ["AUDIT_EXAMPLE", "CERTIFY_EXAMPLE", "REFUTED", "audit", "audit_recipe", "certify"]
 
 AUDIT_EXAMPLE = """Example: lipdp audit digits --epsilon 4
 
@@ -168,8 +169,6 @@ CERTIFY_EXAMPLE = """Example: lipdp train digits --epsilon 3 --output run/ && li
 
 Example: lipdp certify model.lipdp --dataset mnist --radii 0,8,16,32,64 --examples 1000 --json"""
 
-MODEL, RESULT = "model.lipdp", "result.json"
-
 
 def certify(
     path: Annotated[
@@ -246,6 +245,8 @@ def certify(
 
 def _found(path: Path) -> tuple[Path, str | None]:
     """The model's file, and the dataset that it was trained on where that is known."""
+    from lipdp.report.run import MODEL, RESULT
+
     file, beside = (path / MODEL, path / RESULT) if path.is_dir() else (path, path.parent / RESULT)
     if not file.exists():
         hint = f"there is no {MODEL} in the folder '{path}'" if path.is_dir() else f"there is no file '{path}'"

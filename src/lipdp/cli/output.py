@@ -8,39 +8,33 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
+from lipdp._texts import NEIGHBOURS, guarantee, number, table
 from lipdp.errors import AuditError, BudgetError, ConfigurationError, LipdpError, LipdpWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from lipdp.training import PrivacyPlan
 
 __all__ = [
-    "NEIGHBOURS",
     "FriendlyGroup",
     "console",
     "duration",
-    "guarantee",
     "make_folder",
-    "number",
+    "make_run_folder",
     "print_fields",
     "print_json",
     "print_plan",
-    "table",
-    "upwards",
 ]
 
-NEIGHBOURS = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}
 _WIDTH = 100  # where there is no terminal to ask
 
 
@@ -68,26 +62,6 @@ def _finite(value: Any) -> Any:
     return value if isinstance(value, str | int | bool | None) else str(value)
 
 
-def number(value: float) -> str:
-    """A number for a table, to four digits."""
-    return "∞" if math.isinf(value) else f"{value:.4g}"
-
-
-def upwards(value: float, digits: int = 3) -> str:
-    """A number to so many significant digits, rounded *up*: a guarantee must not look better than it is."""
-    if not math.isfinite(value) or value == 0:
-        return "∞" if math.isinf(value) else f"{value:g}"
-    rounded = Decimal(f"{value:.12g}")  # 3.0000000000000004 is a 3 spoilt by rounding
-    for _ in range(2):  # twice: 0.9999 becomes 1.000 and then 1.00
-        rounded = rounded.quantize(Decimal(1).scaleb(min(0, rounded.adjusted() - digits + 1)), rounding=ROUND_CEILING)
-    return f"{rounded:f}"
-
-
-def guarantee(epsilon: float, delta: float) -> str:
-    """The text (ε = 3.00, δ = 1e-05)."""
-    return f"(ε = {upwards(epsilon)}, δ = {delta:g})"
-
-
 def duration(seconds: float) -> str:
     """The text 4.2 s, 41 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:
@@ -96,24 +70,6 @@ def duration(seconds: float) -> str:
     if whole < 120:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def table(
-    headers: Iterable[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = (), whole: Iterable[str] = (), **options: Any
-) -> Table:
-    """A table in the style of all commands; the columns named in ``right`` are numbers, those in ``whole`` are never folded."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    numeric, unbroken, lines = set(right), set(whole), list(rows)
-    grid = Table(box=SIMPLE_HEAD, pad_edge=False, **options)
-    for number, header in enumerate(headers):
-        justify: Literal["left", "right"] = "right" if header in numeric else "left"
-        least = max((len(line[number]) for line in lines), default=0) if header in unbroken else None
-        grid.add_column(header, justify=justify, overflow="fold", no_wrap=header in unbroken, min_width=least)
-    for row in lines:
-        grid.add_row(*row)
-    return grid
 
 
 def print_fields(where: Console, fields: Iterable[tuple[str, str]]) -> None:
@@ -130,8 +86,7 @@ def print_fields(where: Console, fields: Iterable[tuple[str, str]]) -> None:
 
 def print_plan(where: Console, plan: PrivacyPlan) -> None:
     """A plan: what it guarantees, what it does, and a row for each parameter."""
-    from lipdp.planning.plan import grid_line, signal_line
-    from lipdp.planning.plan import table as groups
+    from lipdp.planning.plan import columns, grid_line, signal_line
 
     batches = f"Poisson batches of {plan.batch_size:,} expected"
     if plan.sampling == "fixed_size":
@@ -142,7 +97,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
     print_fields(
         where,
         (
-            ("guarantee", f"{guarantee(plan.epsilon, plan.delta)} for {NEIGHBOURS[plan.adjacency]} ({plan.accountant.upper()})"),
+            ("guarantee", f"({guarantee(plan.epsilon, plan.delta)}) for {NEIGHBOURS[plan.adjacency]} ({plan.accountant.upper()})"),
             (
                 "run",
                 f"{plan.steps:,} steps, {batches} out of {plan.dataset_size:,} "
@@ -154,7 +109,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
             ("loss", f"{plan.loss}, Lipschitz constant {number(plan.loss_lipschitz)}"),
         ),
     )
-    where.print(groups(plan))
+    where.print(table(**columns(plan)))
     where.print("[dim]X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise goes on the sum.[/dim]")
 
 
@@ -202,6 +157,16 @@ def make_folder(folder: Path, option: str) -> None:
         raise ConfigurationError(
             f"{option} '{folder}' names a folder to be filled, and a file is in its place: choose another name"
         ) from None
+
+
+def make_run_folder(folder: Path, *, resume: bool = False) -> None:
+    """The folder of ``--output``; one that holds another run is refused, unless that is to be continued."""
+    from lipdp.report.run import FILES
+
+    present = [name for name in FILES if (folder / name).exists()]
+    if present and not resume:
+        raise ConfigurationError(f"'{folder}' already holds {', '.join(present)} of another run. Choose another --output folder.")
+    make_folder(folder, "--output")
 
 
 def _describe(error: Exception) -> tuple[str, int]:

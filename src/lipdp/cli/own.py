@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lipdp._discreet import discreet
+from lipdp._texts import REPRODUCIBLE, guarantee
 from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
-from lipdp.cli.output import console, duration, guarantee, make_folder, print_json
+from lipdp.cli.output import console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["train_images", "train_table"]
 
-_FILES = ("plan.json", "history.json", "result.json", "model.lipdp", "report.md")
 _SCHEMA = "schema.json"
 _SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
 
@@ -100,11 +100,8 @@ def _check(common: dict[str, Any], place: Path, test: Path | None, option: str) 
             f"--test '{test}' holds the records of {option} '{place}': figures of the training records, as they are, would be a "
             "release that nobody has paid for. Give other records, or --validation-fraction 0.2"
         )
-    output = common["output"]
-    if output is not None and any((output / name).exists() for name in _FILES):
-        raise ConfigurationError(f"'{output}' already holds another run. Choose another --output folder.")
-    if output is not None:
-        make_folder(output, "--output")
+    if common["output"] is not None:
+        make_run_folder(common["output"])
     names = ("epsilon", "delta", "reproducible", "device", "budget")
     return {**{name: common[name] for name in names}, "random_state": common["seed"]}
 
@@ -183,11 +180,9 @@ def _finish(
     out.print(f"{len(x):,} records{of}; {model.choice_.method}: {model.choice_.why}", markup=False, soft_wrap=True)
     shown = ", ".join(f"{part} {_NAMES[name]} {100 * value:.1f}%" for name, value in figures.items())
     told = shown or "nothing was held out: give --test or --validation-fraction"
-    out.print(f"{told}, with {guarantee(model.epsilon_, model.delta_)}, in {duration(report['seconds'])}", soft_wrap=True)
+    out.print(f"{told}, with ({guarantee(model.epsilon_, model.delta_)}), in {duration(report['seconds'])}", soft_wrap=True)
     if not model.private_:
-        from lipdp.training.history import NOT_PRIVATE
-
-        out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
+        out.print(f"[bold red]{REPRODUCIBLE}[/bold red]", soft_wrap=True)
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
 
@@ -219,14 +214,12 @@ def _save(
     """The folder of a run, as `lipdp train RECIPE --output` fills it: what `lipdp report` reads."""
     import numpy as np
 
-    from lipdp.report import About, Evaluation, read_run, this_environment, write, write_about
+    from lipdp.report import About, Evaluation, this_environment, write_run
+    from lipdp.report.run import MODEL
     from lipdp.saved import save_model
 
-    (folder / "plan.json").write_text(model.plan_.to_json() + "\n", encoding="utf-8")
-    (folder / "history.json").write_text(json.dumps(model.history_.state_dict(), indent=2) + "\n", encoding="utf-8")
-    (folder / "result.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    save_model(model.model_, folder / "model.lipdp")
-    written = list(_FILES[:4])
+    save_model(model.model_, folder / MODEL)
+    written = [MODEL]
     if hasattr(model, "schema_"):
         (folder / _SCHEMA).write_text(json.dumps(as_json(model.schema_), indent=2) + "\n", encoding="utf-8")
         written.append(_SCHEMA)
@@ -241,7 +234,7 @@ def _save(
         evaluation = Evaluation(part, tuple(map(str, places)), tuple(map(tuple, counts.tolist())))
     chosen = f"how it was chosen, from public numbers: {model.choice_.method}, as {model.choice_.why}"
     about = About(command, this_environment(device), (*model.public_, chosen), evaluation)
-    return [*written, write_about(about, folder), *write([read_run(folder)], folder)]
+    return [*written, *write_run(folder, model.plan_, model.history_, report, about)]
 
 
 def _split(x: Any, y: Any, share: float) -> tuple[Any, Any, tuple[Any, Any]]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
+from lipdp._texts import guarantee, table
 from lipdp.cli import options
-from lipdp.cli.output import console, make_folder, print_json, table, upwards
+from lipdp.cli.output import console, make_folder, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def report(
         return
     out = console()
     for run in records:
-        promise = f"ε = {upwards(run.epsilon)} at δ = {run.plan.delta:g}" if run.private else "[bold red]NOT PRIVATE[/bold red]"
+        promise = guarantee(run.epsilon, run.plan.delta) if run.private else "[bold red]NOT PRIVATE[/bold red]"
         out.print(f"{run.name}: {promise}")
         for text in run.contradictions:
             out.print(f"[bold red]contradiction[/bold red]: {text}", soft_wrap=True)

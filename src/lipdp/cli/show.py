@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
+from lipdp._texts import number, table
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
-from lipdp.cli.output import console, duration, number, print_fields, print_json, print_plan, table
+from lipdp.cli.output import console, duration, print_fields, print_json, print_plan
 from lipdp.errors import ConfigurationError
 
 __all__ = ["BOUNDS_EXAMPLE", "DATA_EXAMPLE", "PLAN_EXAMPLE", "RECIPES_EXAMPLE", "bounds", "data", "plan", "recipes"]

@@ -16,8 +16,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
+from lipdp._texts import table
 from lipdp.cli import options
-from lipdp.cli.output import console, print_json, table
+from lipdp.cli.output import console, print_json
 from lipdp.errors import ConfigurationError
 
 __all__ = ["NEW_EXAMPLE", "doctor", "features", "new"]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import guarantee
 from lipdp.cli import options
 from lipdp.cli.options import configured
-from lipdp.cli.output import console, duration, guarantee, print_fields, print_json
+from lipdp.cli.output import console, duration, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ def sweep(
             "--private-tuning takes --trials, the mean number of runs, and none of --minutes, --storage, --histories, --workers: "
             "the number of runs is random and secret, and the runs that are not chosen must not be kept"
         )
+    if trials is None and minutes is None:
+        raise ConfigurationError("say when the search ends: --trials 20, --minutes 30, or both")
     if weights is not None and (not private_tuning or weights.exists()):
         why = f"'{weights}' exists; choose another" if private_tuning else "--weights goes with --private-tuning"
         raise ConfigurationError(why)
@@ -186,7 +189,7 @@ def _search(
     if seeds:
         shown = report["test"]
         promise = guarantee(shown["epsilon"], shown["delta"])
-        fields.append(("test", f"{100 * shown['mean']:.2f} ± {100 * shown['std']:.2f}% over {seeds} runs, each with {promise}"))
+        fields.append(("test", f"{100 * shown['mean']:.2f} ± {100 * shown['std']:.2f}% over {seeds} runs, each with ({promise})"))
     if saved is not None:
         fields.append(("saved", f"recipe {saved[1]} in {saved[0]}"))
     fields.append(("not paid for", "the search itself; --private-tuning pays for it"))
@@ -232,7 +235,7 @@ def _tune(
     fields = [
         (
             "guarantee",
-            f"{guarantee(finding.epsilon, finding.delta)} for settings, model and score; one run alone {finding.run_epsilon:.3g}",
+            f"({guarantee(finding.epsilon, finding.delta)}) for settings, model and score; one run alone {finding.run_epsilon:.3g}",
         ),
         ("best", f"held-out accuracy {100 * finding.score:.2f}%, of which noise about ±{100 * finding.score_noise:.2g}"),
         ("settings", _settings(finding.settings)),

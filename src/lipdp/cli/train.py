@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import REPRODUCIBLE, guarantee, upwards
 from lipdp.cli import options
-from lipdp.cli.audit import MODEL, audit_recipe
+from lipdp.cli.audit import audit_recipe
 from lipdp.cli.csv_files import CsvForm
 from lipdp.cli.options import (
     check_budget,
@@ -26,7 +26,7 @@ from lipdp.cli.options import (
     start_ranks,
     training_size,
 )
-from lipdp.cli.output import console, duration, guarantee, make_folder, print_json, print_plan, upwards
+from lipdp.cli.output import console, duration, make_run_folder, print_json, print_plan
 from lipdp.cli.own import train_images, train_table
 from lipdp.errors import ConfigurationError, Interrupted, LipdpWarning
 
@@ -47,7 +47,6 @@ Example: lipdp train --images photos/ --epsilon 3 --validation-fraction 0.1
 Example: lipdp train --csv people.csv --target income --schema schema.json --epsilon 1 --validation-fraction 0.2 --output run/"""
 
 _OWN = "Your own records"
-_PLAN, _HISTORY, _WEIGHTS, _RESULT = "plan.json", "history.json", "model.pt", "result.json"
 
 
 def train(
@@ -98,7 +97,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=f"Folder to put {_PLAN}, {_HISTORY}, {_RESULT}, the weights ({_WEIGHTS}), the model ({MODEL}) and a report in.",
+            help="Folder for plan.json, history.json, result.json, the weights (model.pt), the model (model.lipdp) and a report.",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -165,9 +164,12 @@ def train(
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     drawn = drawing(sampling, largest_batch, adjacency)
     usual = drawn == drawing("poisson", None, "add_remove")
-    if sum(given is not None for given in (recipe, images, table)) != 1:
+    sources = {f"the recipe {recipe!r}": recipe, "--images": images, "--csv": table}
+    named = [name for name, given in sources.items() if given is not None]
+    if len(named) != 1:
+        given = f"{' and '.join(named)} are given, and one of them is trained on: " if named else ""
         raise ConfigurationError(
-            "give the name of a recipe, which `lipdp recipes` lists, or records of your own: --images FOLDER or --csv FILE"
+            f"{given}give the name of a recipe, which `lipdp recipes` lists, or records of your own: --images FOLDER or --csv FILE"
         )
     if recipe is None:
         refused: dict[str, object] = {
@@ -289,19 +291,17 @@ def train(
     if as_json:
         print_json(report)
         return
-    from lipdp.training.history import NOT_PRIVATE
-
     promise = guarantee(result.epsilon, result.delta)
     area = f", AUROC [bold]{100 * report['auroc']:.1f}%[/bold]" if "auroc" in report else ""
     out.print(
-        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold]{area} with {promise}, "
+        f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold]{area} with ({promise}), "
         f"{result.steps:,} steps in {duration(report['seconds'])}, {result.method}",
         soft_wrap=True,
     )
     if account is not None:
         out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent", markup=False)
     if not result.private:
-        out.print(f"[bold red]{NOT_PRIVATE}[/bold red]", soft_wrap=True)
+        out.print(f"[bold red]{REPRODUCIBLE}[/bold red]", soft_wrap=True)
     if audited is not None:
         bound = audited.epsilon
         out.print(
@@ -365,10 +365,7 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
         warnings.warn(f"there is no checkpoint at '{checkpoint}': the run starts from the beginning", LipdpWarning, stacklevel=2)
     if output is None:
         return
-    present = [name for name in (_PLAN, _HISTORY, _WEIGHTS, MODEL, _RESULT) if (output / name).exists()]
-    if present and not resume:
-        raise ConfigurationError(f"'{output}' already holds {', '.join(present)} of another run. Choose another --output folder.")
-    make_folder(output, "--output")
+    make_run_folder(output, resume=resume)
 
 
 def _again(
@@ -397,52 +394,34 @@ def _again(
     return shlex.join(["lipdp", "train", recipe, *words, *changed])
 
 
-def _write_report(
-    result: Result, folder: Path, command: str, recipe: Recipe, root: Path | None, fraction: float | None
-) -> list[str]:
-    """What is published of a run: command, environment, evaluation, and both reports."""
-    from lipdp import data
-    from lipdp.report import About, evaluate_run, read_run, this_environment, write, write_about
-
-    learn, test, info = data.load(recipe.dataset, root=root)
-    judged = test if fraction is None else data.split(learn, fraction)[1]
-    predictor = result.model if recipe.views is None else data.TestTimeAverage(result.model, recipe.views)
-    device = str(next(result.model.parameters()).device)
-    about = About(
-        command=command,
-        environment=this_environment(device),
-        public=(f"the settings of the recipe {recipe.name}: {recipe.provenance}",) if recipe.provenance else (),
-        evaluation=evaluate_run(predictor, judged, info.class_names, part="test" if fraction is None else "validation"),
-    )
-    return [write_about(about, folder), *write([read_run(folder)], folder)]
-
-
 def _save(
-    result: Result,
-    report: dict[str, Any],
-    folder: Path,
-    command: str,
-    recipe: Recipe,
-    root: Path | None,
-    fraction: float | None,
+    result: Result, report: dict[str, Any], folder: Path, command: str, recipe: Recipe, root: Path | None, fraction: float | None
 ) -> list[str]:
+    """The folder of a run: the model, its weights by themselves, and what is published; the names of the files."""
     import torch
 
+    from lipdp import data
+    from lipdp.report import About, evaluate_run, this_environment, write_run
+    from lipdp.report.run import MODEL, WEIGHTS
     from lipdp.saved import save_model
 
-    (folder / _PLAN).write_text(result.plan.to_json() + "\n", encoding="utf-8")
-    (folder / _HISTORY).write_text(json.dumps(result.history.state_dict(), indent=2) + "\n", encoding="utf-8")
-    torch.save({name: tensor.cpu() for name, tensor in result.model.state_dict().items()}, folder / _WEIGHTS)
-    written = [_PLAN, _HISTORY, _WEIGHTS, _RESULT]
+    torch.save({name: tensor.cpu() for name, tensor in result.model.state_dict().items()}, folder / WEIGHTS)
+    written = [WEIGHTS]
     try:
         save_model(result.model, folder / MODEL)
         written.append(MODEL)
     except ConfigurationError:  # made with options that are no plain data: its weights are all there is to keep
         pass
-    # Without the seed: results are published, seeds must not be.
-    public = {name: value for name, value in report.items() if name != "seed"}
-    (folder / _RESULT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
-    return written + _write_report(result, folder, command, recipe, root, fraction)
+    learn, test, info = data.load(recipe.dataset, root=root)
+    judged = test if fraction is None else data.split(learn, fraction)[1]
+    predictor = result.model if recipe.views is None else data.TestTimeAverage(result.model, recipe.views)
+    about = About(
+        command=command,
+        environment=this_environment(str(next(result.model.parameters()).device)),
+        public=(f"the settings of the recipe {recipe.name}: {recipe.provenance}",) if recipe.provenance else (),
+        evaluation=evaluate_run(predictor, judged, info.class_names, part="test" if fraction is None else "validation"),
+    )
+    return [*written, *write_run(folder, result.plan, result.history, report, about)]
 
 
 def _device(name: str) -> str:

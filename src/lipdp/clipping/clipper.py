@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -52,7 +52,7 @@ from lipdp.clipping.batch import (
 )
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.follow import EARLIER, NotApartError, Reason, distrust, follow, known_before
+from lipdp.clipping.follow import ATTEMPTS, EARLIER, NotApartError, Reason, distrust, follow, known_before
 from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
@@ -61,7 +61,7 @@ from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, cli
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, generator_states
-from lipdp.graphs import GraphedFunction, Staged, is_recording, through
+from lipdp.graphs import GraphedFunction, Staged, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
@@ -213,6 +213,10 @@ def shown_gradients(
         return recorded.contributions(followed_losses(model, loss, x, y, copies, following).sum())
 
 
+# Where something has run beside every pass: batches, at most, that are taken record by record before one is tried together again.
+_PAUSE = 64
+
+
 def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
     """A parameter's type, float32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
@@ -230,10 +234,6 @@ class _Computed(NamedTuple):
         """Copies that the next replay does not overwrite, in a few kernels for all of them."""
         *sums, norms, factors = torch._foreach_mul([*self.sums.values(), self.norms, self.factors], 1.0)
         return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
-
-
-# How often a pass is made that something else has run beside.
-_ATTEMPTS = 4
 
 
 @dataclass
@@ -290,6 +290,7 @@ class Clipper:
         self._known: list[torch.Tensor] = []  # before a pass
         self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._alone_with: Hashable = None  # the state that was so with
+        self._pause, self._left = 1, 0  # where something ran beside: batches until it is tried again, and those left of them
         self._replayed: GraphedFunction[_Computed] = GraphedFunction(self._stages, state=self._state)
 
     @property
@@ -358,12 +359,13 @@ class Clipper:
             nothing = bounds.new_zeros(0, len(groups))
             sums = {name: zeros(p) for name, p in self._parameters.items()}
             computed = _Computed(sums, nothing, nothing, nothing.any())
-        elif self.method == "naive" or self.alone is not None:
+        elif self.method == "naive" or self._stays_alone():
             computed = self._looped("naive", batch, groups, bounds)
         else:
             replays = self._replayed.replays
             try:
-                computed = self._undisturbed(lambda: self._together(batch, groups, bounds, flag), device)
+                computed = self._together(batch, groups, bounds, flag)
+                self._pause = 1
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
                 computed, flag = self._looped("naive", batch, groups, bounds), Flag()
@@ -373,26 +375,25 @@ class Clipper:
                     self._know_again()
         return Pending(self, groups, batch, bounds, computed, flag)
 
-    def _undisturbed(self, work: Callable[[], _Computed], device: torch.device) -> _Computed:
-        """The work, begun anew with the same random numbers where another thread ran beside it, which may have been by chance."""
-        before = random_states(device)
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return work()
-            except NotApartError as error:
-                if BESIDE not in error.reason.what:
-                    raise
-            set_random_states(before, device)
-        return work()
-
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
-        """The records of a batch in one pass."""
-        if self.method == "multiloss":
-            return self._looped("multiloss", batch, groups, bounds)
-        self._made_for = groups
-        parts, self._structure = flattened(batch.x)
-        computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
-        return computed.copied() if device_of(batch.x).type == "cuda" else computed
+        """The records of a batch in one pass; it is begun anew, with the same random numbers, where another thread ran beside it:
+        that may have been by chance."""
+        device = device_of(batch.x)
+        before = random_states(device)
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                set_random_states(before, device)
+            try:
+                if self.method == "multiloss":
+                    return self._looped("multiloss", batch, groups, bounds)
+                self._made_for = groups
+                parts, self._structure = flattened(batch.x)
+                computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
+                return computed.copied() if device.type == "cuda" else computed
+            except NotApartError as error:
+                if BESIDE not in error.reason.what or attempt == ATTEMPTS - 1:
+                    raise
+        raise AssertionError
 
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
@@ -400,12 +401,24 @@ class Clipper:
         with eager(self._compiled):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone, self._alone_with = reason, state_of(self._untrained)
+        self._left, self._pause = self._pause - 1, min(2 * self._pause, _PAUSE)
         warnings.warn(
             f"{type(self.model).__name__} or its loss may let the records of a batch meet: {reason}. So each record is taken by "
             "itself, as method='naive' does: the same gradients, more slowly.",
             LipdpNotice,
             stacklevel=5,
         )
+
+    def _stays_alone(self) -> bool:
+        """Whether the records of this batch are taken one by one, as those before were.
+
+        What a model does with its records stays so. What ran beside it may have been there by chance (a server that started, a
+        download that ended): the next batch is tried together again, and where that fails the second, fourth, … behind it.
+        """
+        if self.alone is not None and BESIDE in self.alone.what:
+            self._left -= 1
+            self.alone = self.alone if self._left >= 0 else None
+        return self.alone is not None
 
     def _groups_for(self, max_norm: MaxNorm) -> tuple[Group, ...]:
         """The groups with these norms; those of numbers that stay the same are made once."""
@@ -527,7 +540,9 @@ class Clipper:
 
     def _repair(self, batch: Batch, bounds: torch.Tensor) -> _Computed:
         parts, self._structure = flattened(batch.x)
-        return through(self._stages(*parts, batch.y, batch.keep, bounds, clean=True), lambda spoiled: None)
+        stages = self._stages(*parts, batch.y, batch.keep, bounds, clean=True)
+        next(stages)
+        return rest_of(stages)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ import gc
 import sys
 import types as kinds
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -49,9 +49,21 @@ from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
 from lipdp.clipping.past import Readings, Reason, asks_for_a_shortcut, hands_out, is_lifted, line
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
-from lipdp.inputs import Inputs, leaves, rows_of
+from lipdp.inputs import Inputs, leaves, owned, rows_of
 
-__all__ = ["At", "Following", "Mixed", "NotApartError", "Reason", "distrust", "follow", "known_before", "rows_first"]
+__all__ = [
+    "ATTEMPTS",
+    "At",
+    "Following",
+    "Mixed",
+    "NotApartError",
+    "Reason",
+    "distrust",
+    "follow",
+    "kept_apart",
+    "known_before",
+    "rows_first",
+]
 
 
 class NotApartError(UnsupportedError):
@@ -123,8 +135,11 @@ class _Entry(NamedTuple):
     made: weakref.ref[torch.Tensor] | None = None
 
 
+# How often a pass is made that something else has run beside.
+ATTEMPTS = 4
 _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_NUMBERS = {int, float, bool}
 
 
 class Following(TorchDispatchMode):
@@ -180,7 +195,7 @@ class Following(TorchDispatchMode):
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
         if tensor.layout != torch.strided:
             return Mixed("a tensor without a memory of its own (sparse)", line())
-        entry = self._memories.get(_key(tensor))
+        entry = self._memories.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return Mixed(_UNKNOWN, line()) if tensor.numel() else None
         whose = entry.whose
@@ -275,15 +290,14 @@ class Following(TorchDispatchMode):
     # Operations ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        rule = rule_of(func)
-        args_in_order, states, depends = rule.in_order(args, kwargs), [], False
+        kwargs, rule = kwargs or {}, rule_of(func)
+        args_in_order, states, depends = rule.in_order(args, kwargs) if kwargs else args, list[Any](), False
         for arg in args_in_order:
             state: Any = None
             if isinstance(arg, torch.Tensor):
                 state = self.state(arg) if func is not _LIFT else self._meet(arg)
                 depends = depends or state is not None
-            elif type(arg) in (list, tuple) and arg and any(isinstance(part, torch.Tensor) for part in arg):
+            elif type(arg) in (list, tuple) and not _NUMBERS.issuperset(map(type, arg)):
                 state = [self.state(part) if isinstance(part, torch.Tensor) else None for part in arg]
                 depends = depends or any(part is not None for part in state)
             states.append(state)
@@ -291,16 +305,14 @@ class Following(TorchDispatchMode):
             self.answered = True
             return states[0].answer
         try:
-            output = func(*args, **kwargs)
+            output = rule.run(*args, **kwargs)
         except Exception:
             if depends:  # the model may catch it, and so see something of the batch
                 self.reads.append(Reason(f"{rule.name} raises for what is in the batch", line()))
             raise
         if depends:
-            keeper = _keeper()
-            self.recomputed |= keeper == "torch.utils.checkpoint"
-            if not keeper.startswith("torch."):
-                self.reads.append(Reason("what the backward pass is kept for passes a function of its own", line()))
+            if _keeping() is not None:
+                self._note_keeper()
             self._follow(rule, args_in_order, states, output)
         elif not rule.view:
             self._note_made(output)
@@ -308,6 +320,13 @@ class Following(TorchDispatchMode):
             if part.layout == torch.strided:
                 self._written.add(_key(part))
         return output
+
+    def _note_keeper(self) -> None:
+        """Functions keep what the backward pass needs: torch's, which computes it anew, or somebody's."""
+        home = str(getattr((_keeping() or (None, None))[1], "__module__", None) or "")
+        self.recomputed |= home == "torch.utils.checkpoint"
+        if not home.startswith("torch."):
+            self.reads.append(Reason("what the backward pass is kept for passes a function of its own", line()))
 
     @staticmethod
     def _is_shortcut(state: Any) -> bool:
@@ -324,8 +343,10 @@ class Following(TorchDispatchMode):
 
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if rule.shows(args) or _tell(outputs, rule.known):
+        if rule.shows(args) or any(map(_tells, outputs)):
             self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
+        elif not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
+            self.reads.append(Reason(f"{rule.name}, of which nobody has said what it does with a batch", line()))
         if rule.view:
             return
         call = Call(rule, self.records, args, states, output)
@@ -349,8 +370,7 @@ class Following(TorchDispatchMode):
                     self._nobodys(part)
         for part in self._written_by(rule, rule.written, args):  # in place, and not given back
             if part.numel() and not rule.keeps:
-                beside = rule.beside and isinstance(results[0], At) and part.shape == outputs[0].shape
-                self._write(part, results[0] if beside else Mixed(f"{rule.name} writes into it", line()))
+                self._write(part, Mixed(f"{rule.name} writes into it", line()))
 
     @staticmethod
     def _written_by(rule: Rule, places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
@@ -399,7 +419,7 @@ class Following(TorchDispatchMode):
         for tensor, version in zip(self._known, self._versions, strict=True):
             if _version(tensor) != version and _key(tensor) not in self._written:
                 raise NotApartError(Reason("a tensor that the model reads was written to by something else (a thread?)", ""))
-        foreign = _foreign(losses.grad_fn)
+        foreign = None if losses.grad_fn is None else _foreign(losses.grad_fn)
         if foreign is not None:
             raise NotApartError(Reason(f"{foreign.__qualname__} has a backward pass of its own", foreign.__module__))
 
@@ -538,6 +558,32 @@ def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answeri
     return following
 
 
+def kept_apart(function: Callable[..., Any], x: torch.Tensor, *more: Any) -> Any:
+    """``function(x, *more)``, each row of which is known to depend on that row of ``x`` alone; else :class:`NotApartError`."""
+    if len(x) < 2:
+        return function(x, *more)
+    x = owned(x)
+    model, loss = (function, None) if isinstance(function, torch.nn.Module) else (torch.nn.Module(), function)
+    drawn = [(part, part.get_state()) for part in more if isinstance(part, torch.Generator)]
+    for left in reversed(range(ATTEMPTS)):
+        following = Following(len(x), known=known_before(model, loss))
+        following.declare(x, At(0, 1))
+        following._given.add(_key(x))
+        with torch.no_grad(), following.following():
+            rows = function(x, *more)
+        try:
+            if isinstance(rows, torch.Tensor):
+                following.conclude(rows)
+        except NotApartError as error:
+            if BESIDE not in error.reason.what or not left:
+                raise
+            for part, state in drawn:
+                part.set_state(state)
+        else:
+            return rows
+    raise AssertionError("the last attempt returns, or raises")
+
+
 def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
     """Tensors that the two may use and that are there before a pass: in attributes, in containers, behind names that their
     functions read (globals, closures), in caches of functions."""
@@ -637,16 +683,15 @@ def _foreign(start: Any) -> type | None:
             home = sys.modules.get(made.__module__)
             if not made.__module__.startswith("lipdp.") or getattr(home, made.__qualname__, None) is not made:
                 return made
-        following = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
-        seen.update(following)
-        waiting += following
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
     return None
 
 
-def _keeper() -> str:
-    """Whose functions keep what the backward pass needs (saved_tensors_hooks): a module's name."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return "torch.autograd" if hooks is None else str(getattr(hooks[1], "__module__", None) or "")
+# The functions that keep what the backward pass needs (saved_tensors_hooks), if there are any.
+_keeping: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -654,15 +699,9 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
-def _tell(outputs: Sequence[Any], known: bool) -> bool:
-    """Whether what an operation gives is of as many numbers as values say (sparse), or is a number, of one without a rule."""
-    for part in outputs:
-        if isinstance(part, torch.Tensor):
-            if part.layout != torch.strided or part.is_nested:
-                return True
-        elif not known and isinstance(part, int | float | complex | str):
-            return True
-    return False
+def _tells(output: Any) -> bool:
+    """Whether what an operation gives is of as many numbers as values say (sparse)."""
+    return isinstance(output, torch.Tensor) and (output.layout != torch.strided or output.is_nested)
 
 
 def _is_fresh(tensor: torch.Tensor) -> bool:

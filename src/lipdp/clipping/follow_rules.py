@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +80,10 @@ class Call(NamedTuple):
     def only(self, *names: str) -> At:
         """Where the records are, if of all arguments only these depend on the batch, in the same way."""
         found: At | None = None
-        allowed, odd = {self.rule.places.get(name) for name in names}, False
+        allowed, odd = set(map(self.rule.places.get, names)), False
         for number, state in enumerate(self.states):
+            if state is None:
+                continue
             if isinstance(state, Mixed):
                 raise state
             if isinstance(state, list):
@@ -89,7 +91,7 @@ class Call(NamedTuple):
                     if isinstance(one, Mixed):
                         raise one
                     odd = odd or one is not None
-            elif state is not None:
+            else:
                 odd = odd or number not in allowed or found not in (None, state)
                 found = state
         if odd or found is None:
@@ -124,6 +126,7 @@ class Rule:
         written: arguments that it writes into and does not give back.
         changed: all that it writes into.
         reads: whether it shows something to Python: a value, or a number of values that were chosen.
+        run: what computes it: the operation itself, or what gives the same to the bit and is quicker.
     """
 
     name: str
@@ -135,16 +138,12 @@ class Rule:
     written: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
     reads: bool = False
+    run: Callable[..., Any] = field(kw_only=True)
 
     @property
     def known(self) -> bool:
         """Whether anything is said of it."""
-        return self.results is not _mixing
-
-    @property
-    def beside(self) -> bool:
-        """Whether what it writes and does not give back lies as what it gives does (the noise of RReLU)."""
-        return self.results is _pointwise
+        return self.view or self.results is not _mixing
 
     @property
     def keeps(self) -> bool:
@@ -153,8 +152,6 @@ class Rule:
 
     def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """All arguments by their place, those that were given by name too."""
-        if not kwargs:
-            return args
         full = [*args, *self.defaults[len(args) :]]
         for name, value in kwargs.items():
             full[self.places[name]] = value
@@ -225,6 +222,13 @@ def _reduction(call: Call) -> Any:
     if dims is None or at.dim in dims:
         raise Mixed("over the records")
     return at if call.get("keepdim", False) else At(at.dim - sum(d < at.dim for d in dims), at.runs)
+
+
+def _product(call: Call) -> Any:
+    """torch takes another derivative for all of them where any number is zero."""
+    if call.args[0].requires_grad:
+        raise Mixed("its derivative depends on whether any number of the batch is zero")
+    return _reduction(call)
 
 
 def _along(call: Call) -> Any:
@@ -317,6 +321,8 @@ def _convolution(call: Call) -> Any:
 
 
 def _embedding(call: Call) -> Any:
+    if call.get("scale_grad_by_freq", False):
+        raise Mixed("gradients divided by how often a token is in the batch")
     return call.only("indices")
 
 
@@ -506,6 +512,8 @@ def _loss(call: Call) -> Any:
 
 def _bag(call: Call) -> Any:
     """Rows of as many tokens each: the offsets are the multiples of that, and nobody's."""
+    if call.get("scale_grad_by_freq", False):
+        raise Mixed("gradients divided by how often a token is in the batch")
     at, offsets, tokens = call.only("indices", "per_sample_weights"), call.get("offsets"), call.get("indices")
     bags = call.output[0].shape[0]
     regular = offsets.numel() == bags and tokens.numel() % bags == 0 and bags % call.records == 0
@@ -529,11 +537,12 @@ def _say(results: Results, *names: str) -> None:
 
 _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked_fill where nan_to_num clamp elu gelu silu mish",
      "hardswish hardsigmoid leaky_relu _prelu_kernel softplus log_sigmoid_forward threshold hardtanh polar complex",
-     "_conj_physical rrelu_with_noise normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
+     "_conj_physical normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
 _say(_constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
-_say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin prod median nanmedian max min aminmax",
+_say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin median nanmedian max min aminmax",
      "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
+_say(_product, "prod")
 _say(_along, "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort topk glu flip roll")
 _say(_along, "_fft_r2c _fft_c2r _fft_c2c")
 _say(_matrix_product, "mm bmm addmm baddbmm")
@@ -552,6 +561,7 @@ _say(_pad, "constant_pad_nd")
 _say(_layer_norm, "native_layer_norm _fused_rms_norm rms_norm")
 _say(_group_norm, "native_group_norm")
 _say(_first("input_gates", "hidden_gates", "cx", "hx"), "_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+_say(_first("input", "grid"), "grid_sampler_2d grid_sampler_3d")
 _say(_frozen_norm, "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
 _say(_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention",
      "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention")  # fmt: skip
@@ -592,4 +602,23 @@ def rule_of(func: Any) -> Rule:
         written=() if returned else tuple(written),
         changed=tuple(written),
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
+        run=_max_pool if func is _MAX_POOL else func,
     )
+
+
+_MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default
+
+
+def _max_pool(x: torch.Tensor, *window: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a processor with the channels last: there torch takes as many of them at once as the processor does, else one number.
+
+    The maxima are the same, and so are their places, the first of equal ones: nothing is added up.
+    """
+    if x.device.type != "cpu" or x.ndim != 4 or x.shape[1] < _CHANNELS or not x.is_contiguous():
+        found: tuple[torch.Tensor, torch.Tensor] = _MAX_POOL(x, *window, **more)
+        return found
+    maxima, places = _MAX_POOL(x.contiguous(memory_format=torch.channels_last), *window, **more)
+    return maxima.clone(memory_format=torch.contiguous_format), places.clone(memory_format=torch.contiguous_format)
+
+
+_CHANNELS = 4  # of fewer, turning them around takes longer than it saves

@@ -11,16 +11,14 @@ Which of several ways to the same number is quickest is measured, once per shape
 
 from __future__ import annotations
 
-import importlib.util
 import time
-import warnings
 from collections.abc import Callable, Hashable, Mapping
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
-from lipdp.errors import LipdpNotice
+from lipdp._kernels import Kernels, power_of_two
 
 __all__ = [
     "MOST_OUTPUTS",
@@ -70,46 +68,6 @@ _TINY = float(torch.finfo(torch.float32).tiny)
 TILE_ROUNDINGS = 128 * 128 + 2  # squares of the largest tile
 
 
-@cache
-def _triton() -> Any:
-    """The compiled kernels' module; None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from lipdp.clipping import triton_kernels
-
-    return triton_kernels
-
-
-def available(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels can be used on these tensors: in single or half precision, on an NVIDIA GPU that knows TF32."""
-    device = tensors[0].device
-    if device.type != "cuda":
-        return False
-    if not all(t.device.type == "cuda" and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in tensors):
-        return False
-    if device not in _tried:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        _tried[device] = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8 and _work(device)
-    return _tried[device]
-
-
-_tried: dict[torch.device, bool] = {}
-
-
-def _work(device: torch.device) -> bool:
-    """A trial once per device: what does not compile here, or not compute what it should, is not used."""
-    if _triton() is None:
-        return False
-    try:
-        trouble = "" if _right(device) else "they do not compute what they should"
-    except Exception as error:  # a compiler that is missing or does not fit
-        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if trouble:
-        warnings.warn(f"the Triton kernels for norms are not used on {device}, torch does it: {trouble}", LipdpNotice, stacklevel=2)
-    return not trouble
-
-
 def _right(device: torch.device) -> bool:
     """Every kernel against torch's arithmetic, on a few numbers."""
     generator = torch.Generator(device).manual_seed(0)
@@ -131,6 +89,15 @@ def _right(device: torch.device) -> bool:
     return all(torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-4) for found, expected in pairs)
 
 
+_KERNELS = Kernels("lipdp.clipping.triton_kernels", "norms", _right, least=8)
+
+
+def available(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels can be used on these tensors: in single or half precision, on an NVIDIA GPU that knows TF32."""
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    return all(t.device.type == "cuda" and t.dtype in types for t in tensors) and _KERNELS.on(tensors[0].device)
+
+
 def _where_the_data_are(function: F) -> F:
     """Triton launches on the current device; that must be the first argument's."""
 
@@ -140,11 +107,6 @@ def _where_the_data_are(function: F) -> F:
             return function(first, *args, **kwargs)
 
     return cast(F, call)
-
-
-def _power(value: int, least: int, most: int) -> int:
-    """The power of two that holds ``value``, within limits."""
-    return max(least, min(most, 1 << (max(value, 1) - 1).bit_length()))
 
 
 @_where_the_data_are
@@ -171,10 +133,10 @@ def convolution_norms(
     positions = delta.shape[2] * delta.shape[3]
     if tiles is None:
         tiles = _LONG_CONVOLUTION if outputs >= 128 and positions >= 128 else _CONVOLUTION
-    tile_p, tile_d = _power(outputs, 16, tiles.rows), _power(reads, 16, tiles.columns)
+    tile_p, tile_d = power_of_two(outputs, 16, tiles.rows), power_of_two(reads, 16, tiles.columns)
     tiles_p, tiles_d = -(-outputs // tile_p), -(-reads // tile_d)
     partial = torch.empty(examples * groups, tiles_p * tiles_d, dtype=torch.float32, device=x.device)
-    _triton().convolution_tiles[(examples * groups, tiles_p * tiles_d)](
+    _KERNELS.module.convolution_tiles[(examples * groups, tiles_p * tiles_d)](
         x,
         delta,
         partial,
@@ -220,11 +182,11 @@ def gram_tiles(delta: torch.Tensor, x: torch.Tensor, precision: Precision, tiles
     """
     delta, x = delta.contiguous(), x.contiguous()
     batch, positions = delta.shape[:2]
-    tile = _power(positions, 16, tiles.rows)
+    tile = power_of_two(positions, 16, tiles.rows)
     count = -(-positions // tile)
     pairs = count * count  # those below the diagonal stay zero
     partial = torch.zeros(batch, pairs, 5, dtype=torch.float32, device=x.device)
-    _triton().gram_tiles[(batch, pairs)](
+    _KERNELS.module.gram_tiles[(batch, pairs)](
         delta,
         x,
         partial,
@@ -268,12 +230,12 @@ def _shares(rows: int, size: int, least: int) -> tuple[int, int]:
 def cotangent_sums(delta: torch.Tensor) -> CotangentSums:
     """In one reading of δ (B, outputs, positions), contiguous, of at most :data:`MOST_OUTPUTS` outputs."""
     batch, outputs, positions = delta.shape
-    rows = _power(outputs, 16, MOST_OUTPUTS)
+    rows = power_of_two(outputs, 16, MOST_OUTPUTS)
     inner = max(16, _TILE // rows)
     parts, share = _shares(batch, positions, inner)
     totals, largest = (torch.empty(batch, parts, dtype=torch.float32, device=delta.device) for _ in range(2))
     sums = torch.empty(batch, parts, outputs, dtype=torch.float32, device=delta.device)
-    _triton().cotangent_parts[(batch, parts)](
+    _KERNELS.module.cotangent_parts[(batch, parts)](
         delta, totals, largest, sums, outputs, positions, share, _TINY * outputs * share, P=rows, T=inner, num_warps=4
     )
     roundings = rows + -(-share // inner) + inner + parts + 2
@@ -286,10 +248,10 @@ def cotangent_sums(delta: torch.Tensor) -> CotangentSums:
 def row_squares(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Σ x² of each row of a contiguous (B, n), with what squares can lose by underflow: (B,). And through how many roundings."""
     batch, size = x.shape
-    inner = _power(size, 64, 4096)
+    inner = power_of_two(size, 64, 4096)
     parts, share = _shares(batch, size, inner)
     totals = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
-    _triton().row_squares[(batch, parts)](x, totals, size, share, _TINY * share, N=inner, num_warps=4)
+    _KERNELS.module.row_squares[(batch, parts)](x, totals, size, share, _TINY * share, N=inner, num_warps=4)
     return totals[:, 0] if parts == 1 else totals.sum(1), inner + -(-share // inner) + parts + 2
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lipdp._numerics import random_states, set_random_states, wide
+from lipdp._checks import no_gradient
+from lipdp._numerics import Undrawn, seed_all, wide
 from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.follow import Following, follow
 from lipdp.clipping.styles import Clip, Group, clip_factors
@@ -60,7 +61,7 @@ def loss_values(loss: PerExampleLoss, outputs: Any, targets: torch.Tensor, copie
             "(reduction='none')"
         )
     if not values.requires_grad:
-        raise DataError("the loss does not depend on any trainable parameter")
+        raise no_gradient()
     return values if copies == 1 else values.reshape(-1, copies).mean(1)
 
 
@@ -85,44 +86,40 @@ class Loops:
     def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups).
 
-        A record's gradient has to be a function of the record, the weights and the random numbers drawn for it. What the model's
-        attributes hold is put back after each. What is kept elsewhere is looked for: a made-up record is computed before all others
-        and twice behind them, a record that is chosen in secret once more, with the same random numbers.
+        A record's gradient has to be a function of the record, the weights and the random numbers drawn for it. Those are its
+        seat's own: how many another record has drawn, which its values may decide, changes none of them. What the model's
+        attributes hold is put back after each. What is kept elsewhere is looked for: a made-up record is computed before all
+        others and twice behind them, a record that is chosen in secret once more, with the same random numbers.
         """
         kept = torch.nonzero(keep).flatten().tolist()
-        device, made_up = device_of(x), public_record(x, y, self.copies)
+        made_up, draws = public_record(x, y, self.copies), int(torch.randint(2**62, ()))
         secret = kept[secrets.randbelow(len(kept))] if kept and self.repeating else None
-        seen: list[tuple[Any, tuple[Any, ...], tuple[torch.Tensor | None, ...]]] = []
+        seen: list[tuple[Any, int, tuple[torch.Tensor | None, ...]]] = []
 
-        def alone(record: Any) -> tuple[torch.Tensor | None, ...]:
+        def alone(record: Any, seat: int) -> tuple[torch.Tensor | None, ...]:
             one, target = owned(record)
+            seed_all(draws + seat)
             with nothing_kept(self.model):  # what one record leaves there never reaches the next
                 value = loss_values(self.loss, call(self.model, one), target, self.copies).sum()
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
-            record, before = select((x, y), slice(i * self.copies, (i + 1) * self.copies)), random_states(device)
-            found = alone(record)
+            record = select((x, y), slice(i * self.copies, (i + 1) * self.copies))
+            found = alone(record, i)
             if i == secret:
-                seen.append((record, before, found))
+                seen.append((record, i, found))
             return found
 
-        before = random_states(device)
-        if secret is not None:
-            with suppress(Exception), torch.enable_grad():  # what the model can't take is no concern here
-                seen += [(made_up, before, alone(made_up))] * 2
-            set_random_states(before, device)
-        # Behind the made-up record: what is kept of that one (tables of positions, say) is nobody's.
-        state = None if self.kept is None else self.kept()
-        result = self._over(gradients, keep)
-        after = random_states(device)
-        try:
+        with Undrawn(device_of(x)):
+            if secret is not None:
+                with suppress(Exception), torch.enable_grad():  # what the model can't take is no concern here
+                    seen += [(made_up, len(keep), alone(made_up, len(keep)))] * 2
+            # Behind the made-up record: what is kept of that one (tables of positions, say) is nobody's.
+            state = None if self.kept is None else self.kept()
+            result = self._over(gradients, keep)
             with torch.enable_grad():
-                for record, before, found in seen:
-                    set_random_states(before, device)
-                    _refuse_other(type(self.model).__name__, found, alone(record))
-        finally:
-            set_random_states(after, device)
+                for record, seat, found in seen:
+                    _refuse_other(type(self.model).__name__, found, alone(record, seat))
         if self.kept is not None and self.kept() != state:
             raise UnsupportedError(
                 f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "

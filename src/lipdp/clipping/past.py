@@ -7,6 +7,7 @@ memory that is handed out, compiled code (TorchScript) that reads by itself.
 
 from __future__ import annotations
 
+import functools
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -79,9 +80,10 @@ _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _NOTED = _READERS | _HOOKS | _SPLITS | {_DATA}
 _INDEXING = torch.Tensor.__getitem__, torch.Tensor.__setitem__
-# Functions of TorchScript that read tensors, or give their memory without its versions, by no operation.
+# Functions of TorchScript that read tensors, give their memory without its versions, or run elsewhere, by no operation.
 _SCRIPTED = (
     *("prim::tolist", "prim::data", "aten::_tensor_to_list", "aten::format", "aten::percentFormat", "aten::str", "aten::save"),
+    *("prim::Print", "prim::fork", "prim::awaitable"),
 )
 _BY_NAME = frozenset(name.partition("::")[2] for name in _SCRIPTED)
 # Functions that no mode is told of.
@@ -109,7 +111,7 @@ class Readings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in _NOTED and not _is_ours():
             self._note(func, args, kwargs or {})
-        if types and any(not _is_torchs(kind) for kind in types):
+        if not (_USUAL.issuperset(types) or all(map(_is_torchs, types))):
             self._of.reads.append(Reason("a class of tensors with functions of its own", line()))
         elif isinstance(func, torch._ops.OpOverloadPacket) and func.__name__ in _BY_NAME:
             self._scripted(func.__name__, (args, kwargs))
@@ -138,16 +140,26 @@ class Readings(TorchFunctionMode):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within the block, this mode is on, and calls of compiled functions and of those that hand out memory are noted."""
-        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS)]
+        """Within the block, this mode is on, and calls are noted of compiled functions and of those that no mode is told of."""
+        noting = {"__call__": self._noting_script, "impl": self._noting_library}
+        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY)]
+        if replaced := _replaced(len(torch.library._impls)):
+            self._of.reads.append(Reason(f"{replaced} is computed by somebody's own code", ""))
         try:
             for home, name, function in before:
-                setattr(home, name, self._noting_script(function) if name == "__call__" else self._noting_loan(function))
+                setattr(home, name, noting.get(name, self._noting_loan)(function))
             with self:
                 yield
         finally:
             for home, name, function in before:
                 setattr(home, name, function)
+
+    def _noting_library(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(library: Any, *args: Any, **kwargs: Any) -> Any:
+            self._of.reads.append(Reason("an operation is replaced by the model's own code", line()))
+            return function(library, *args, **kwargs)
+
+        return called
 
     def _noting_script(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(script: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,12 +181,27 @@ class Readings(TorchFunctionMode):
 
 _LOANS = [(home, name) for home in (torch, torch._C, torch.utils.dlpack) for name, value in vars(home).items() if hands_out(value)]
 _SCRIPTS = (torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")
+_LIBRARY = torch.library.Library, "impl"
+
+
+# What torch has kernels of its own in Python for.
+_OWN_KERNELS = frozenset(torch.library._impls)
+
+
+@functools.lru_cache(maxsize=1)
+def _replaced(count: int) -> str:
+    """An operation of torch that somebody has given code of their own for a processor, where so many have any; else ""."""
+    given = (name.split("/") for name in torch.library._impls if name not in _OWN_KERNELS)
+    return next((name for home, name, key in given if home == "aten" and key.startswith(("CPU", "Autograd", "Composite"))), "")
 
 
 def _reading_in(script: Any) -> str:
     """What in compiled code reads tensors by no operation; nothing, if nothing does."""
     graph = script.inlined_graph
     return next((name for name in _SCRIPTED if graph.findAllNodes(name)), "")
+
+
+_USUAL = {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_torchs(kind: type) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from lipdp._checks import no_gradient
 from lipdp._numerics import no_autocast
 from lipdp.clipping.adoption import Shown, TrainedLayers, Ways, trained_layers
 from lipdp.clipping.contribution import Contribution, Dense
@@ -39,7 +40,7 @@ from lipdp.clipping.norm_rules import (
 )
 from lipdp.clipping.outer import combine
 from lipdp.clipping.spread import copies_for_all, swapped
-from lipdp.errors import DataError, UnsupportedError
+from lipdp.errors import UnsupportedError
 
 __all__ = [
     "Recording",
@@ -207,7 +208,7 @@ class Recording:
         self.open = False
         self.ways.check()
         if not total.requires_grad:
-            raise DataError("the loss does not depend on any trainable parameter")
+            raise no_gradient()
         if not self.taps:
             return {}
         late, hooks = self._divided()
@@ -276,7 +277,7 @@ def _leads_to(start: Node, goals: Set[Node]) -> bool:
     return False
 
 
-def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def private_base(output: torch.Tensor, inputs: Sequence[Any]) -> torch.Tensor:
     """``output``, or where it is a mere reshape of a tensor that nobody else has, that tensor.
 
     ``nn.Linear`` on (B, T, d) returns a view. If an activation then writes into it in place, autograd makes the view a new node,
@@ -285,12 +286,12 @@ def private_base(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.
     base = output._base
     if base is None:
         return output
-    shared = any(part is base or part._base is base for part in inputs)
+    shared = any(part is base or getattr(part, "_base", None) is base for part in inputs)
     plain = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous() and base.requires_grad
     return base if plain and not shared else output
 
 
-def _of_its_own(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _of_its_own(output: torch.Tensor, inputs: Sequence[Any]) -> torch.Tensor:
     """``output``; a copy, if it is a view that could lose its place in the graph: see :func:`private_base`."""
     return output.clone() if output._base is not None and private_base(output, inputs) is output else output
 
@@ -401,29 +402,26 @@ def _hook(recorded: Recording, layer: Shown, layouts: Layouts | None) -> Any:
         if not (recorded.open and torch.is_grad_enabled()):
             return None
         with torch._C.DisableTorchFunction():  # what is done here is ours
-            return noted(module, args, kwargs, output)
-
-    def noted(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if rule is None or not isinstance(output, torch.Tensor):
-            raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")
-        if layouts is not None and layouts.has_not_seen(owner) and not owner.startswith(recorded.ways.starts):
-            raise UnseenLayerError(_UNSEEN.format(owner=owner, kind=type(module).__name__), module.parameters(recurse=False))
-        known = None if layouts is None else layouts.find(owner, args, kwargs, output, recorded.batch)
-        if kwargs:
-            bound = inspect.signature(module.forward).bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args
-        output = _of_its_own(output, [part for part in args if isinstance(part, torch.Tensor)])
-        batched = not isinstance(module, torch.nn.EmbeddingBag)  # its (tokens, offsets) form is not
-        if known is not None and known.shared:
-            args, output = _repeated(args, output, recorded.batch)
-        elif known is not None and known.place == SECOND:
-            _tap_length_first(recorded, owner, module, rule, args, output)
+            if rule is None or not isinstance(output, torch.Tensor):
+                raise UnsupportedError(f"layer '{owner}' ({type(module).__name__}) has changed, or gives no tensor any more")
+            if layouts is not None and layouts.has_not_seen(owner) and not owner.startswith(recorded.ways.starts):
+                raise UnseenLayerError(_UNSEEN.format(owner=owner, kind=type(module).__name__), module.parameters(recurse=False))
+            known = None if layouts is None else layouts.find(owner, args, kwargs, output, recorded.batch)
+            if kwargs:
+                bound = inspect.signature(module.forward).bind(*args, **kwargs)
+                bound.apply_defaults()
+                args = bound.args
+            output = _of_its_own(output, args)
+            batched = not isinstance(module, torch.nn.EmbeddingBag)  # its (tokens, offsets) form is not
+            if known is not None and known.shared:
+                args, output = _repeated(args, output, recorded.batch)
+            elif known is not None and known.place == SECOND:
+                _tap_length_first(recorded, owner, module, rule, args, output)
+                return output
+            runs = known.place.runs if batched and known is not None and known.place is not None and known.place.dim == 0 else 1
+            make = rule(module, args, output)
+            recorded.add(module, owner, output, make, args, batched=batched, runs=runs, at_once=is_at_once(rule))
             return output
-        runs = known.place.runs if batched and known is not None and known.place is not None and known.place.dim == 0 else 1
-        make = rule(module, args, output)
-        recorded.add(module, owner, output, make, args, batched=batched, runs=runs, at_once=is_at_once(rule))
-        return output
 
     return hook
 

@@ -95,7 +95,9 @@ def _signature(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch
 
 def kind_of(x: Inputs) -> Hashable:
     """What kind of data: names, shapes of an example and types."""
-    return tuple((name, tuple(leaf.shape[1:]), leaf.dtype) for name, leaf in named_leaves(x))
+    if isinstance(x, torch.Tensor):
+        return x.shape[1:], x.dtype
+    return tuple((name, leaf.shape[1:], leaf.dtype) for name, leaf in named_leaves(x))
 
 
 def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> bool:

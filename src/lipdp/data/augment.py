@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lipdp._checks import whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
+from lipdp.clipping.follow import NotApartError, kept_apart
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Shifts",
     "TestTimeAverage",
     "check_shift",
+    "copies_of",
     "fixed_views",
     "is_fixed",
     "source_index",
@@ -55,6 +57,30 @@ class Augmentation(Protocol):
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """(batch, *shape) to (batch, K, *shape). Random augmentations need the generator, fixed ones ignore it."""
         ...
+
+
+def copies_of(augmentation: Augmentation, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """(batch, …) to (batch, K, …). One of the user's own is followed: each copy has to depend on its own example alone."""
+    if _is_ours(augmentation):
+        return augmentation(x, generator)
+    try:
+        copies: Tensor = kept_apart(augmentation, x, generator)
+    except NotApartError as error:
+        raise DataError(
+            f"the augmentation {type(augmentation).__name__} may mix examples: {error.reason}. One of them would change what "
+            "others contribute, and no bound would hold. Let each copy depend on its own example alone (no mixup), by operations "
+            "along other dimensions than the first, and read no values."
+        ) from None
+    return copies
+
+
+def _is_ours(augmentation: object) -> bool:
+    """Whether it is one of this library's, of views that are too; what :class:`Compose` is made of is asked by itself."""
+    if type(augmentation).__module__ != __name__:
+        return False
+    parts = [part for view in getattr(augmentation, "views", ()) for part in view.modules()]
+    known = all(type(part).__module__ == __name__ or type(part) is torch.nn.Identity for part in parts)
+    return known and not any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 class FixedAugmentation:
@@ -216,7 +242,7 @@ class Compose:
         """In order; the parts draw from the one generator, in order."""
         copies = x.unsqueeze(1)
         for augmentation in self.augmentations:
-            more = augmentation(copies.flatten(0, 1), generator)
+            more = copies_of(augmentation, copies.flatten(0, 1), generator)
             copies = more.reshape(len(x), copies.shape[1] * augmentation.copies, *more.shape[2:])
         return copies
 

@@ -105,9 +105,8 @@ def verify(dataset: str, remote: RemoteFile, path: Path) -> None:
 
 def _missing(dataset: str, path: Path, note: str, why: str, place: str = "Place") -> DataError:
     return DataError(
-        f"{dataset}: the file {path.name} is not at {path}{note and ' ' + note}, {why}. {place} the file at {path}, or "
-        f"pass root= or set the environment variable {ENVIRONMENT_VARIABLE} to a folder that holds "
-        f"{path.parent.name}/{path.name}."
+        f"{dataset}: the file {path.name} is not at {path}{note and ' ' + note}, {why}. {place} the file at {path}, or pass root= "
+        f"or set the environment variable {ENVIRONMENT_VARIABLE} to a folder that holds {path.parent.name}/{path.name}."
     )
 
 

@@ -12,9 +12,11 @@ still has to start with a BoundedInput, for that is where the bound is proved.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -22,25 +24,27 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
-from lipdp.errors import ConfigurationError, DataError
+from lipdp._texts import figure, saved, source
+from lipdp.clipping.follow import NotApartError, kept_apart
+from lipdp.errors import ConfigurationError, DataError, LipdpNotice
+from lipdp.inputs import owned
 from lipdp.nn.boundary import BoundedInput
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.quantile import PrivateQuantile, private_quantile
 from lipdp.privacy.randomness import Stream
 
 __all__ = [
-    "NOT_PRIVATE",
     "NormHistogram",
     "Projection",
     "choose_input_bound",
     "input_norms",
     "map_inputs",
     "norm_histogram",
+    "one_by_one",
     "project_inputs",
     "require_finite",
 ]
 
-NOT_PRIVATE = "NOT PRIVATE: computed from the records without noise. Do not publish it, unless the data are public."
 _CHUNK = 4096  # examples looked at together: the masks of a whole CIFAR-10 would need twice its memory
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
@@ -92,12 +96,12 @@ class NormHistogram:
     def __str__(self) -> str:
         figures = ", ".join(f"{100 * share:g}% {norm:.4g}" for share, norm in self.quantiles.items())
         text = f"norms of {sum(self.counts)} examples: mean {self.mean:.4g}, std {self.std:.4g}; quantiles: {figures}"
-        return text if self.public else f"{text}\n{NOT_PRIVATE}"
+        return text if self.public else f"{text}\n{source(False)}"
 
     def to_json(self) -> str:
         """As JSON; its first field says whether it may be published."""
         content = {
-            "privacy": "public data" if self.public else NOT_PRIVATE,
+            "privacy": source(self.public),
             "mean": self.mean,
             "std": self.std,
             "quantiles": {f"{share:g}": norm for share, norm in self.quantiles.items()},
@@ -108,12 +112,8 @@ class NormHistogram:
 
     def plot(self, path: str | Path | None = None, *, bound: float | None = None) -> Any:
         """A matplotlib figure (saved to ``path`` if given), with the chosen bound as a line. Needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError("NormHistogram.plot needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(5, 3.2), layout="constrained")
-        axes = figure.add_subplot()
+        drawn = figure("NormHistogram.plot", 5, 3.2)
+        axes = drawn.add_subplot()
         axes.stairs(self.counts, self.edges, fill=True, alpha=0.6)
         if bound is not None:
             axes.axvline(bound, color="black", linestyle="--", label=f"bound {bound:.3g}")
@@ -121,9 +121,7 @@ class NormHistogram:
         axes.set_xlabel("norm of the input")
         axes.set_ylabel("examples")
         axes.set_title("public data" if self.public else "NOT PRIVATE", fontsize=9)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        return saved(drawn, path)
 
 
 def norm_histogram(data: TensorDataset | Tensor, *, bins: int = 50, public: bool = False) -> NormHistogram:
@@ -246,8 +244,9 @@ def map_inputs(
 ) -> TensorDataset:
     """A new dataset whose inputs are ``function`` of the old ones', computed in batches; targets are shared.
 
-    ``function`` takes (batch, *shape) and must treat each example by itself. That is *checked* on the first examples: what mixes
-    examples (a mean over the dataset, say) is a statistic of the data, and has to be paid for.
+    ``function`` takes (batch, *shape) and must treat each example by itself. That is followed through all of its operations;
+    where it can't be (values that Python reads), each example is taken by itself, more slowly. What mixes examples (a mean over the
+    dataset, say) is a statistic of the data, and has to be paid for.
 
     Args:
         dataset: its first tensor holds the inputs; the other tensors stay as they are.
@@ -266,8 +265,9 @@ def map_inputs(
     if not isinstance(dataset, TensorDataset) or not dataset.tensors:
         raise ConfigurationError(f"map_inputs takes a TensorDataset of inputs and targets, not {type(dataset).__name__}")
     inputs, *rest = dataset.tensors
+    apart = one_by_one(function)
     with torch.no_grad():
-        parts = [function(part.to(device)).to(inputs.device) for part in torch.split(inputs, whole("batch_size", batch_size))]
+        parts = [apart(part.to(device)).to(inputs.device) for part in torch.split(inputs, whole("batch_size", batch_size))]
     outputs = torch.cat(parts)
     if len(outputs) != len(inputs):
         raise DataError(f"the function made {len(outputs)} examples of {len(inputs)}; it has to keep their number and order")
@@ -275,25 +275,56 @@ def map_inputs(
     return TensorDataset(outputs, *rest)
 
 
+def one_by_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function; one that is not ours is followed, and where it may mix examples, called for each of them."""
+    parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
+    homes = [part.__module__ if isinstance(part, FunctionType) else type(part).__module__ for part in parts]
+    if all(home.startswith(("lipdp.", "torch.nn.modules.container")) for home in homes):
+        return function
+
+    def run(x: Tensor) -> Tensor:
+        try:
+            together: Tensor = kept_apart(function, x)
+        except NotApartError as error:
+            reason = error.reason
+        else:
+            return together
+        together, alone = function(owned(x)), torch.cat([function(owned(row)) for row in torch.split(x, 1)])
+        if len(alone) == len(x) != len(together):
+            raise DataError(f"the function made {len(together)} examples of {len(x)}; it has to keep their number and order")
+        if not _same(alone, together):
+            raise _mixing()
+        name = getattr(function, "__name__", type(function).__name__)
+        what = f"{name} may let examples meet: {reason}. So each is taken by itself: the same, more slowly."
+        warnings.warn(what, LipdpNotice, stacklevel=3)
+        return alone
+
+    return run
+
+
 def _refuse_mixing(
     inputs: Tensor, outputs: Tensor, function: Callable[[Tensor], Tensor], device: torch.device | str | None
 ) -> None:
     for index in range(min(3, len(inputs))):
         with torch.no_grad():
-            alone = function(inputs[index : index + 1].to(device)).to(outputs.device)[0]
-        together = outputs[index]
-        if outputs.is_floating_point():
-            scale = float(together.abs().max()) if together.numel() else 0.0
-            # Matrix products round differently in batches of another size.
-            same = torch.allclose(alone, together, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
-        else:
-            same = torch.equal(alone, together)
-        if not same:
-            raise DataError(
-                f"example {index} comes out differently alone than with the others: the function mixes examples (or is random), so "
-                "its result is a statistic of the data. Use a function of each example, or pay for the statistic "
-                "(lipdp.privacy.private_moments)."
-            )
+            alone = function(inputs[index : index + 1].to(device)).to(outputs.device)
+        if not _same(alone, outputs[index : index + 1]):
+            raise _mixing()
+
+
+def _same(alone: Tensor, together: Tensor) -> bool:
+    """Matrix products round differently in batches of another size."""
+    if not together.is_floating_point() or alone.shape != together.shape:
+        return torch.equal(alone, together)
+    scale = float(together.abs().max()) if together.numel() else 0.0
+    return torch.allclose(alone, together, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+
+
+def _mixing() -> DataError:
+    return DataError(
+        "an example comes out differently alone than with the others: the function mixes examples (or is random), so its result is "
+        "a statistic of the data. Use a function of each example, or pay for the statistic (lipdp.privacy.private_moments)."
+    )
 
 
 def require_finite(dataset: TensorDataset) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
+from lipdp._files import PUBLIC, written_whole
 from lipdp.data.files import Availability, DatasetInfo, Loaded, RemoteFile, data_root, ensure
 from lipdp.errors import ConfigurationError, DataError
 
@@ -230,9 +231,8 @@ def _unpack(archive: Path, folder: Path, names: list[str]) -> None:
                     tables[f"{part}.tsv"].append((kind, number, review))
         for name, reviews in tables.items():
             reviews.sort(key=lambda review: (review[0] != "pos", review[1]))
-            temporary = folder / f".unpacking-{name}"
-            temporary.write_text("".join(f"{review}\n" for _, _, review in reviews), encoding="utf8", newline="\n")
-            temporary.replace(folder / name)
+            with written_whole(folder / name, PUBLIC) as file:
+                file.write("".join(f"{review}\n" for _, _, review in reviews).encode())
     except (tarfile.TarError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{archive} is corrupt ({error}). Delete it and load again.") from error
     except OSError as error:

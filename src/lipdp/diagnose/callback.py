@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 from lipdp import nn
-from lipdp.data.norms import NOT_PRIVATE
+from lipdp._texts import figure, saved, source, text_table
 from lipdp.diagnose.diagnosis import Diagnosis, diagnose, first_examples
-from lipdp.errors import ConfigurationError, LipdpWarning
+from lipdp.errors import LipdpWarning
 from lipdp.training.callbacks import Callback, Run
 
 __all__ = ["DiagnosisCallback"]
@@ -83,27 +82,21 @@ class DiagnosisCallback(Callback):
     @property
     def privacy(self) -> str:
         """Whether the records may be published."""
-        return "public data" if self.public else NOT_PRIVATE
+        return source(self.public)
 
     def __str__(self) -> str:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        text = io.StringIO()
-        console = Console(file=text, width=160, highlight=False, color_system=None)
-        console.print("Mean gradient norm / bound (and signal-to-noise of a step) over training")
-        console.print(self.privacy if self.public else f"*** {self.privacy} ***")
+        lines = [
+            "Mean gradient norm / bound (and signal-to-noise of a step) over training",
+            self.privacy if self.public else f"*** {self.privacy} ***",
+        ]
         if self.records:
-            table = Table(box=SIMPLE_HEAD, pad_edge=False)
-            table.add_column("parameter", no_wrap=True)
-            for step, _ in self.records:
-                table.add_column(f"step {step}", justify="right", no_wrap=True)
+            headers = ["parameter", *(f"step {step}" for step, _ in self.records)]
+            rows = []
             for row in self.records[0][1].rows:
                 values = [record[row.name] for _, record in self.records]
-                table.add_row(row.name, *(_cell(one.tightness, one.snr) for one in values))
-            console.print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+                rows.append([row.name, *(_cell(one.tightness, one.snr) for one in values)])
+            lines.append(text_table(headers, rows, right=headers[1:], whole=headers))
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """All records as JSON; the first field says whether they may be published."""
@@ -112,14 +105,10 @@ class DiagnosisCallback(Callback):
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Tightness and signal-to-noise ratio of every parameter against steps: a matplotlib figure. Needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError("DiagnosisCallback.plot needs matplotlib: pip install 'lipdp[plots]'") from error
-        figure = Figure(figsize=(10, 3.5), layout="constrained")
+        drawn = figure("DiagnosisCallback.plot", 10, 3.5)
         steps = [step for step, _ in self.records]
         for number, (key, label) in enumerate((("tightness", "mean gradient norm / bound"), ("snr", "signal-to-noise of a step"))):
-            axes = figure.add_subplot(1, 2, number + 1)
+            axes = drawn.add_subplot(1, 2, number + 1)
             for row in self.records[0][1].rows if self.records else ():
                 values = self.series(row.name, key)
                 if all(value is not None and value > 0 for value in values):
@@ -128,12 +117,10 @@ class DiagnosisCallback(Callback):
             axes.set_xlabel("step")
             axes.set_ylabel(label)
             axes.grid(alpha=0.3)
-        if figure.axes[0].lines:
-            figure.axes[0].legend(fontsize=7)
-        figure.suptitle("public data" if self.public else "NOT PRIVATE: true gradients of private examples", fontsize=10)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        if drawn.axes[0].lines:
+            drawn.axes[0].legend(fontsize=7)
+        drawn.suptitle("public data" if self.public else "NOT PRIVATE: true gradients of private examples", fontsize=10)
+        return saved(drawn, path)
 
 
 def _cell(tightness: float, snr: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from lipdp._checks import whole
 from lipdp._numerics import Undrawn
+from lipdp._texts import figure, number, percent, saved, source, text_table
 from lipdp.bounds import Analysis, analyse
-from lipdp.data.norms import NOT_PRIVATE
 from lipdp.diagnose.norms import Measured, measure_gradients
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import as_loss
@@ -113,7 +112,7 @@ class Diagnosis:
     @property
     def privacy(self) -> str:
         """Whether this may be published."""
-        return "public data" if self.public else NOT_PRIVATE
+        return source(self.public)
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -121,27 +120,18 @@ class Diagnosis:
         return tuple(row.name for row in self.rows if row.largest > row.bound * self.slack)
 
     def __str__(self) -> str:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
         planned = self.whole.snr is not None
-        table = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
-        headers = ["Δ", "mean ‖g‖", "max ‖g‖", "mean/Δ", "max/Δ", "‖x‖/X", "‖δ‖/G", *(["SNR"] if planned else []), "parameters"]
-        footer = _cells(self.whole, planned)
-        table.add_column("parameter", footer="whole gradient", no_wrap=True)
-        for header, value in zip(headers, footer, strict=True):
-            table.add_column(header, footer=value, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(row.name, *_cells(row, planned))
-        text = io.StringIO()
-        console = Console(file=text, width=140, highlight=False, color_system=None)
-        console.print(f"True per-example gradients of {self.examples} examples against their bounds")
-        console.print(f"*** {self.privacy} ***" if not self.public else self.privacy)
-        console.print(table)
+        names = ("Δ", "mean ‖g‖", "max ‖g‖", "mean/Δ", "max/Δ", "‖x‖/X", "‖δ‖/G", *(["SNR"] if planned else []), "parameters")
+        headers = ("parameter", *names)
+        rows = [[row.name, *_cells(row, planned)] for row in self.rows]
+        lines = [
+            f"True per-example gradients of {self.examples} examples against their bounds",
+            self.privacy if self.public else f"*** {self.privacy} ***",
+            text_table(headers, rows, right=names, whole=headers, footer=["whole gradient", *_cells(self.whole, planned)]),
+        ]
         if self.violations:
-            console.print(f"ABOVE THE BOUND: {', '.join(self.violations)}. The guarantee does not hold; please report this.")
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+            lines.append(f"ABOVE THE BOUND: {', '.join(self.violations)}. The guarantee does not hold; please report this.")
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """As JSON; the first field says whether it may be published."""
@@ -157,38 +147,24 @@ class Diagnosis:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Histograms of the norms, parameter by parameter, with the bound as a line: a matplotlib figure. Needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError("Diagnosis.plot needs matplotlib: pip install 'lipdp[plots]'") from error
         columns = min(3, len(self.rows))
         lines = math.ceil(len(self.rows) / columns)
-        figure = Figure(figsize=(4.2 * columns, 2.6 * lines), layout="constrained")
-        for number, row in enumerate(self.rows):
-            axes = figure.add_subplot(lines, columns, number + 1)
+        drawn = figure("Diagnosis.plot", 4.2 * columns, 2.6 * lines)
+        for place, row in enumerate(self.rows, 1):
+            axes = drawn.add_subplot(lines, columns, place)
             axes.stairs(row.counts, row.edges, fill=True, alpha=0.6)
             if math.isfinite(row.bound):
                 axes.axvline(row.bound, color="black", linestyle="--")
             axes.set_title(f"{row.name}: {100 * row.tightness:.3g}% of Δ = {row.bound:.3g}", fontsize=9)
             axes.set_xlabel("gradient norm of an example", fontsize=8)
-        figure.suptitle("public data" if self.public else "NOT PRIVATE: true gradients of private examples", fontsize=10)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        drawn.suptitle("public data" if self.public else "NOT PRIVATE: true gradients of private examples", fontsize=10)
+        return saved(drawn, path)
 
 
 def _cells(row: ParameterDiagnosis, planned: bool) -> list[str]:
-    numbers = [_number(value) for value in (row.bound, row.mean, row.largest)]
-    shares = [_percent(value) for value in (row.tightness, row.peak, row.input_share, row.cotangent_share)]
-    return [*numbers, *shares, *([_number(row.snr)] if planned else []), f"{row.size:,}"]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None or math.isinf(value) else f"{value:.3g}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f}%"
+    numbers = [number(value, 3) for value in (row.bound, row.mean, row.largest)]
+    shares = [percent(value, 2) for value in (row.tightness, row.peak, row.input_share, row.cotangent_share)]
+    return [*numbers, *shares, *([number(row.snr, 3)] if planned else []), f"{row.size:,}"]
 
 
 def _fields(row: ParameterDiagnosis) -> dict[str, Any]:

@@ -49,11 +49,10 @@ def note_rows(rows: Any, epsilon: float, delta: float, budget: str | None) -> No
     if before and not are_expected():
         together = epsilon + sum(other.epsilon for other in before)
         warnings.warn(
-            f"this is fit {len(before) + 1} on some of the same rows in this process (folds, a grid, a repetition), and no "
-            "budget adds "
-            f"them up: for a row that is in all of them ε is up to {together:.3g} at δ = "
-            f"{delta + sum(o.delta for o in before):.2g}, not "
-            f"{epsilon:.3g}. Give all of them one account, budget=lipdp.privacy.Budget(…), or report the sum.",
+            f"this is fit {len(before) + 1} on some of the same rows in this process (folds, a grid, a repetition), and no budget "
+            f"adds them up: for a row that is in all of them ε is up to {together:.3g} at δ = "
+            f"{delta + sum(o.delta for o in before):.2g}, not {epsilon:.3g}. Give all of them one account, "
+            "budget=lipdp.privacy.Budget(…), or report the sum.",
             RepeatedRunWarning,
             stacklevel=4,
         )

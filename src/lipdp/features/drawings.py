@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
 
-__all__ = ["draw_images", "drawing_stream", "leaf_images", "texture_images", "texture_statistics"]
+__all__ = ["draw_images", "drawing_stream", "leaf_images", "texture_images"]
 
 _OBJECTS, _PARTS = 10, 3
 _SMALLEST, _LARGEST = 0.05, 0.55  # radii of objects, in units of the canvas
@@ -272,14 +272,6 @@ def texture_images(shape: Sequence[int], count: int = 256, seed: int = 0) -> tor
         waves = torch.einsum("ij,bjhw->bihw", torch.tensor(_COLOURS, dtype=torch.float64), waves)
     images: torch.Tensor = (_BRIGHTNESS + _CONTRAST * waves).clamp(0, 1).to(torch.float32)
     return images
-
-
-def texture_statistics(module: torch.nn.Module, shape: Sequence[int], count: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of every channel (dimension 1) of ``module``'s response to textures: public constants."""
-    with torch.no_grad():
-        response = torch.cat([module(part) for part in torch.split(texture_images(shape, count), 32)]).double()
-    dims = tuple(d for d in range(response.ndim) if d != 1)
-    return response.mean(dims), response.std(dims)
 
 
 # Images of overlapping shapes ("dead leaves"), drawn from a fixed seed: edges, corners and flat parts without a single photograph.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +22,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
+from lipdp._files import written_whole
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import Bound, Call, Transfer, rule
-from lipdp.data.augment import Augmentation, fixed_views
+from lipdp.data.augment import Augmentation, copies_of, fixed_views
+from lipdp.data.norms import one_by_one
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 from lipdp.features.layers import ToGrid
 from lipdp.features.learned import LearnedFeatures
@@ -241,7 +242,7 @@ class Front:
         return outputs, targets
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.run(x if self.copies is None else self.copies(x).flatten(0, 1))
+        y = self.run(x if self.copies is None else copies_of(self.copies, x).flatten(0, 1))
         y = y if math.isinf(self.radius) else to_ball(y, self.radius)
         return y if self.copies is None else y.reshape(len(x), self.copies.copies, *y.shape[1:])
 
@@ -277,7 +278,8 @@ def extract_features(
 
     Args:
         module: fixed and public. It is run in evaluation mode without gradients, and must treat examples one by one: that is
-            checked on random inputs, for features that mix examples would void any guarantee.
+            checked on random inputs, and followed through every operation on these; where it can't be, each example is taken by
+            itself. Features that mix examples would void any guarantee.
         dataset: of (inputs, targets). Inputs of another type than the module's are converted; token ids stay whole numbers.
         device: where to compute.
         batch_size: rows at once.
@@ -294,7 +296,7 @@ def extract_features(
     if copies is not None:
         fixed_views(copies)  # refuses random ones: they are drawn anew at every step, and can't be computed once
     place = torch.device(device) if device is not None else next((t.device for t in _tensors(module).values()), inputs.device)
-    front = Front(module, module, Types(module), place, copies)
+    front = Front(module, one_by_one(module), Types(module), place, copies)
     file = None if cache is None else cache_file(cache, front, inputs, dtype)
     stored = None if file is None else read_outputs(file, len(inputs))
     if stored is None:
@@ -363,13 +365,6 @@ def read_outputs(file: Path, records: int) -> torch.Tensor | None:
 
 
 def write_outputs(features: torch.Tensor, file: Path) -> None:
-    """Whole or not at all: written next to its place, then moved into it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-    os.close(handle)
-    try:
-        torch.save(features, name)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """They are of private records: for the owner's eyes."""
+    with written_whole(file) as stream:
+        torch.save(features, stream)

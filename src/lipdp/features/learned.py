@@ -13,6 +13,7 @@ head under noise learns from what is large.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lipdp._files import PUBLIC, written_whole
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
 from lipdp.data.files import data_root
@@ -369,12 +371,11 @@ def write_network(
     for number, (mean, mixing) in enumerate(zip(means, mixings, strict=True)):
         arrays |= {f"mean:{number}": mean.half().numpy(), f"mixing:{number}": mixing.half().numpy()}
     arrays["about"] = np.frombuffer(json.dumps(told, sort_keys=True).encode(), dtype=np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]
-    digest = hashlib.sha256(part.read_bytes()).hexdigest()
-    part.replace(path)
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    with written_whole(path, PUBLIC) as stream:
+        stream.write(content.getvalue())
     path.with_suffix(".sha256").write_text(f"{digest}\n", encoding="ascii")
     return _read(path, digest, path.stat().st_mtime_ns)
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lipdp._files import PUBLIC, written_whole
 from lipdp._numerics import Undrawn
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import draw_images
@@ -30,6 +31,7 @@ from lipdp.features.learned import NetworkShape, ResidualNetwork
 
 __all__ = ["Lesson", "learn", "learn_from", "random_views"]
 
+_BETWEEN_SAVES = 60.0  # seconds
 _PER_DRAW = 1024  # drawings that are made together
 _VIEWS_SEED = 10**9  # apart from the seeds of drawings
 # Of a view: the least share of the area, the most by which sides may differ and it may be turned, how often it is grey or blurred.
@@ -191,7 +193,6 @@ def learn(
     device: torch.device | str = "cpu",
     checkpoint: str | os.PathLike[str] | None = None,
     watch: Watch | None = None,
-    deadline: float | None = None,
 ) -> ResidualNetwork:
     """A network that has had the whole lesson.
 
@@ -201,7 +202,6 @@ def learn(
         device: where to compute; on a GPU in bfloat16 where that is safe.
         checkpoint: a file that is written now and then, and read where it is there: the lesson then goes on.
         watch: is told how it goes.
-        deadline: seconds of this call after which the state is saved and the call ends with a ConfigurationError that says so.
     """
     with Undrawn():
         torch.manual_seed(lesson.seed)
@@ -216,7 +216,7 @@ def learn(
         first, second = projected.float().chunk(2)
         return contrastive_loss(first, second, lesson.temperature)
 
-    _teach(model, loss, lesson, torch.device(device), checkpoint, watch, deadline)
+    _teach(model, loss, lesson, torch.device(device), checkpoint, watch)
     return network.eval()
 
 
@@ -234,7 +234,6 @@ def learn_from(
     device: torch.device | str = "cpu",
     checkpoint: str | os.PathLike[str] | None = None,
     watch: Watch | None = None,
-    deadline: float | None = None,
 ) -> ResidualNetwork:
     """A network (of ``shape``) from whose last two stages those of a ``teacher`` follow linearly, as well as it can.
 
@@ -263,7 +262,7 @@ def learn_from(
         error = torch.stack(errors).mean()
         return error, 1 - error.detach()
 
-    _teach(model, loss, lesson, place, checkpoint, watch, deadline)
+    _teach(model, loss, lesson, place, checkpoint, watch)
     return network.eval()
 
 
@@ -279,7 +278,6 @@ def _teach(
     device: torch.device,
     checkpoint: str | os.PathLike[str] | None,
     watch: Watch | None,
-    deadline: float | None,
 ) -> None:
     """The loop of both kinds of lesson: SGD with momentum, saved now and then."""
     model.to(device).train()
@@ -288,7 +286,7 @@ def _teach(
     optimizer = torch.optim.SGD(model.parameters(), lr=lesson.rate, momentum=0.9, weight_decay=lesson.decay, nesterov=True)
     file = None if checkpoint is None else Path(checkpoint)
     begin = 0 if file is None or not file.exists() else _restore(file, model, optimizer, lesson)
-    pool, started, saved = _Pool(lesson, begin, device), time.monotonic(), time.monotonic()
+    pool, saved = _Pool(lesson, begin, device), time.monotonic()
     for step in range(begin, lesson.steps):
         for group in optimizer.param_groups:
             group["lr"] = lesson.rate_at(step)
@@ -299,21 +297,15 @@ def _teach(
         optimizer.step()
         if watch is not None and (step % 100 == 0 or step + 1 == lesson.steps):
             watch(step, float(value.detach()), float(right))
-        over = deadline is not None and time.monotonic() - started > deadline
-        if file is not None and (over or time.monotonic() - saved > 60):
+        if file is not None and time.monotonic() - saved > _BETWEEN_SAVES:
             _save(file, model, optimizer, lesson, step + 1)
             saved = time.monotonic()
-        if over and step + 1 < lesson.steps:
-            raise ConfigurationError(f"stopped after {step + 1} of {lesson.steps} steps; the same call goes on from '{file}'")
 
 
 def _save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, lesson: Lesson, step: int) -> None:
-    """Whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lesson": asdict(lesson), "step": step}
-    torch.save(state, part)
-    part.replace(file)
+    with written_whole(file, PUBLIC) as stream:
+        torch.save(state, stream)
 
 
 def _restore(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, lesson: Lesson) -> int:

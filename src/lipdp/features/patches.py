@@ -16,8 +16,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from lipdp._files import PUBLIC, written_whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError, LipdpError
@@ -83,14 +82,10 @@ def _read(file: Path, told: str) -> dict[str, torch.Tensor] | None:
 
 
 def _write(file: Path, told: str, constants: Mapping[str, torch.Tensor]) -> None:
-    """Written whole beside its place and moved into it: two programs at once do no harm."""
+    arrays = {name: tensor.numpy() for name, tensor in constants.items()}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as stream:
-            arrays = {name: tensor.numpy() for name, tensor in constants.items()}
+        with written_whole(file, PUBLIC) as stream:
             np.savez(stream, told=np.frombuffer(told.encode(), dtype=np.uint8), **arrays)  # type: ignore[arg-type]
-        Path(part).replace(file)
     except OSError as error:
         _log.info("constants are not kept: %s", error)
 

@@ -9,13 +9,13 @@ what is read is checked field by field. So a file that was edited is refused, or
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from lipdp._files import PUBLIC, written_whole
 from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
 from lipdp.privacy.budget import AnyBudget, Budget, open_budget
@@ -35,15 +35,8 @@ def save_file(content: dict[str, Any], path: PathLike, form: str) -> None:
         raise CheckpointError(f"the folder {target.parent} does not exist: make it before saving {target.name} there.")
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder: give the name of a file in it.")
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
-    os.close(handle)
-    try:
-        torch.save({**own, "digest": content_digest(own).hex()}, name)
-        Path(name).chmod(0o644)  # nothing in it is private
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with written_whole(target, PUBLIC) as file:  # nothing in it is private
+        torch.save({**own, "digest": content_digest(own).hex()}, file)
 
 
 def _path(path: Any) -> Path:

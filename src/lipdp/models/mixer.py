@@ -9,7 +9,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.models.by_name import register
 from lipdp.models.lipschitz import InputMode, head, stem
 
-__all__ = ["MixerBlock", "mixer", "transformer"]
+__all__ = ["MixerBlock", "Tokens", "mixer", "transformer"]
 
 
 class MixerBlock(torch.nn.Module):
@@ -37,10 +37,11 @@ class MixerBlock(torch.nn.Module):
         return y
 
 
-class _Tokens(torch.nn.Module):
+class Tokens(torch.nn.Module):
     """(batch, dim, rows, columns) to (batch, rows·columns, dim)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Each place's channels are a token."""
         return x.flatten(2).transpose(1, 2)
 
 
@@ -52,7 +53,7 @@ def _patches(input_shape: tuple[int, ...], patch: int, dim: int, name: str) -> t
     if dim < 2 or dim % 2:
         raise ConfigurationError(f"dim must be even (GroupSort sorts pairs), not {dim}")
     tokens = (input_shape[1] // patch) * (input_shape[2] // patch)
-    return tokens, [nn.SpectralConv2d(input_shape[0], dim, patch, stride=patch, bias=False), _Tokens()]
+    return tokens, [nn.SpectralConv2d(input_shape[0], dim, patch, stride=patch, bias=False), Tokens()]
 
 
 @register("mixer")

@@ -17,6 +17,10 @@ from lipdp.nn.embedding import SinusoidalPositions
 
 __all__ = [
     "Activation",
+    "TokenMean",
+    "group_norm",
+    "image",
+    "nonlinear",
     "plain_cnn",
     "plain_lstm",
     "plain_mlp",
@@ -32,10 +36,28 @@ __all__ = [
 T = torch.nn
 
 
-def _image(input_shape: tuple[int, ...], name: str) -> tuple[int, int, int]:
-    if len(input_shape) != 3:
-        raise ConfigurationError(f"{name} needs images (channels, height, width), not {input_shape}")
+Activation = Literal["tanh", "relu"]
+
+
+def image(input_shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
+    """(channels, height, width) of images that are large enough for a network of this name."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < least:
+        raise ConfigurationError(
+            f"{name} needs images (channels, height, width) of at least {least} pixels a side, not {input_shape}"
+        )
     return input_shape
+
+
+def nonlinear(activation: str) -> torch.nn.Module:
+    """The layer of an :data:`Activation`."""
+    if activation not in get_args(Activation):
+        raise ConfigurationError(f"activation must be one of {', '.join(get_args(Activation))}, not {activation!r}")
+    return T.Tanh() if activation == "tanh" else T.ReLU()
+
+
+def group_norm(channels: int, groups: int) -> torch.nn.GroupNorm:
+    """Group normalisation; where ``groups`` does not divide the channels, the greatest common divisor of both does."""
+    return T.GroupNorm(math.gcd(groups, channels), channels)
 
 
 @register("plain-mlp")
@@ -61,10 +83,8 @@ def plain_cnn(input_shape: tuple[int, ...], classes: int, *, hidden: int = 128) 
         classes: number of outputs.
         hidden: width of the dense layer before the logits.
     """
-    channels, height, width = _image(input_shape, "plain-cnn")
+    channels, height, width = image(input_shape, "plain-cnn", 16)
     rows, columns = (((n - 4) // 2 - 4) // 2 for n in (height, width))
-    if min(rows, columns) < 1:
-        raise ConfigurationError(f"plain-cnn needs images of at least 16 pixels a side, not {input_shape}")
     return T.Sequential(
         T.Conv2d(channels, 20, 5),
         T.ReLU(),
@@ -102,7 +122,7 @@ def _sequence(input_shape: tuple[int, ...], name: str) -> tuple[int, int, list[t
     """Length, size of each element, and what brings the input there."""
     if len(input_shape) == 2:
         return input_shape[0], input_shape[1], []
-    channels, height, width = _image(input_shape, name)
+    channels, height, width = image(input_shape, name)
     return height, channels * width, [_Rows()]
 
 
@@ -147,8 +167,11 @@ class _Encoder(torch.nn.Module):
         return y
 
 
-class _TokenMean(torch.nn.Module):
+class TokenMean(torch.nn.Module):
+    """(batch, tokens, dim) to (batch, dim)."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of each example's tokens."""
         return x.mean(dim=1)
 
 
@@ -190,11 +213,7 @@ def plain_transformer(
             raise ConfigurationError(f"with a vocabulary the input is (length,), not {input_shape}")
         length, front = input_shape[0], [T.Embedding(vocabulary, dim)]
     blocks = [_Encoder(dim, heads, hidden) for _ in range(depth)]
-    return T.Sequential(*front, SinusoidalPositions(length, dim), *blocks, _TokenMean(), T.Linear(dim, classes))
-
-
-def _norm(channels: int, groups: int) -> torch.nn.GroupNorm:
-    return T.GroupNorm(math.gcd(groups, channels), channels)
+    return T.Sequential(*front, SinusoidalPositions(length, dim), *blocks, TokenMean(), T.Linear(dim, classes))
 
 
 class _Block(torch.nn.Module):
@@ -203,9 +222,9 @@ class _Block(torch.nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
         super().__init__()
         self.conv1 = T.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = _norm(outputs, groups)
+        self.norm1 = group_norm(outputs, groups)
         self.conv2 = T.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = _norm(outputs, groups)
+        self.norm2 = group_norm(outputs, groups)
         self.shortcut = T.Identity() if inputs == outputs and stride == 1 else T.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,8 +242,8 @@ def plain_resnet18(input_shape: tuple[int, ...], classes: int, *, width: int = 6
         width: channels of the first of four stages; each next one has twice as many.
         groups: of channels in each normalisation; where it does not divide their number, the greatest common divisor of both.
     """
-    channels, _, _ = _image(input_shape, "plain-resnet18")
-    layers: list[torch.nn.Module] = [T.Conv2d(channels, width, 3, padding=1, bias=False), _norm(width, groups), T.ReLU()]
+    channels, _, _ = image(input_shape, "plain-resnet18")
+    layers: list[torch.nn.Module] = [T.Conv2d(channels, width, 3, padding=1, bias=False), group_norm(width, groups), T.ReLU()]
     size = width
     for stage in range(4):
         outputs = width * 2**stage
@@ -246,11 +265,11 @@ def plain_vgg11(
         hidden: width of the two dense layers before the logits.
         groups: of channels in each normalisation; where it does not divide their number, the greatest common divisor of both.
     """
-    channels, rows, columns = _image(input_shape, "plain-vgg11")
+    channels, rows, columns = image(input_shape, "plain-vgg11")
     layers: list[torch.nn.Module] = []
     for stage in ((1,), (2,), (4, 4), (8, 8), (8, 8)):
         for factor in stage:
-            layers += [T.Conv2d(channels, factor * width, 3, padding=1), _norm(factor * width, groups), T.ReLU()]
+            layers += [T.Conv2d(channels, factor * width, 3, padding=1), group_norm(factor * width, groups), T.ReLU()]
             channels = factor * width
         if min(rows, columns) >= 2:
             layers.append(T.MaxPool2d(2))
@@ -260,8 +279,6 @@ def plain_vgg11(
 
 
 # The small tanh network of "Tempered sigmoid activations" (Papernot et al., 2021): the usual reference for clipped DP-SGD.
-
-Activation = Literal["tanh", "relu"]
 
 
 class _Standardised(torch.nn.Module):
@@ -302,10 +319,7 @@ def tanh_cnn(
         centre: the network reads (x − centre)/spread: public constants, not taken from private data.
         spread: see ``centre``.
     """
-    if len(input_shape) != 3 or min(input_shape[1:]) < 20:
-        raise ConfigurationError(f"tanh-cnn needs images (channels, height, width) of at least 20 pixels a side, not {input_shape}")
-    if activation not in get_args(Activation):
-        raise ConfigurationError(f"activation must be one of {', '.join(get_args(Activation))}, not {activation!r}")
+    channels, _, _ = image(input_shape, "tanh-cnn", 20)
     if groups < 0 or (groups and width % groups):
         raise ConfigurationError(f"groups={groups!r} does not divide the {width} channels of tanh-cnn; 0 means no normalisation")
     if not (math.isfinite(centre) and math.isfinite(spread) and spread > 0):
@@ -316,22 +330,18 @@ def tanh_cnn(
         return [
             torch.nn.Conv2d(inside, outside, kernel, stride=2, padding=padding),
             *normalised,
-            _nonlinear(activation),
+            nonlinear(activation),
             torch.nn.MaxPool2d(2, 1),
         ]
 
     front = [] if (centre, spread) == (0.0, 1.0) else [_Standardised(centre, spread)]
-    features = [*front, *block(input_shape[0], width, 8, 3), *block(width, 2 * width, 4, 0), torch.nn.Flatten()]
+    features = [*front, *block(channels, width, 8, 3), *block(width, 2 * width, 4, 0), torch.nn.Flatten()]
     with torch.no_grad():
         size = torch.nn.Sequential(*features)(torch.zeros(1, *input_shape)).shape[1]
     if hidden == 0:
         return torch.nn.Sequential(*features, torch.nn.Linear(size, classes))
-    head = [torch.nn.Linear(size, hidden), _nonlinear(activation), torch.nn.Linear(hidden, classes)]
+    head = [torch.nn.Linear(size, hidden), nonlinear(activation), torch.nn.Linear(hidden, classes)]
     return torch.nn.Sequential(*features, *head)
-
-
-def _nonlinear(activation: Activation) -> torch.nn.Module:
-    return torch.nn.Tanh() if activation == "tanh" else torch.nn.ReLU()
 
 
 # Any image model at another resolution: the input is resized first.
@@ -348,9 +358,8 @@ def resized(input_shape: tuple[int, ...], classes: int, *, side: int, model: str
         model: its name, one of :func:`names`; it is built for (channels, side, side).
         options: the named model's own.
     """
-    if len(input_shape) != 3:
-        raise ConfigurationError(f"resized needs images (channels, height, width), not {input_shape}")
+    channels, _, _ = image(input_shape, "resized")
     if isinstance(side, bool) or not isinstance(side, int) or side < 1:
         raise ConfigurationError(f"side must be a whole number of at least 1, not {side!r}")
-    inner = create(model, input_shape=(input_shape[0], side, side), classes=classes, **options)
+    inner = create(model, input_shape=(channels, side, side), classes=classes, **options)
     return torch.nn.Sequential(torch.nn.Upsample(size=(side, side), mode="bilinear", align_corners=False), inner)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,19 +21,13 @@ from lipdp import nn
 from lipdp.errors import ConfigurationError
 from lipdp.models.by_name import Builder, register
 from lipdp.models.lipschitz import BLOCKS, DENSE, STAGES
+from lipdp.models.mixer import Tokens
+from lipdp.models.plain import Activation, TokenMean, group_norm, image, nonlinear
 
 __all__ = ["boundary_twin", "plain_dense", "plain_lenet", "plain_mixer", "plain_resnet", "plain_vgg"]
 
 
 T = torch.nn
-Activation = Literal["relu", "tanh"]
-_ACTIVATIONS: dict[str, type[torch.nn.Module]] = {"relu": torch.nn.ReLU, "tanh": torch.nn.Tanh}
-
-
-def _activation(name: str) -> torch.nn.Module:
-    if name not in _ACTIVATIONS:
-        raise ConfigurationError(f"activation must be 'relu' or 'tanh', not {name!r}")
-    return _ACTIVATIONS[name]()
 
 
 def _stem(input_shape: tuple[int, ...]) -> torch.nn.Module:
@@ -45,17 +39,7 @@ def _head(features: int, classes: int, hidden: int | None, activation: str) -> l
     """Optionally a hidden layer, then the logits."""
     if hidden is None:
         return [T.Linear(features, classes)]
-    return [T.Linear(features, hidden), _activation(activation), T.Linear(hidden, classes)]
-
-
-def _group_norm(channels: int, groups: int) -> torch.nn.GroupNorm:
-    return T.GroupNorm(math.gcd(groups, channels), channels)
-
-
-def _image(input_shape: tuple[int, ...], name: str, least: int) -> tuple[int, int, int]:
-    if len(input_shape) != 3 or min(input_shape[1:]) < least:
-        raise ConfigurationError(f"{name} needs images (channels, height, width), {least} or more pixels a side, not {input_shape}")
-    return input_shape
+    return [T.Linear(features, hidden), nonlinear(activation), T.Linear(hidden, classes)]
 
 
 @register("plain-dense")
@@ -73,7 +57,7 @@ def plain_dense(
     layers: list[torch.nn.Module] = [_stem(input_shape), T.Flatten()]
     width = math.prod(input_shape)
     for size in hidden:
-        layers += [T.Linear(width, size), _activation(activation)]
+        layers += [T.Linear(width, size), nonlinear(activation)]
         width = size
     return T.Sequential(*layers, T.Linear(width, classes))
 
@@ -98,10 +82,10 @@ def plain_lenet(
         hidden: width of the hidden dense layer, ``None`` for none.
         activation: "relu" or "tanh".
     """
-    depth, rows, columns = _image(input_shape, "plain-lenet", 2 ** len(channels))
+    depth, rows, columns = image(input_shape, "plain-lenet", 2 ** len(channels))
     layers: list[torch.nn.Module] = [_stem(input_shape)]
     for size in channels:
-        layers += [T.Conv2d(depth, size, kernel_size, padding=kernel_size // 2), _activation(activation), T.MaxPool2d(2)]
+        layers += [T.Conv2d(depth, size, kernel_size, padding=kernel_size // 2), nonlinear(activation), T.MaxPool2d(2)]
         depth, rows, columns = size, rows // 2, columns // 2
     return T.Sequential(*layers, T.Flatten(), *_head(depth * rows * columns, classes, hidden, activation))
 
@@ -130,11 +114,11 @@ def plain_vgg(
     """
     if depth not in STAGES:
         raise ConfigurationError(f"there is VGG with depth 5, 8 or 11, not {depth}")
-    channels, rows, columns = _image(input_shape, "plain-vgg", 2)
+    channels, rows, columns = image(input_shape, "plain-vgg", 2)
     layers: list[torch.nn.Module] = [_stem(input_shape)]
     for stage in STAGES[depth]:
         for size in (factor * width // 64 for factor in stage):
-            layers += [T.Conv2d(channels, size, 3, padding=1), _group_norm(size, groups), _activation(activation)]
+            layers += [T.Conv2d(channels, size, 3, padding=1), group_norm(size, groups), nonlinear(activation)]
             channels = size
         if min(rows, columns) >= 2:
             layers.append(T.MaxPool2d(2))
@@ -142,7 +126,7 @@ def plain_vgg(
     layers.append(T.Flatten())
     features = channels * rows * columns
     for _ in range(DENSE[depth]):
-        layers += [T.Linear(features, hidden), _activation(activation)]
+        layers += [T.Linear(features, hidden), nonlinear(activation)]
         features = hidden
     return T.Sequential(*layers, T.Linear(features, classes))
 
@@ -187,14 +171,14 @@ def plain_resnet(
     """
     if depth not in BLOCKS:
         raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
-    channels, rows, columns = _image(input_shape, "plain-resnet", 2)
+    channels, rows, columns = image(input_shape, "plain-resnet", 2)
     if patch < 1 or rows % patch or columns % patch:
         raise ConfigurationError(f"plain-resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
     layers: list[torch.nn.Module] = [_stem(input_shape)]
     if patch > 1:
         layers.append(T.PixelUnshuffle(patch))
         channels, rows, columns = channels * patch**2, rows // patch, columns // patch
-    layers += [T.Conv2d(channels, width, 3, padding=1), _group_norm(width, groups), _activation(activation)]
+    layers += [T.Conv2d(channels, width, 3, padding=1), group_norm(width, groups), nonlinear(activation)]
     channels = width
     for stage, blocks in enumerate(BLOCKS[depth]):
         if stage and min(rows, columns) >= 2:
@@ -202,24 +186,12 @@ def plain_resnet(
             layers.append(T.Conv2d(channels, 2 * channels, 2, stride=2))
             channels, rows, columns = 2 * channels, rows // 2, columns // 2
         for _ in range(blocks):
-            halves = [(T.Conv2d(channels, channels, 3, padding=1), _group_norm(channels, groups)) for _ in range(2)]
-            layers += [_Residual(*halves[0], _activation(activation), *halves[1]), _activation(activation)]
+            halves = [(T.Conv2d(channels, channels, 3, padding=1), group_norm(channels, groups)) for _ in range(2)]
+            layers += [_Residual(*halves[0], nonlinear(activation), *halves[1]), nonlinear(activation)]
     if pooled:
         layers.append(T.AdaptiveAvgPool2d(1))
         rows = columns = 1
     return T.Sequential(*layers, T.Flatten(), *_head(channels * rows * columns, classes, hidden, activation))
-
-
-class _Tokens(torch.nn.Module):
-    """(batch, dim, rows, columns) to (batch, rows·columns, dim)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(2).transpose(1, 2)
-
-
-class _TokenMean(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean(dim=1)
 
 
 class _MixerBlock(torch.nn.Module):
@@ -229,7 +201,7 @@ class _MixerBlock(torch.nn.Module):
         super().__init__()
         self.norm1, self.norm2 = T.LayerNorm(dim), T.LayerNorm(dim)
         self.along_tokens, self.along_channels = (
-            T.Sequential(T.Linear(size, size), _activation(activation), T.Linear(size, size)) for size in (tokens, dim)
+            T.Sequential(T.Linear(size, size), nonlinear(activation), T.Linear(size, size)) for size in (tokens, dim)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -262,15 +234,15 @@ def plain_mixer(
         hidden: width of a dense layer before the logits, ``None`` for none.
         activation: "relu" or "tanh".
     """
-    channels, rows, columns = _image(input_shape, "plain-mixer", 1)
+    channels, rows, columns = image(input_shape, "plain-mixer", 1)
     if patch < 1 or rows % patch or columns % patch:
         raise ConfigurationError(f"plain-mixer needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
     if depth < 0:
         raise ConfigurationError(f"depth must be 0 or more, not {depth}")
     tokens = (rows // patch) * (columns // patch)
     blocks = [_MixerBlock(tokens, dim, activation) for _ in range(depth)]
-    front = (_stem(input_shape), T.Conv2d(channels, dim, patch, stride=patch), _Tokens())
-    end = _TokenMean() if pooled else T.Flatten()
+    front = (_stem(input_shape), T.Conv2d(channels, dim, patch, stride=patch), Tokens())
+    end = TokenMean() if pooled else T.Flatten()
     features = dim if pooled else tokens * dim
     return T.Sequential(*front, *blocks, T.LayerNorm(dim), end, *_head(features, classes, hidden, activation))
 

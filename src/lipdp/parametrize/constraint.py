@@ -48,8 +48,10 @@ __all__ = [
 _NEAR = 1.9
 # Iterations where nobody looks how near it is by then. After a step of training one does.
 _BLIND_ITERATIONS = 2
-# Rows that are added up in float32 at a time; numbers that enter products from which on float32 is used on a processor.
+# Rows that are added up in float32 at a time; columns of a block of a Gram matrix; numbers that enter products from which on
+# float32 is used on a processor.
 _ROWS = 64
+_COLUMNS = 128
 _LARGE = 2**21
 # Part of the weights that a bound on rounding may cost.
 _VISIBLE = 4e-3
@@ -129,22 +131,23 @@ class Bjorck:
             work = tall.to(_working_type(tall))
             close = self.tolerance * work.shape[-1] ** 0.5
             excess: torch.Tensor | float = 0.0
-            for iteration in range(min(self.iterations, _BLIND_ITERATIONS) if is_deferring() else self.iterations):
+            blind = is_deferring()
+            for iteration in range(min(self.iterations, _BLIND_ITERATIONS) if blind else self.iterations):
                 error = _gram(work)
                 error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
                 distance = torch.linalg.matrix_norm(error)
-                if iteration == 0:  # W is finite where its Gram matrix is; in float64, a huge one's may overflow all the same
-                    _require_finite(distance if is_deferring() else torch.linalg.vector_norm(tall, float("inf")))
-                if is_deferring():
-                    if iteration == 0:
+                if blind:
+                    if iteration == 0:  # W is finite where its Gram matrix is
+                        _require_finite(distance)
                         work, error = _brought_near(work, error, distance)
                 elif iteration == 0 and not bool((distance <= _NEAR).all()):  # NaN fails this test too
+                    _require_finite(tall.abs().amax())  # in float64 the Gram matrix of a huge one may overflow all the same
                     work = self._scaled(work)
                     error = _gram(work)
                     error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
                     distance = torch.linalg.matrix_norm(error)
                 work, excess = _iterated(work, error, distance)
-                if not is_deferring() and bool((distance <= close).all()):
+                if not blind and bool((distance <= close).all()):
                     break
             divisor = (1.0 + excess) * _after_rounding(work, matrix.dtype)
             done = (work / divisor).to(matrix.dtype)
@@ -166,10 +169,10 @@ def _working_type(tall: torch.Tensor) -> torch.dtype:
     computed more coarsely (``torch.set_float32_matmul_precision``).
     """
     rows, rank = int(tall.shape[-2]), int(tall.shape[-1])
-    if tall.device.type != "cpu" or tall.dtype == torch.float64 or is_deferring() or not _multiplies_in_float32():
+    if tall.device.type != "cpu" or tall.dtype == torch.float64 or rows * rank**2 <= _LARGE or is_deferring():
         return torch.float64
     loose = (_ROWS + rows / _ROWS) * rank * unit_roundoff(torch.float32) > _VISIBLE
-    return torch.float32 if rows * rank**2 > _LARGE and not loose else torch.float64
+    return torch.float64 if loose or not _multiplies_in_float32() else torch.float32
 
 
 def _multiplies_in_float32() -> bool:
@@ -180,13 +183,26 @@ def _multiplies_in_float32() -> bool:
 
 
 def _gram(work: torch.Tensor) -> torch.Tensor:
-    """WᵀW; in float32 by blocks of rows, so that rounding grows with the blocks and not with the rows."""
-    if work.dtype == torch.float64:
-        return work.transpose(-1, -2) @ work
-    total = work[..., :_ROWS, :].transpose(-1, -2) @ work[..., :_ROWS, :]
-    for start in range(_ROWS, work.shape[-2], _ROWS):
-        block = work[..., start : start + _ROWS, :]
-        total += block.transpose(-1, -2) @ block
+    """WᵀW. On a processor one half of it: what lies below the blocks on the diagonal is what lies above them."""
+    rank = int(work.shape[-1])
+    if work.device.type != "cpu" or rank < 2 * _COLUMNS:
+        return _product_of_columns(work, work)
+    total = work.new_empty(*work.shape[:-2], rank, rank)
+    for start in range(0, rank, _COLUMNS):
+        behind = start + _COLUMNS
+        total[..., start:behind, start:] = _product_of_columns(work[..., start:behind], work[..., start:])
+        total[..., behind:, start:behind] = total[..., start:behind, behind:].transpose(-1, -2)
+    return total
+
+
+def _product_of_columns(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """AᵀB; in float32 by blocks of rows, so that rounding grows with the blocks and not with the rows."""
+    if left.dtype == torch.float64:
+        return left.transpose(-1, -2) @ right
+    total = left[..., :_ROWS, :].transpose(-1, -2) @ right[..., :_ROWS, :]
+    for start in range(_ROWS, left.shape[-2], _ROWS):
+        rows = slice(start, start + _ROWS)
+        total += left[..., rows, :].transpose(-1, -2) @ right[..., rows, :]
     return total
 
 
@@ -211,7 +227,7 @@ def _iterated(work: torch.Tensor, error: torch.Tensor, distance: torch.Tensor) -
     if work.ndim == 2 and work.dtype == torch.float64:  # in one kernel: the slack below has room for a sum that starts from W
         following = torch.addmm(work, work, error, alpha=-0.5)
     else:
-        following = work - 0.5 * (work @ error)
+        following = torch.sub(work, work @ error, alpha=0.5)
     if work.dtype == torch.float64:
         k = max(rows, rank) + 8
         gamma = k * u / (1 - k * u)

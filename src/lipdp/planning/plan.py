@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
+from lipdp._texts import NEIGHBOURS, bound, number, text_table, upwards
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
@@ -23,7 +19,7 @@ from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, Priva
 from lipdp.privacy.noise import DISTANCE, grid, grid_factor
 from lipdp.privacy.runs import Scheme
 
-__all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPlan", "grid_line", "render", "signal_line", "table"]
+__all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPlan", "columns", "grid_line", "render", "signal_line"]
 
 CLIPPED_GROUP = "all parameters"
 
@@ -280,10 +276,6 @@ _ROUNDING = {
 }
 
 
-def _number(value: float) -> str:
-    return "–" if math.isinf(value) else f"{value:.4g}"
-
-
 def _power(value: float) -> str:
     """A power of two."""
     return f"2^{math.frexp(value)[1] - 1}" if value > 0 else "–"
@@ -303,41 +295,49 @@ def signal_line(plan: PrivacyPlan) -> str:
     verdict = (
         "; that is too little to learn anything: take larger batches, fewer parameters or a larger epsilon" if ratio < 1 else ""
     )
-    return f"signal to noise over the run, at best: {_number(ratio)} ({_number(ratio / math.sqrt(plan.steps))} a step){verdict}"
+    return f"signal to noise over the run, at best: {number(ratio)} ({number(ratio / math.sqrt(plan.steps))} a step){verdict}"
 
 
-def table(plan: PrivacyPlan) -> Table:
-    """Layer, X, G, Δ, where Δ comes from, noise, its grid, size: a row for each parameter group."""
-    rows = Table(box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
+def columns(plan: PrivacyPlan) -> dict[str, Any]:
+    """Layer, X, G, Δ, where Δ comes from, noise, its grid, size: a row for each parameter group, for :func:`lipdp._texts.table`."""
     total = sum(group.size for group in plan.groups)
-    rows.add_column("parameter", footer="whole step", no_wrap=True)
-    for header, footer in (("X", ""), ("G", ""), ("Δ", _number(plan.sensitivity))):
-        rows.add_column(header, footer=footer, justify="right", no_wrap=True)
-    rows.add_column("source", no_wrap=True)
-    rows.add_column("noise std", footer=_number(math.sqrt(plan.noise_energy / total)), justify="right", no_wrap=True)
-    rows.add_column("grid", justify="right", no_wrap=True)
-    rows.add_column("parameters", footer=f"{total:,}", justify="right", no_wrap=True)
-    for group in plan.groups:
-        numbers = [_number(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity)]
-        rows.add_row(group.name, *numbers, group.source, _number(group.noise_std), _power(group.grid), f"{group.size:,}")
-    return rows
+    rows = [
+        (
+            group.name,
+            *map(bound, (group.input_norm, group.cotangent_norm, group.sensitivity)),
+            group.source,
+            number(group.noise_std),
+            _power(group.grid),
+            f"{group.size:,}",
+        )
+        for group in plan.groups
+    ]
+    whole = ("X", "G", "Δ", "source", "noise std", "grid", "parameters")
+    noise = number(math.sqrt(plan.noise_energy / total))
+    return {
+        "headers": ("parameter", *whole),
+        "rows": rows,
+        "right": ("X", "G", "Δ", "noise std", "grid", "parameters"),
+        "whole": whole,
+        "footer": ("whole step", "", "", bound(plan.sensitivity), "", noise, "", f"{total:,}"),
+    }
 
 
 def _extras(plan: PrivacyPlan) -> Iterator[str]:
     """What not every plan has: phases, adaptive clipping, one-off releases; and what the allocations would cost."""
-    for number, phase in enumerate(plan.phases if len(plan.phases) > 1 else ()):
+    for place, phase in enumerate(plan.phases if len(plan.phases) > 1 else (), 1):
         frozen = f", frozen: {', '.join(phase.frozen)}" if phase.frozen else ""
-        yield f"phase {number + 1}, from step {phase.start}: noise × {phase.noise:.4g}, clipping × {phase.clip:.4g}{frozen}"
+        yield f"phase {place}, from step {phase.start}: noise × {phase.noise:.4g}, clipping × {phase.clip:.4g}{frozen}"
     if plan.adaptive is not None:
         yield (
             f"adaptive clipping of {', '.join(plan.adaptive_clips)}: C follows the {plan.adaptive.quantile:.0%} quantile, rate "
-            f"{plan.adaptive.rate:g}, count noise {_number(plan.adaptive.count_noise or 0.0)}, inside the same multiplier"
+            f"{plan.adaptive.rate:g}, count noise {number(plan.adaptive.count_noise or 0.0)}, inside the same multiplier"
         )
     for release in plan.releases:
         what = "noise multiplier" if release.kind == "gaussian" else "epsilon"
         yield f"released once beside the steps: {release.name} ({release.kind}, {what} {release.amount:.4g}), in the same epsilon"
     if len(plan.groups) > 1:
-        energies = ", ".join(f"{name} {_number(value)}" for name, value in plan.noise_energies.items())
+        energies = ", ".join(f"{name} {number(value)}" for name, value in plan.noise_energies.items())
         yield f"noise energy of a step by allocation: {energies}"
     for where, note in plan.notes:
         yield f"{where}: {note}"
@@ -352,32 +352,22 @@ def _sampling(plan: PrivacyPlan) -> str:
 
 def render(plan: PrivacyPlan) -> str:
     """The whole plan as text."""
-    neighbours = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}[plan.adjacency]
     size = "batch" if plan.sampling == "fixed_size" else "expected batch"
-    text = io.StringIO()
-    console = Console(file=text, width=132, highlight=False, color_system=None)
-    console.print(
-        f"Privacy plan: epsilon = {plan.epsilon:.4f} at delta = {plan.delta:g}, for {neighbours} "
-        f"({plan.accountant.upper()}, {_sampling(plan)})"
-    )
-    console.print(
-        f"  {plan.steps:,} steps of {size} {plan.batch_size:,} out of {plan.dataset_size:,} "
-        f"(q = {plan.sampling_rate:.4g}, {plan.epochs:.3g} epochs), noise multiplier {plan.noise_multiplier:.4f}, "
-        f"{plan.allocation} allocation"
-    )
     bounded = (
-        f"each gradient clipped to {_number(plan.max_grad_norm)}"
+        f"each gradient clipped to {number(plan.max_grad_norm)}"
         if plan.max_grad_norm is not None
-        else f"Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {_number(plan.output_norm)}"
+        else f"Lipschitz constant {plan.loss_lipschitz:.4g}; output norm {bound(plan.output_norm)}"
     )
-    console.print(f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}")
-    if plan.rounding:
-        parts = ", ".join(f"{_ROUNDING.get(name, name)} {value:.1e}" for name, value in plan.rounding)
-        console.print(f"  rounding, at worst: {parts}", markup=False, soft_wrap=True)
-    console.print(f"  {grid_line(plan)}", markup=False, soft_wrap=True)
-    console.print(f"  {signal_line(plan)}", markup=False, soft_wrap=True)
-    for line in _extras(plan):
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    console.print(table(plan))
-    console.print("X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise is added to the gradient sum.")
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    parts = ", ".join(f"{_ROUNDING.get(name, name)} {value:.1e}" for name, value in plan.rounding)
+    lines = [
+        f"Privacy plan: epsilon = {upwards(plan.epsilon, 5)} at delta = {plan.delta:g}, for {NEIGHBOURS[plan.adjacency]} "
+        f"({plan.accountant.upper()}, {_sampling(plan)})",
+        f"  {plan.steps:,} steps of {size} {plan.batch_size:,} out of {plan.dataset_size:,} (q = {plan.sampling_rate:.4g}, "
+        f"{plan.epochs:.3g} epochs), noise multiplier {plan.noise_multiplier:.4f}, {plan.allocation} allocation",
+        f"  {plan.method}: {plan.loss}, {bounded}; {plan.precision}, rounding slack {plan.slack - 1:.1e}",
+        *([f"  rounding, at worst: {parts}"] if parts else []),
+        *(f"  {line}" for line in (grid_line(plan), signal_line(plan), *_extras(plan))),
+        text_table(**columns(plan)),
+        "X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise is added to the gradient sum.",
+    ]
+    return "\n".join(lines)

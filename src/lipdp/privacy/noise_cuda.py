@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import struct
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -15,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipdp._kernels import Kernels
 from lipdp.digest import keyed_words
-from lipdp.errors import LipdpNotice
 from lipdp.graphs import GraphedFunction
 from lipdp.privacy.noise import (
     SERIES,
@@ -54,42 +52,7 @@ _READ_AS = {
 }
 
 
-@cache
-def _kernels() -> Any:
-    """The compiled kernels' module; None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from lipdp.privacy import noise_kernels
-
-    return noise_kernels
-
-
 _Tables = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]
-_tried: dict[torch.device, bool] = {}
-
-
-def available(device: torch.device) -> bool:
-    """Whether the kernels run on this device: tried once, against known answers and the processor's noise."""
-    if device.type != "cuda":
-        return False
-    if device not in _tried:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        _tried[device] = _work(device)
-    return _tried[device]
-
-
-def _work(device: torch.device) -> bool:
-    if _kernels() is None:
-        return False
-    try:
-        trouble = "" if _right(device) else "they do not compute what they should"
-    except Exception as error:  # a compiler that is missing or does not fit
-        trouble = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if trouble:
-        why = f"noise for {device} is drawn on the processor, the Triton kernels are not used: {trouble}"
-        warnings.warn(why, LipdpNotice, stacklevel=2)
-    return not trouble
 
 
 def _right(device: torch.device) -> bool:
@@ -102,12 +65,16 @@ def _right(device: torch.device) -> bool:
     return blocks == chacha_bytes(key, 64 * 7, counter=5, nonce=(1, 2, 3)) and bool(np.array_equal(drawn.cpu().numpy(), expected))
 
 
+_KERNELS = Kernels("lipdp.privacy.noise_kernels", "noise", _right, least=None, instead="it is drawn on the processor")
+available = _KERNELS.on  # on this device: tried once, against known answers and the processor's noise
+
+
 def chacha_on_device(key: bytes, first: int, nonce: tuple[int, int, int], count: int, device: torch.device) -> Tensor:
     """``count`` blocks of ChaCha20 from counter ``first`` on: (count, 16), int32."""
     out = torch.empty(count, 16, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
         words = _moved(np.frombuffer(key, dtype="<i4").copy(), device)
-        _kernels().blocks[(-(-count // 64),)](out, words, first, *nonce, count, BLOCK=64)
+        _KERNELS.module.blocks[(-(-count // 64),)](out, words, first, *nonce, count, BLOCK=64)
     return out
 
 
@@ -195,7 +162,7 @@ def _kept_there(key: bytes, device: torch.device) -> Tensor:
 def _absorbed(key: Tensor, words: Tensor) -> Tensor:
     """The key that pairs of words make of one: one way."""
     out = torch.empty(8, dtype=torch.int32, device=key.device)
-    _kernels().absorb[(1,)](key, words, len(words), out, num_warps=1)
+    _KERNELS.module.absorb[(1,)](key, words, len(words), out, num_warps=1)
     return out
 
 
@@ -208,7 +175,7 @@ def _digests(parts: Sequence[Tensor], secret: Tensor) -> Tensor:
         counts = [*map(len, values), *[0] * none]
         programs = sum(-(-count // _ROWS) for count in counts)
         if programs:
-            _kernels().digest[(programs,)](*values, *[out] * none, *counts, secret, out[first:], BLOCK=_ROWS)
+            _KERNELS.module.digest[(programs,)](*values, *[out] * none, *counts, secret, out[first:], BLOCK=_ROWS)
     return out
 
 
@@ -230,7 +197,7 @@ def _noised(flat: Tensor, std: float, dtype: torch.dtype, key: Tensor, segment: 
     capacity = count // 8 + 4096
     places, words = (torch.empty(capacity, dtype=kind, device=device) for kind in (torch.int32, torch.int64))
     listed = torch.zeros(1, dtype=torch.int32, device=device)
-    kernels = _kernels()
+    kernels = _KERNELS.module
     sums = flat.contiguous()
     kernels.draw[(-(-count // (8 * _BLOCK)),)](
         sums, released, key, cells, places, words, listed, count, capacity, exponent, segment,

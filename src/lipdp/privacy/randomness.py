@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import struct
 from collections.abc import Callable
@@ -108,8 +109,23 @@ def _message(seed: int, step: int, purpose: str) -> bytes:
     return f"lipdp/{whole('seed', seed, least=0)}/{whole('step', step, least=0)}/{purpose}".encode()
 
 
+_life = object()  # of this process: a fork begins another one
+
+
+def _forked() -> None:
+    global _life
+    _life = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 class Stream:
     """Random draws from a secret key, the operating system's by default. No two draws of a stream share a bit.
+
+    A stream is never two: copies, and the one that an ``os.fork`` would leave in the child, would make the same draws for other
+    releases, whose difference has no noise. They are refused.
 
     Args:
         key: 32 secret bytes.
@@ -133,6 +149,13 @@ class Stream:
         self._draws = 0
         self._seen: list[torch.Tensor] = []
         self._pool, self._used = b"", 0
+        self._life = _life
+
+    def __reduce__(self) -> Any:
+        raise ConfigurationError(
+            "a stream can't be copied or pickled: the copy would make the same draws, and two releases with the same noise tell "
+            "what they differ in. Make a new one, lipdp.privacy.Stream(), where it is used."
+        )
 
     def __repr__(self) -> str:
         return f"Stream({self._draws} draws made)"
@@ -149,6 +172,7 @@ class Stream:
 
     def begin(self, *about: Any) -> tuple[bytes, list[torch.Tensor]]:
         """The key of the next draw, one that is for ``about``; and the words that it has to be mixed with."""
+        self._refuse_forked()
         number, self._draws = self._draws, self._draws + 1
         return derive_key(self.key, "draw", number, *about), list(self._seen)
 
@@ -180,10 +204,18 @@ class Stream:
 
     def _take(self, count: int) -> bytes:
         """A few bytes, out of one draw for many of them."""
+        self._refuse_forked()
         if self._used + count > len(self._pool):
             self._pool, self._used = chacha_bytes(self.next_key("bytes"), max(_POOL, count)), 0
         self._used += count
         return self._pool[self._used - count : self._used]
+
+    def _refuse_forked(self) -> None:
+        if self._life is not _life:
+            raise ConfigurationError(
+                "this stream was made in another process, of which this one is a copy (os.fork): both would make the same draws. "
+                "Make a new one, lipdp.privacy.Stream(), in the process that draws from it."
+            )
 
 
 def mix_key(key: bytes, words: list[torch.Tensor]) -> bytes:

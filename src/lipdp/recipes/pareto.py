@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from lipdp._texts import figure
 from lipdp.errors import ConfigurationError, DataError, LipdpError
 from lipdp.fields import Bound, Probability, Range, Size, parse_json, read
 from lipdp.recipes.recipe import Recipe
@@ -291,13 +292,13 @@ def write_csv(dots: Iterable[Dot], path: str | Path) -> None:
 def plot_dots(dots: Sequence[Dot], path: str | Path) -> None:
     """All dots and their convex hull."""
     plain = [dot for dot in dots if dot.radius == 0]
-    figure, axes = _axes(plain)
+    drawn, axes = _axes(plain)
     axes.scatter(
         [d.epsilon for d in plain], [100 * d.score for d in plain], s=6, color="tab:green", alpha=0.4, label="one evaluation"
     )
     corners = hull(plain)
     axes.plot([d.epsilon for d in corners], [100 * d.score for d in corners], color="tab:blue", marker=".", label="convex hull")
-    _save(figure, axes, path)
+    _save(drawn, axes, path)
 
 
 def plot_by(dots: Sequence[Dot], field: str, path: str | Path) -> None:
@@ -306,7 +307,7 @@ def plot_by(dots: Sequence[Dot], field: str, path: str | Path) -> None:
     Twins of a network (``plain-lenet``, ``boundary-lenet``) have its colour.
     """
     plain = [dot for dot in dots if dot.radius == 0]
-    figure, axes = _axes(plain)
+    drawn, axes = _axes(plain)
     colours: dict[str, str] = {}
     for label, group in grouped(plain, lambda dot: str(getattr(dot, field))).items():
         corners = hull(group)
@@ -315,12 +316,12 @@ def plot_by(dots: Sequence[Dot], field: str, path: str | Path) -> None:
         epsilons, scores = [d.epsilon for d in corners], [100 * d.score for d in corners]
         axes.plot(epsilons, scores, style, marker=".", label=label, color=colour)
         axes.scatter([d.epsilon for d in group], [100 * d.score for d in group], s=5, alpha=0.25, color=colour)
-    _save(figure, axes, path)
+    _save(drawn, axes, path)
 
 
 def plot_radii(dots: Sequence[Dot], path: str | Path) -> None:
     """The front of certified accuracy at each radius: what is had at some ε is had at every larger one."""
-    figure, axes = _axes(dots)
+    drawn, axes = _axes(dots)
     axes.set_ylabel("certified accuracy in %")
     last = max(dot.epsilon for dot in dots)
     for radius in sorted({dot.radius for dot in dots}):
@@ -328,26 +329,22 @@ def plot_radii(dots: Sequence[Dot], path: str | Path) -> None:
         label = "no certificate" if radius == 0 else f"radius {radius:.4g}"
         epsilons, scores = [d.epsilon for d in kept], [100 * d.score for d in kept]
         axes.step([*epsilons, last], [*scores, scores[-1]], where="post", marker=".", label=label)
-    _save(figure, axes, path)
+    _save(drawn, axes, path)
 
 
 def _axes(dots: Sequence[Dot]) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plots need matplotlib: pip install 'lipdp[plots]', or pass --no-plots") from None
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = figure("a plot (--no-plots leaves it out)", 6, 4)
+    axes = drawn.add_subplot()
     deltas = sorted({dot.delta for dot in dots})
     axes.set_xlabel(f"ε spent (δ = {', '.join(f'{delta:g}' for delta in deltas)})")
     where = ", ".join(sorted({dot.evaluated_on for dot in dots}))
     axes.set_ylabel(f"{where} {'AUROC' if dots[0].metric == 'auroc' else 'accuracy'} in %")
     axes.set_title(", ".join(sorted({dot.dataset for dot in dots})))
     axes.grid(alpha=0.3)
-    return figure, axes
+    return drawn, axes
 
 
-def _save(figure: Any, axes: Any, path: str | Path) -> None:
+def _save(drawn: Any, axes: Any, path: str | Path) -> None:
     from matplotlib import rc_context
 
     # Many entries would cover the lines.
@@ -355,4 +352,4 @@ def _save(figure: Any, axes: Any, path: str | Path) -> None:
     axes.legend(fontsize="small", **beside)
     # The same dots give the same file, byte for byte: no date, no random names inside.
     with rc_context({"svg.hashsalt": "lipdp"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+        drawn.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)

@@ -8,7 +8,6 @@ the other runs, an ordinary sweep over the same data, and how long it took.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +48,8 @@ class PrivateFinding:
         repetitions: the distribution of the number of runs.
         score_noise: standard deviation of the noise in ``score``.
         model: trained.
+        private: whether all that is secret came from the operating system. With a seed for the sweep the choice can be repeated,
+            and whoever knows the seed can subtract the noise of the scores: it is *not private*, whatever ``epsilon`` says.
     """
 
     recipe: Recipe
@@ -60,13 +61,13 @@ class PrivateFinding:
     repetitions: Repetitions
     score_noise: float
     model: torch.nn.Module = field(repr=False)
+    private: bool
 
 
 def tune_privately(
     sweep: Sweep,
     repetitions: Repetitions,
     *,
-    progress: Callable[[], None] | None = None,
     budget: AnyBudget = None,
 ) -> PrivateFinding:
     """Train K times with random settings of the space, K drawn from ``repetitions``, and return the best.
@@ -78,7 +79,6 @@ def tune_privately(
         sweep: recipe, space, budget, held-out share, device. Its storage, sampler and pruning are not used: a run may not depend
             on the results of others.
         repetitions: the distribution of the number of runs.
-        progress: called after each run. How often is a secret.
         budget: the account of the training set, charged for the whole before the first run: see :class:`lipdp.privacy.Budget`.
     """
     recipe = _counted(sweep.recipe)
@@ -109,9 +109,8 @@ def tune_privately(
         noised = add_noise(correct, {"score": noise * scored}, generator(key, number, "score"))
         score = float(noised["score"]) / scored
         if best is None or score > best.score:
-            best = PrivateFinding(trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model)
-        if progress is not None:
-            progress()
+            figures = trial.recipe, settings, score, total, recipe.delta, one, repetitions, noise, trial.model
+            best = PrivateFinding(*figures, private=sweep.seed is None)
     if best is None:
         raise BudgetError("the Poisson draw gave no run at all: that is this release. Trying again would spend the budget again.")
     return best

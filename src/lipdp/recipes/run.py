@@ -380,14 +380,14 @@ def auroc(scores: torch.Tensor, positive: torch.Tensor) -> float:
     return float((ranks[labels].sum() - p * (p + 1) / 2) / (p * n))
 
 
-def class_margins(model: torch.nn.Module, rows: torch.Tensor, *, batch_size: int = 8192) -> torch.Tensor:
+def class_margins(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """How much each row looks like the second class: ŷ₁ − ŷ₀."""
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
     was = model.training
     model.eval()
     try:
         with torch.no_grad():
-            outputs = torch.cat([model(part.to(place)) for part in torch.split(rows, batch_size)]).double().cpu()
+            outputs = torch.cat([model(part.to(place)) for part in torch.split(rows, 8192)]).double().cpu()
     finally:
         model.train(was)
     return outputs[:, 1] - outputs[:, 0]

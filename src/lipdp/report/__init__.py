@@ -1,13 +1,10 @@
-"""Reports of private runs: one HTML file without scripts or network, and Markdown, from the folders that ``lipdp train --output``
-fills.
+"""Reports of private runs, from the folders that ``lipdp train --output`` fills: one HTML file that needs no network, and Markdown.
 
-Only what may be published goes into them: the plan, the ledger, and metrics of records that were never protected (validation,
-    test).
+Only what may be published goes into them: the plan, the ledger, and metrics of records that were never protected.
 """
 
-from lipdp.report.evaluation import Evaluation, evaluate_run
-from lipdp.report.page import html, markdown, write
-from lipdp.report.run import About, RunRecord, read_run, this_environment, write_about
+from lipdp.report.page import html, markdown, write, write_run
+from lipdp.report.run import About, Evaluation, RunRecord, evaluate_run, read_run, this_environment, write_about
 
 __all__ = [
     "About",
@@ -20,4 +17,5 @@ __all__ = [
     "this_environment",
     "write",
     "write_about",
+    "write_run",
 ]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from lipdp._texts import REPRODUCIBLE, bound, guarantee, number, percent, upwards
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures
-from lipdp.report.run import RunRecord
-from lipdp.report.words import declared_public, guarantee, not_covered, promises, statement, together, upwards
-from lipdp.training.history import NOT_PRIVATE
+from lipdp.report.run import HISTORY, PLAN, RESULT, About, RunRecord, read_run, write_about
+from lipdp.report.words import declared_public, in_short, not_covered, promises, statement, together
+from lipdp.training import History, PrivacyPlan
 
-__all__ = ["HTML", "MARKDOWN", "html", "markdown", "write"]
+__all__ = ["HTML", "MARKDOWN", "html", "markdown", "write", "write_run"]
 
 HTML, MARKDOWN = "report.html", "report.md"
 _COUNTED = ("step", "epoch", "epsilon")
@@ -36,6 +38,23 @@ def write(runs: Sequence[RunRecord], folder: str | Path) -> list[str]:
     (place / HTML).write_text(html(runs), encoding="utf-8")
     (place / MARKDOWN).write_text(markdown(runs), encoding="utf-8")
     return [HTML, MARKDOWN]
+
+
+def write_run(folder: Path, plan: PrivacyPlan, history: History, result: Mapping[str, Any], about: About) -> list[str]:
+    """Fill a run's folder with all that is published of it but the model, both reports too; returns the files' names.
+
+    Args:
+        folder: of the run.
+        plan: what was decided.
+        history: what happened.
+        result: figures, as plain data; of a seed among them nothing is written.
+        about: command, environment, evaluation.
+    """
+    public = {name: value for name, value in result.items() if name != "seed"}
+    texts = {PLAN: plan.to_json(), HISTORY: json.dumps(history.state_dict(), indent=2), RESULT: json.dumps(public, indent=2)}
+    for name, text in texts.items():
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+    return [*texts, write_about(about, folder), *write([read_run(folder)], folder)]
 
 
 # --- HTML ---
@@ -84,7 +103,7 @@ def _summary(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
             run.plan.method,
             upwards(run.epsilon) if run.private else "none",
             f"{run.plan.delta:g}",
-            _percent(run.figure("accuracy")),
+            percent(run.figure("accuracy")),
             f"{run.steps:,}",
             "yes" if run.private else "NO",
         ]
@@ -96,7 +115,7 @@ def _summary(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
 def _run(run: RunRecord, *, alone: bool) -> str:
     parts = [] if alone else [f"<h2>{escape(run.name)}</h2>"]
     parts += [f'<p class="danger">{escape(text)}</p>' for text in _alarms(run)]
-    parts.append(f"<p>{escape(_headline(run))}</p>")
+    parts.append(f'<p>{escape(_headline(run))}</p><p class="short">{escape(in_short(run))}</p>')
     heading: Callable[[str], str] = (lambda text: f"<h2>{text}</h2>") if alone else (lambda text: f"<h3>{text}</h3>")
     parts += [heading("What is promised"), _facts(promises(run))]
     parts += [heading("What was declared public"), _list(declared_public(run))]
@@ -107,31 +126,33 @@ def _run(run: RunRecord, *, alone: bool) -> str:
         parts += [heading("On records outside the guarantee"), judged]
     parts += [heading("Again"), _again(run)]
     signature = '<div class="line"><span>place, date</span><span>name</span><span>signature</span></div>'
-    parts += [heading("For the data-protection officer"), f'<div class="sign"><p>{escape(statement(run))}</p>{signature}</div>']
+    said = "".join(f"<p>{escape(text)}</p>" for text in statement(run))
+    outside = f"<p>The guarantee does not cover:</p>{_list(not_covered(run))}" if run.private else ""
+    parts += [heading("For the data-protection officer"), f'<div class="sign">{said}{outside}{signature}</div>']
     return f"<section>{''.join(parts)}</section>"
 
 
 def _alarms(run: RunRecord) -> list[str]:
-    return [*([] if run.private else [NOT_PRIVATE]), *(f"The files contradict each other: {text}." for text in run.contradictions)]
+    return [*([] if run.private else [REPRODUCIBLE]), *(f"The files contradict each other: {text}." for text in run.contradictions)]
 
 
 def _headline(run: RunRecord) -> str:
-    promise = guarantee(run) if run.private else "no guarantee"
+    promise = guarantee(run.epsilon, run.plan.delta) if run.private else "no guarantee"
     area = run.figure("auroc")
-    also = "" if area is None else f", AUROC {_percent(area)}"
+    also = "" if area is None else f", AUROC {percent(area)}"
     what = f"{run.result.get('model', 'A model')} on {run.result.get('dataset', 'a dataset')}"
     part, explained = run.result.get("evaluated_on", "test"), run.figure("r2")
     if part is None:
         return f"{what}: judged on no records, with {promise}."
     if explained is not None:
-        return f"{what}: {part} R² {_percent(explained)} with {promise}."
-    return f"{what}: {part} accuracy {_percent(run.figure('accuracy'))}{also} with {promise}."
+        return f"{what}: {part} R² {percent(explained)} with {promise}."
+    return f"{what}: {part} accuracy {percent(run.figure('accuracy'))}{also} with {promise}."
 
 
 def _layers(run: RunRecord) -> tuple[list[str], list[list[str]]]:
     header = ["parameters", "X", "G", "Δ", "noise std", "numbers", "Δ is"]
     rows = [
-        [group.name, *(_number(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity, group.noise_std)),
+        [group.name, *(bound(v) for v in (group.input_norm, group.cotangent_norm, group.sensitivity)), number(group.noise_std),
          f"{group.size:,}", group.source]
         for group in run.plan.groups
     ]  # fmt: skip
@@ -173,9 +194,8 @@ def _evaluation_figures(run: RunRecord) -> str:
         parts.append(figures.matrix(judged.confusion, judged.classes, title="Confusion matrix"))
     if judged.certified:
         parts.append(
-            f"<p>Certified accuracy: the share of {judged.examples:,} examples that stay right whatever moves them by less "
-            "than a radius "
-            "(L2, in the units of the inputs).</p>"
+            f"<p>Certified accuracy: the share of {judged.examples:,} examples that stay right whatever moves them by less than a "
+            "radius (L2, in the units of the inputs).</p>"
         )
         parts.append(
             figures.lines({"certified": judged.certified}, x="radius", y="certified accuracy", title="Certified accuracy by radius")
@@ -235,6 +255,8 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
     parts += [
         _plain(_headline(run)),
         "",
+        _plain(in_short(run)),
+        "",
         f"{level} What is promised",
         "",
         *_pipes(list(facts[0]), [list(fact) for fact in facts[1:]]),
@@ -254,12 +276,14 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
             "",
         ]
     if judged is not None and judged.certified:
-        rows = [[f"{radius:g}", _percent(share)] for radius, share in judged.certified]
+        rows = [[f"{radius:g}", percent(share)] for radius, share in judged.certified]
         parts += [f"{level} Certified accuracy ({judged.examples} examples)", "", *_pipes(["radius (L2)", "certified"], rows), ""]
     parts += [f"{level} Again", "", f"    {_plain(run.about.command) or '(not stored)'}", ""]
     parts += [*(f"- {_plain(name)}: {_plain(value)}" for name, value in run.about.environment.items()), ""]
-    return [*parts, f"{level} For the data-protection officer", "", _plain(statement(run)), "", "Not covered:", "",
-            *(f"- {_plain(item)}" for item in not_covered(run)), ""]  # fmt: skip
+    parts += [f"{level} For the data-protection officer", ""]
+    for text in statement(run):
+        parts += [_plain(text), ""]
+    return [*parts, "The guarantee does not cover:", "", *(f"- {_plain(item)}" for item in not_covered(run)), ""]
 
 
 def _history_rows(run: RunRecord) -> tuple[list[str], list[list[str]]] | None:
@@ -267,7 +291,7 @@ def _history_rows(run: RunRecord) -> tuple[list[str], list[list[str]]] | None:
     if not names:
         return None
     columns = [run.history.metrics[name] for name in names]
-    return [name.replace("_", " ") for name in names], [[_number(value) for value in row] for row in zip(*columns, strict=True)]
+    return [name.replace("_", " ") for name in names], [[number(value) for value in row] for row in zip(*columns, strict=True)]
 
 
 def _pipes(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -278,11 +302,3 @@ def _pipes(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _plain(text: str) -> str:
     """One line of text that is no markup: files are hostile."""
     return " ".join(text.split()).replace("<", "&lt;").replace("`", "'").replace("](", "] (")
-
-
-def _number(value: float) -> str:
-    return "–" if math.isinf(value) or math.isnan(value) else f"{value:.4g}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"

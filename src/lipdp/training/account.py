@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from typing import Any
 import torch
 
 from lipdp._numerics import Undrawn
-from lipdp.errors import CheckpointError, LipdpError, RepeatedRunWarning
+from lipdp.errors import BudgetError, CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import gather, slices
-from lipdp.training.positions import stored_tensors
+from lipdp.training.known import stored_tensors
 
 __all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
 
@@ -48,6 +49,18 @@ class RunAccount:
         self._process, self._adopted = 0, False
         self._steps = 0
         self._one_off: set[str] = set()
+        self._engines = 0
+        self._lock = threading.RLock()  # closed by one thread while another one releases, it has to know of that release
+
+    def belong_to(self, engine: object) -> None:
+        """Be given back when this engine, and all others that it belongs to, are gone."""
+        self._engines += 1
+        weakref.finalize(engine, self._abandon)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the run is paid for now, or needs not be."""
+        return self.budget is None or self._reserved is not None
 
     @property
     def name(self) -> str | None:
@@ -67,16 +80,24 @@ class RunAccount:
             return
         # A run that goes on with another key makes other releases: it is another run.
         name = hashlib.sha256(f"{self.nonce}|{key!r}".encode()).hexdigest()[:32]
-        if self._reserved is not None and (self._reserved.run != name or self._process != os.getpid()):
-            self.close()
-        if self._reserved is None:
-            self._reserved, self._process = self.budget.reserve(name, ledger.run, "a training run"), os.getpid()
-            self._steps, self._one_off = 0, set()
+        with self._lock:
+            if self._reserved is not None and (self._reserved.run != name or self._process != os.getpid()):
+                self.close()
+            if self._reserved is None:
+                self._reserved, self._process = self.budget.reserve(name, ledger.run, "a training run"), os.getpid()
+                self._steps, self._one_off = ledger.steps, set(ledger.one_off)  # of a resumed run all that it says
 
     def note(self, ledger: Ledger) -> None:
-        """Remember how far the run has come, once a release is charged."""
-        self._steps = max(self._steps, ledger.steps)
-        self._one_off.update(ledger.one_off)
+        """Remember how far the run has come, once a release is charged; BudgetError where it is not paid for any more."""
+        with self._lock:
+            if not self.is_reserved:
+                raise BudgetError(
+                    f"this run was closed while a release was under way (by another thread, a signal handler or another engine of "
+                    f"the run), and the budget {self.name} has what it reserved back. Nothing was released. Call engine.step again "
+                    "to go on: the run is then paid for anew."
+                )
+            self._steps = max(self._steps, ledger.steps)
+            self._one_off.update(ledger.one_off)
 
     def adopt(self, nonce: str) -> None:
         """Be the run that a state was saved of."""
@@ -92,15 +113,20 @@ class RunAccount:
 
     def close(self, *, keep: bool = False) -> None:
         """Give back what was never released; or keep it reserved, for the run is to go on."""
-        held, self._reserved = self._reserved, None
-        # A forked process that ends must not close what its parent goes on with.
-        if held is not None and self._process == os.getpid():
-            held.close(self._steps, self._one_off, keep=keep)
+        if self._process not in (0, os.getpid()):  # a forked process that ends must not close what its parent goes on with
+            self._reserved = None
+            return
+        with self._lock:
+            held, self._reserved = self._reserved, None
+            if held is not None:
+                held.close(self._steps, self._one_off, keep=keep)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """:meth:`close` for a run that nobody holds any longer; where that fails, all of it stays reserved."""
-        with suppress(LipdpError):
-            self.close()
+        self._engines -= 1
+        if not self._engines:
+            with suppress(LipdpError):
+                self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunAccount:
         return self

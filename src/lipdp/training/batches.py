@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lipdp._discreet import discreet
+from lipdp._discreet import discreet, kind_of
 from lipdp._sums import MOST_ROWS
 from lipdp.data.records import Stored
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
@@ -96,6 +97,12 @@ def check_dataset(dataset: Any) -> int:
             "a DataLoader brings its own sampling (shuffled, weighted …), and the guarantee is for Poisson sampling. Pass its "
             "dataset: loader.dataset."
         )
+    kind = _what_is_no_dataset(dataset)
+    if kind:
+        raise ConfigurationError(
+            f"the dataset is {kind}, and records are pairs (input, target): torch.utils.data.TensorDataset(inputs, targets) makes "
+            "a dataset of two tensors (torch.as_tensor makes them). lipdp.PrivateClassifier takes arrays, DataFrames and folders"
+        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigurationError(
             f"{type(dataset).__name__} can't be sampled record by record: pass a dataset with __len__ and __getitem__, e.g. a "
@@ -107,8 +114,19 @@ def check_dataset(dataset: Any) -> int:
             "parts, e.g. dataset['train']."
         )
     if len(dataset) == 0:
-        raise DataError("the dataset is empty: there is nothing to train on")
+        raise DataError("the dataset is empty: it has no records")
+    if isinstance(dataset, Subset) and len(dataset.indices) and max(dataset.indices) >= len(dataset.dataset):  # type: ignore[arg-type]
+        raise DataError(f"a Subset has numbers of records beyond the {len(dataset.dataset)} of its dataset")  # type: ignore[arg-type]
     return len(dataset)
+
+
+def _what_is_no_dataset(given: Any) -> str:
+    """What people have in the place of a dataset: arrays, a pair of them, a table, a path. Nothing, where it may be one."""
+    if isinstance(given, torch.Tensor | np.ndarray | str | os.PathLike) or hasattr(given, "iloc"):
+        return kind_of(given)
+    if isinstance(given, tuple | list) and len(given) == 2 and all(getattr(part, "ndim", 0) > 0 for part in given):
+        return f"a {type(given).__name__} of two arrays"
+    return ""
 
 
 def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:
@@ -399,10 +417,10 @@ def microbatches(
         mask = there[1] != 0
         if check:
             x, y, mask = only_finite(x, y, mask)
-        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view]  # the dataset itself
-        version = _version(lent)
+        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view] if any(views) else []  # the dataset itself
+        versions = list(map(_version, lent))
         yield x, y, mask
-        if _version(lent) != version:
+        if list(map(_version, lent)) != versions:
             raise UnsupportedError(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
@@ -411,19 +429,24 @@ def microbatches(
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The same with zeros, and mask 0, for the records that are not finite."""
-    for leaf in leaves((x, y)):
-        finite = _finite_rows(leaf)
-        mask = mask if finite is None else mask & finite
-    return mapped(_zero_where_not_finite, x), _zero_where_not_finite(y), mask
+    parts, known = leaves((x, y)), True
+    rows = list(map(_finite_rows, parts))
+    for finite in rows:
+        if finite is not None:
+            mask, known = mask & finite, False
+    if known:
+        return x, y, mask
+    clean = map(_zero_where_not_finite, parts, rows)
+    return mapped(lambda leaf: next(clean), x), next(clean), mask
 
 
 def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, numbers.to(tensor.device, non_blocking=True))
 
 
-def _version(tensors: Sequence[torch.Tensor]) -> int:
-    """How often they, or what they are views of, have been written to; those of inference mode do not count."""
-    return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+def _version(tensor: torch.Tensor) -> int:
+    """How often it, or what it is a view of, has been written to; one of inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
@@ -439,7 +462,6 @@ def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
     return torch.isfinite(real.reshape(len(part), -1).abs().amax(1))  # ten times as fast as asking each entry
 
 
-def _zero_where_not_finite(part: torch.Tensor) -> torch.Tensor:
+def _zero_where_not_finite(part: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
     """The rows with zeros in place of those that are not finite."""
-    finite = _finite_rows(part)
     return part if finite is None else torch.where(per_row(finite, part), part, torch.zeros_like(part))

@@ -50,7 +50,7 @@ class BookFile:
             run: name of the run, which may be told to anyone.
             since: the :attr:`mark` that the run was saved with, if it was: there has to be a book that has come as far.
         """
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the same one, also where the process goes to another folder
         self.draws: dict[Draw, bytes] = {}
         self._process = os.getpid()
         try:
@@ -99,7 +99,7 @@ class BookFile:
                 "book said by then, so it can't tell what was released afterwards. Put the file there that was written with the "
                 "checkpoint; or make a new run, whose epsilon comes on top."
             )
-        if not whole:
+        if not whole and head.startswith(content):
             whole = head
             self._file.truncate(0)
             write_all(self._file.fileno(), head)
@@ -112,6 +112,8 @@ class BookFile:
             self.draws = dict(self._read(line) for line in whole[len(head) :].decode(errors="replace").splitlines())
             self._file.truncate(len(whole))
         self._until = len(whole), hashlib.sha256(whole)
+        held = os.fstat(self._file.fileno())
+        self._place = held.st_dev, held.st_ino
 
     def _read(self, line: str) -> tuple[Draw, bytes]:
         try:
@@ -136,6 +138,7 @@ class BookFile:
         """What stands for draws that are about to be handed out; ``b""``: it is told later."""
         if self._process != os.getpid():
             raise CheckpointError(f"the book '{self.path}' was opened by another process, of which this one is a copy (os.fork)")
+        self.check()
         lines = "".join(f"{json.dumps([*draw, tag.hex()])}\n" for draw, tag in draws.items()).encode()
         size, digest = self._until[0] + len(lines), self._until[1].copy()
         digest.update(lines)
@@ -155,8 +158,27 @@ class BookFile:
                 "right to write), and go on."
             ) from error
 
+    def check(self) -> None:
+        """Refuse to go on where its path leads to another file, or others have written to it: who goes on later reads that one."""
+        try:
+            there = self.path.stat()
+            same = (there.st_dev, there.st_ino) == self._place and there.st_size == self._until[0]
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(
+                f"the book '{self.path}' was moved, replaced, removed or written to while this run writes it: what a later "
+                "process reads there would lack releases of this run. Nothing was released. Put the file back that was there, and "
+                "go on. If it is lost, this run can't go on: its weights can be used, or trained further by a new run, whose "
+                "epsilon comes on top."
+            )
+
     def sync(self) -> None:
-        """Wait until all of it has reached the disk."""
+        """Wait until all of it has reached the disk, where its path leads."""
+        self.check()
+        self._sync()
+
+    def _sync(self) -> None:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -166,7 +188,7 @@ class BookFile:
         """Let it go; all of it has reached the disk. Other processes that were forked from this one hold its lock no longer."""
         try:
             if self._process == os.getpid():
-                self.sync()
+                self._sync()
                 unlock(self._file.fileno())
         finally:
             self._file.close()

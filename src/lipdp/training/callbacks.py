@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from lipdp._texts import upwards
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.history import History
 
@@ -109,18 +109,12 @@ class ProgressBar(Callback):
         step, started = run.engine.steps, time.monotonic()
         self._shown_until = min(step + ahead, run.engine.plan.steps)
         relation = "=" if self._shown_until == step else "≤"
-        self._epsilon = f"ε {relation} {_upwards(run.engine.ledger.epsilon_at(self._shown_until))}"
+        self._epsilon = f"ε {relation} {upwards(run.engine.ledger.epsilon_at(self._shown_until))}"
         self._looked, self._looked_at = time.monotonic(), step
         self._cost = self._looked - started
 
     def _figures(self, run: Run) -> str:
-        parts = [f"{self._epsilon} of {_upwards(run.engine.plan.epsilon)}"]
+        parts = [f"{self._epsilon} of {upwards(run.engine.plan.epsilon)}"]
         if "validation_accuracy" in run.history.last:
             parts.append(f"validation {100 * run.history.last['validation_accuracy']:.2f}%")
         return ", ".join(parts)
-
-
-def _upwards(value: float) -> str:
-    """To three decimals, never below the value."""
-    text = f"{value:.3f}"
-    return text if not math.isfinite(value) or float(text) >= value - 1e-12 else f"{value + 0.0005:.3f}"

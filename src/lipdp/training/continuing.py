@@ -26,6 +26,7 @@ def state_of(run: Run) -> dict[str, Any]:
                 "format": STATE_FORMAT,
                 "plan": run.plan.to_json(),
                 "steps": run.ledger.steps,
+                "batches": run.used,
                 "one_off": list(run.ledger.one_off),
                 "rows": run.microbatch_size if run.ledger.steps or run.rows is not None else None,
                 "run": run.account.nonce,
@@ -103,7 +104,8 @@ def _take_over(run: Run, state: EngineState) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     if run.average is not None and state.average is not None:
         run.average.load_state_dict(state.average)
-    run.ledger.steps = run.drawn = state.steps
+    run.ledger.steps = state.steps
+    run.drawn = run.used = state.batches
     run.ledger.one_off = list(state.one_off)
     run.rows = run.asked_rows or state.rows  # the same microbatches give the same bits, on any number of ranks
     run.choose_microbatch_size()

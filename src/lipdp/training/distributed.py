@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
@@ -115,21 +115,20 @@ class Ranks:
         dist.broadcast(content, of)
         return content.cpu().numpy().tobytes()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """What is refused on one rank in the block is refused on all of them at its end: else they would wait for it for ever.
 
         Nothing in the block may wait for other ranks.
         """
+        return nullcontext() if self.count == 1 else self._together()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
         failure: Exception | None = None
         try:
             yield
         except Exception as raised:
-            if self.count == 1:
-                raise
             failure = raised
-        if self.count == 1:
-            return
         (refusing,) = self.most([0 if failure is None else self.number + 1])
         if refusing:
             told = self.shared(b"" if failure is None else _told(failure), refusing - 1).decode()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import TensorDataset
@@ -17,6 +18,7 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.inputs import plain
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.suggest import check_parts
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.sampling import sample_indices
 from lipdp.training.account import data_marks
@@ -25,7 +27,8 @@ from lipdp.training.batches import Batch, check_batch, check_dataset, gather
 from lipdp.training.continuing import load_state, places_of, state_of
 from lipdp.training.front import applicable_layers
 from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch
-from lipdp.training.positions import Progress, refuse_forked
+from lipdp.training.known import Progress
+from lipdp.training.positions import refuse_forked
 from lipdp.training.preparing import bind, release_statistics, settle_records, shuffle_records
 from lipdp.training.query import Sample
 from lipdp.training.run import Options, Run
@@ -34,6 +37,19 @@ from lipdp.training.step_mechanism import StepSettings
 from lipdp.training.watch import project_trained
 
 __all__ = ["PrivacyEngine"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _alone(method: Method) -> Method:
+    """One at a time: a step is computed with weights that no other thread moves meanwhile. The others wait for it."""
+
+    @wraps(method)
+    def waiting(self: PrivacyEngine, *arguments: Any, **options: Any) -> Any:
+        with self._turn:
+            return method(self, *arguments, **options)
+
+    return cast(Method, waiting)
 
 
 class PrivacyEngine:
@@ -99,13 +115,15 @@ class PrivacyEngine:
         budget: AnyBudget = None,
         book: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_parts(model, plan, optimizer)
         options = Options(
             seed, reproducible, microbatch_size, device, ema_decay, tail_average, augmentation, public, input_shape, budget, book
         )
+        self._turn = threading.RLock()
         run = self._run = Run(model, loss, optimizer, plan, options)
         self.model, self.loss, self.optimizer, self.plan = run.model, run.loss, run.optimizer, run.plan
         self.ledger, self.average, self.device = run.ledger, run.average, run.device
-        weakref.finalize(self, run.account.abandon)
+        run.account.belong_to(self)
 
     @property
     def microbatch_size(self) -> int:
@@ -124,6 +142,7 @@ class PrivacyEngine:
         """ε spent so far, at the plan's δ."""
         return self.ledger.epsilon
 
+    @_alone
     def reserve(self) -> None:
         """Pay the budget for all that is planned, once. It is done before the first release, if not earlier by hand.
 
@@ -132,6 +151,7 @@ class PrivacyEngine:
         """
         self._run.reserve()
 
+    @_alone
     def close(self, *, keep: bool = False) -> None:
         """End the run: its parameters may be trained otherwise, and the budget gets back what was never released.
 
@@ -147,6 +167,7 @@ class PrivacyEngine:
         finally:
             run.book.close(run.streams.run)
 
+    @_alone
     def give_up(self) -> int:
         """Go on behind the steps that this run is known to have made, where they can't be repeated: they are paid for, and lost.
 
@@ -159,8 +180,10 @@ class PrivacyEngine:
         """
         run = self._run
         run.open_book()
-        self.ledger.steps = run.drawn = max(self.steps, min(run.streams.end, self.plan.steps))
-        run.account.note(self.ledger)
+        self.ledger.steps = max(self.steps, min(run.streams.end, self.plan.steps))
+        run.drawn = run.used = max(run.used, self.steps, run.streams.batches_end)
+        if run.account.is_reserved:
+            run.account.note(self.ledger)
         spend_all(run.account.nonce)
         return self.steps
 
@@ -177,6 +200,7 @@ class PrivacyEngine:
 
     # ------------------------------------------------------------------ the loop
 
+    @_alone
     def bind(self, train: Any, progress: Progress | None = None) -> None:
         """Bind the run to these records: its samples and noise depend on a digest of them, under the run's key.
 
@@ -190,17 +214,23 @@ class PrivacyEngine:
         each with probability q.
 
         Each batch is for one step. It is a function of the run's secret key and its number, so a resumed run sees the same
-        ones, and no number is drawn twice: batches may be fetched ahead or left out. With Poisson sampling ``train`` may differ in
+        ones, and no number is drawn twice: batches may be fetched ahead or left out (from a state it goes on behind the last one
+        that a step was made with). With Poisson sampling ``train`` may differ in
         size from ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
-        run = self._run
-        for chosen in self.samples(train):
+        for number, chosen in self._draws(train):
             batch = gather(train, chosen)
-            note_batch(batch, run.account.nonce)
+            note_batch(batch, self._run.account.nonce, number)
             yield batch
 
     def samples(self, train: Any) -> Iterator[torch.Tensor]:
-        """The numbers of the records of each of the :meth:`batches`."""
+        """The numbers of the records of each of the :meth:`batches`: a step for each, in this order. (An engine that goes on from a
+        state can't know which of these were left out.)
+        """
+        for _, chosen in self._draws(train):
+            yield chosen
+
+    def _draws(self, train: Any) -> Iterator[tuple[int, torch.Tensor]]:
         run = self._run
         size, sampler = check_dataset(train), self.plan.sampler
         sampler.check_size(size, self.plan.adjacency)
@@ -209,15 +239,16 @@ class PrivacyEngine:
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
             warnings.warn(
                 f"the dataset has {size} records, the plan says {self.plan.dataset_size}: batches will have "
-                f"{self.plan.sampling_rate * size:.0f} records on average instead of {self.plan.batch_size}. The guarantee holds, "
+                f"{self.plan.sampling_rate * size:.3g} records on average instead of {self.plan.batch_size}. The guarantee holds, "
                 "but the learning rate was probably chosen for the other size.",
                 LipdpWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        while (number := max(run.drawn, self.steps)) < self.plan.steps:
+        while (number := max(run.drawn, run.used, self.steps)) < self.plan.steps:
             run.drawn = number + 1
-            yield sample_indices(size, self.plan.sampling_rate, run.streams.sample(number), sampler)
+            yield number, sample_indices(size, self.plan.sampling_rate, run.streams.sample(number), sampler)
 
+    @_alone
     def step(self, inputs: Any, targets: torch.Tensor) -> None:
         """One private step on a Poisson batch (of any size, 0 included).
 
@@ -226,22 +257,22 @@ class PrivacyEngine:
         arguments) or a dict (its arguments by name) of tensors.
         """
         run = self._run
-        if self.private:
+        if run.streams.private:
             refuse_forked(run.streams.run)  # before torch computes, whose threads a fork has not
         with run.ranks.together():
             if self.ledger.remaining == 0:
                 self.ledger.charge()  # raises
             inputs = plain(inputs)
             check_batch(inputs, targets, None if run.augmentation else run.input_shape)
-            self._check_inputs(inputs)
-            self._check_size(len(targets))
+            self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
-            claim_batch((inputs, targets), run.account.nonce)
+            drawn = claim_batch((inputs, targets), run.account.nonce)
             run.watch.restore_modes()
-            number = self.steps
-            batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=run.seats(inputs, number))
+            seats = run.seats(inputs, self.ledger.steps)
+            batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)
         run.shards.gather()
         asked = ask(run, batch)
+        asked = asked._replace(prepared=asked.prepared._replace(batch=drawn))
         if run.public and asked.answer.clipped is not None:
             run.clipped_share = float(asked.answer.clipped[0]) / max(1, asked.answer.clipped[1])
         run.reserve()  # a run that is refused takes no position
@@ -281,17 +312,14 @@ class PrivacyEngine:
         run.held.step(self.optimizer)
         self._drop_gradients()
 
-    def _check_inputs(self, inputs: Any) -> None:
-        """Refuse several inputs where there is a proof: it is of a program of one."""
-        if self.plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
+    def _check_sample(self, inputs: Any, records: int) -> None:
+        """Refuse several inputs where there is a proof, which is of a program of one; and what the planned sampling can't draw."""
+        plan = self.plan
+        if plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
             raise UnsupportedError(
-                f"method={self.plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
+                f"method={plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
                 "clipping method, e.g. method='bookkeeping'; or join the inputs into one tensor."
             )
-
-    def _check_size(self, records: int) -> None:
-        """Refuse a batch that the planned sampling can't have drawn."""
-        plan = self.plan
         if plan.sampling == "fixed_size" and records != plan.batch_size:
             raise DataError(f"a batch of {records} records: the plan draws exactly {plan.batch_size}. Use engine.batches.")
         if plan.largest_batch is not None and records > plan.largest_batch:
@@ -306,6 +334,7 @@ class PrivacyEngine:
         run.streams.refuse_taken(asked.prepared, asked.claims)
         self.ledger.charge()
         run.account.note(self.ledger)
+        run.used = max(run.used, self.steps, 0 if asked.prepared.batch is None else asked.prepared.batch + 1)
         run.streams.take(asked.prepared, asked.claims)
 
     def _noised(self, asked: Asked) -> dict[str, torch.Tensor]:
@@ -325,6 +354,7 @@ class PrivacyEngine:
         """Keep the size that microbatches have, in states too: steps that are done again elsewhere then give the same bits."""
         self._run.rows = self.microbatch_size
 
+    @_alone
     def release_statistics(self, train: Any) -> None:
         """Release the statistics of each channel, as planned, and set the model's :class:`~lipdp.nn.Standardize` with them.
 
@@ -343,6 +373,7 @@ class PrivacyEngine:
         """What steps run: the model, or what is left of it behind the layers that :meth:`settle` has applied."""
         return self._run.trained_part
 
+    @_alone
     def settle(self, train: Any, *, in_place: bool = False, cache: str | os.PathLike[str] | None = None) -> TensorDataset:
         """Apply the layers in front of the first trained one to all of ``train``, once: steps are then on batches of the result.
 
@@ -361,6 +392,7 @@ class PrivacyEngine:
         run = self._run
         return dataset if run.settled is None else run.settled.rows_of(dataset)
 
+    @_alone
     def shuffle(self) -> TensorDataset:
         """Put the rows of :meth:`settle` into a secret random order, in their memory, so that batches of all need no gathering.
 
@@ -403,12 +435,13 @@ class PrivacyEngine:
         if self.average is None or self.steps == 0:
             yield self.model
             return
-        with self.average.applied_to(run.shards.parameters):
+        with self._turn, self.average.applied_to(run.shards.parameters):
             run.shards.gather()
             project_trained(self.model)
             yield self.model
         run.shards.gather()
 
+    @_alone
     def use_average(self) -> None:
         """Replace the weights by their average for good (at the end of a run)."""
         run = self._run
@@ -437,10 +470,12 @@ class PrivacyEngine:
     def _copied(self, how: Callable[[dict[str, Any]], dict[str, Any]], memo: dict[int, Any] | None = None) -> PrivacyEngine:
         twin = object.__new__(type(self))
         if memo is not None:
-            memo[id(self)] = twin
+            memo[id(self)], memo[id(self._turn)] = twin, threading.RLock()  # its weights are its own
         twin.__dict__.update(how(self.__dict__))
+        twin._run.account.belong_to(twin)
         return twin
 
+    @_alone
     def state_dict(self) -> dict[str, Any]:
         """Everything that an exact continuation needs, as a copy. It holds the run's secret key: keep it as safe as the data.
 
@@ -450,6 +485,7 @@ class PrivacyEngine:
         run.book.begin(run.streams.run, run.ranks)
         return state_of(run)
 
+    @_alone
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`. A state that does not fit is an error, and then nothing has changed.
 

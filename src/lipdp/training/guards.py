@@ -107,7 +107,15 @@ class _Drawn:
 
     memory: tuple[Any, ...]
     owner: str
+    number: int
     used: bool = False
+
+    def lies_in(self, memory: int) -> bool:
+        """Whether this is its number still: that may be another tensor's by now."""
+        for ref in self.memory:
+            if ref.cdata == memory:
+                return not ref.expired()
+        return False
 
 
 _batches: dict[int, _Drawn] = {}
@@ -115,19 +123,20 @@ _MANY = 256
 _weak: Any = reductions.StorageWeakRef  # it is what torch's own queues know a tensor's memory by
 
 
-def note_batch(batch: tuple[Any, torch.Tensor], owner: str) -> None:
-    """Remember that ``owner`` drew this batch."""
+def note_batch(batch: tuple[Any, torch.Tensor], owner: str, number: int) -> None:
+    """Remember that ``owner`` drew this batch as its ``number``."""
     if len(_batches) > _MANY:
         for memory in [memory for memory, drawn in _batches.items() if all(part.expired() for part in drawn.memory)]:
             del _batches[memory]
     storages = [part.untyped_storage() for part in leaves(batch)]
-    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner)
+    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner, number)
     for storage in storages:
         _batches[storage._cdata] = drawn
 
 
-def claim_batch(parts: tuple[Any, Any], owner: str) -> None:
-    """Refuse a batch that was used, or that is not this owner's; those that no engine has drawn are not known here."""
+def claim_batch(parts: tuple[Any, Any], owner: str) -> int | None:
+    """Refuse a batch that was used, or that is not this owner's. Its number; ``None`` for those that no engine has drawn."""
+    number = None
     for drawn in _known(parts):
         if drawn.used:
             raise ConfigurationError(
@@ -139,6 +148,8 @@ def claim_batch(parts: tuple[Any, Any], owner: str) -> None:
                 "this batch was drawn by another engine, whose sampling and secret are not this one's. Take batches of "
                 "engine.batches(train) of the same engine."
             )
+        number = drawn.number
+    return number
 
 
 def spend_batch(parts: tuple[Any, Any]) -> None:
@@ -158,8 +169,7 @@ def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
         if isinstance(part, torch.Tensor):
             memory = part.untyped_storage()._cdata
             drawn = _batches.get(memory)
-            # The memory's number may be another tensor's by now.
-            if drawn is not None and any(ref.cdata == memory and not ref.expired() for ref in drawn.memory):
+            if drawn is not None and drawn.lies_in(memory):
                 yield drawn
 
 

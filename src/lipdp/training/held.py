@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +17,7 @@ from lipdp.training.watch import Flag, read_flags
 
 __all__ = ["HeldState", "refuse_foreign_state"]
 
-_STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
-_OWN = frozenset(("_version", *_STATE_METHODS))
+_OWN = frozenset(("_version", "state_dict", "_save_to_state_dict", "get_extra_state"))
 
 
 class _Place(NamedTuple):
@@ -54,7 +55,7 @@ class HeldState:
         self._kept: list[torch.Tensor] = []
         self._objects: list[torch.nn.Parameter] = []
         self._forms: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._kept_weights: dict[torch.device, torch.Tensor] = {}
+        self._kept_weights: dict[_Kind, torch.Tensor] = {}
         self._find()
 
     def _find(self) -> None:
@@ -69,20 +70,20 @@ class HeldState:
                 if parameter is not None and (self._own_code or not parameter.requires_grad):
                     listed = self._weights if parameter.requires_grad else self._places
                     listed.append(_Place(prefix + key, module._parameters, key))
-            holders = (module._buffers, module._parameters, module._modules, *_state_hooks(module))
-            for holder in holders:
+            hooks = module._state_dict_hooks, module._state_dict_pre_hooks
+            for holder in (module._buffers, module._parameters, module._modules, *hooks):
                 known = _filled(holder)
                 self._names.append(_Names(prefix, module, holder, known, frozenset(holder) - known))
 
     def hold(self) -> Callable[[], None]:
         """Remember the present values, of what the model has now; what it gives brings them back."""
-        if any(_filled(names.holder) != names.known for names in self._names if names.holder or names.known):
+        if self._renamed():
             self._find()
         self._foreign_before = set(_foreign_entries(self._model)) if self._own_code else set()
         self._kept = [place.holder[place.key].detach().clone() for place in self._places]
         self._objects = [place.holder[place.key] for place in self._weights]
         self._forms = [(local(weight.detach()).shape, weight.dtype, weight.device) for weight in self._objects]
-        self._kept_weights = {device: _bytes(weights) for device, weights in self._by_device().items()}
+        self._kept_weights = _bytes(self._objects)
 
         def put_back() -> None:
             self._put_back(read_flags(self.same()))
@@ -107,11 +108,14 @@ class HeldState:
             "It was put back and no step was taken. Make it constant, or remove it."
         )
 
+    def _renamed(self) -> list[_Names]:
+        """Where other names stand for something than did."""
+        return [names for names in self._names if (names.holder or names.known) and _filled(names.holder) != names.known]
+
     def _added(self) -> list[tuple[_Names, Any]]:
         """What modules have been given since, but buffers that are not persistent."""
-        grown = [names for names in self._names if names.holder and _filled(names.holder) != names.known]
         return [
-            (names, key) for names in grown for key, value in names.holder.items()
+            (names, key) for names in self._renamed() for key, value in names.holder.items()
             if key not in names.known and value is not None and not self._is_passing(names, key)
         ]  # fmt: skip
 
@@ -123,31 +127,23 @@ class HeldState:
     def _is_passing(names: _Names, key: str) -> bool:
         return names.holder is names.module._buffers and key in names.module._non_persistent_buffers_set
 
-    def _by_device(self) -> dict[torch.device, list[torch.Tensor]]:
-        weights: dict[torch.device, list[torch.Tensor]] = {}
-        for weight in self._objects:
-            weights.setdefault(weight.device, []).append(weight)
-        return weights
-
     def _are_weights_same(self) -> Flag:
-        """One answer for all of them, by one comparison for a device."""
+        """One answer for all of them, by one comparison for a type on a device."""
         present = [place.holder.get(place.key) for place in self._weights]
-        if any(one is not other for one, other in zip(present, self._objects, strict=True)):
+        if not all(map(operator.is_, present, self._objects)):
             return False
-        now = {device: _bytes(weights) for device, weights in self._by_device().items()}
-        if {device: flat.shape for device, flat in now.items()} != {
-            device: flat.shape for device, flat in self._kept_weights.items()
-        }:
+        now, kept = _bytes(self._objects), self._kept_weights
+        if now.keys() != kept.keys():
             return False
-        flags = [_is_same(flat, self._kept_weights[device]) for device, flat in now.items()]
-        return flags[0] if len(flags) == 1 else all(read_flags(flags))  # of several devices: waited for
+        flags = list(map(_same_row, now.values(), map(kept.__getitem__, now)))
+        return flags[0] if len(flags) == 1 else all(read_flags(flags))  # of several kinds: waited for
 
     def _unpacked(self) -> Iterator[tuple[_Place, torch.nn.Parameter, torch.Tensor]]:
         """The weights with what was kept of them, as tensors again."""
         rest = dict(self._kept_weights)
         for place, weight, (shape, dtype, device) in zip(self._weights, self._objects, self._forms, strict=True):
-            length = math.prod(shape) * dtype.itemsize
-            flat, rest[device] = rest[device][:length], rest[device][length:]
+            length, kind = math.prod(shape) * dtype.itemsize, (device, dtype)
+            flat, rest[kind] = rest[kind][:length], rest[kind][length:]
             yield place, weight, flat.clone().view(dtype).reshape(shape)
 
     def _put_back(self, same: Sequence[bool]) -> list[str]:
@@ -166,7 +162,7 @@ class HeldState:
                     _restore(at, at.holder.get(at.key), kept)
             for at, weight, kept in [] if weights_same else self._unpacked():
                 now = at.holder.get(at.key)
-                if now is not weight or now.shape != kept.shape or bool((_bytes([now]) != _bytes([kept])).any()):
+                if now is not weight or now.shape != kept.shape or not _is_same(now, kept):
                     changed.append(at.name)
                     _restore(at, weight, kept)
         return changed
@@ -188,8 +184,7 @@ def refuse_foreign_state(model: torch.nn.Module) -> None:
 
 def _foreign_entries(model: torch.nn.Module) -> list[str]:
     """Names of what a ``state_dict`` holds besides parameters and buffers, where some module has changed how it is made."""
-    modules = list(model.modules())
-    if not any(map(_makes_own_state, modules)) and not any(map(_class_makes_own_state, {type(module) for module in modules})):
+    if not any(map(_makes_own_state, model.modules())):
         return []
     known = {_identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict()
@@ -207,16 +202,14 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _makes_own_state(module: torch.nn.Module) -> bool:
-    own = module.__dict__
-    return bool(own["_state_dict_hooks"] or own["_state_dict_pre_hooks"]) or not _OWN.isdisjoint(own)
-
-
-def _class_makes_own_state(kind: type) -> bool:
-    return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _STATE_METHODS)
-
-
-def _state_hooks(module: torch.nn.Module) -> tuple[dict[Any, Any], ...]:
-    return module._state_dict_hooks, module._state_dict_pre_hooks
+    own, kind, plain = module.__dict__, type(module), torch.nn.Module
+    if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or not _OWN.isdisjoint(own):
+        return True
+    return (
+        kind.state_dict is not plain.state_dict
+        or kind._save_to_state_dict is not plain._save_to_state_dict
+        or kind.get_extra_state is not plain.get_extra_state
+    )
 
 
 def _restore(at: _Place, present: torch.Tensor | None, kept: torch.Tensor) -> None:
@@ -234,14 +227,27 @@ def _restore(at: _Place, present: torch.Tensor | None, kept: torch.Tensor) -> No
     at.holder[at.key] = present
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them in one row of bytes, so that what is no number is compared too, and zeros with their signs."""
-    return torch.cat([as_bytes(local(tensor.detach())) for tensor in tensors])
+_Kind = tuple[torch.device, torch.dtype]
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> dict[_Kind, torch.Tensor]:
+    """Those of a kind in one row of bytes, so that what is no number is compared too, and zeros with their signs."""
+    kinds: dict[_Kind, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(local(tensor.detach()).reshape(-1))
+    return {kind: as_bytes(torch.cat(parts)) for kind, parts in kinds.items()}
+
+
+def _same_row(one: torch.Tensor, other: torch.Tensor) -> Flag:
+    """Whether two rows of bytes are the same."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) if one.device.type == "cpu" else (one == other).all()
 
 
 def _filled(holder: dict[Any, Any]) -> frozenset[Any]:
     """Names that stand for something: one that was registered as ``None`` and is given a tensor is a new one."""
-    return frozenset(key for key, value in holder.items() if value is not None)
+    return frozenset(itertools.compress(holder, map(operator.is_not, holder.values(), itertools.repeat(None))))
 
 
 def _is_same(present: torch.Tensor | None, before: torch.Tensor) -> Flag:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
+from lipdp._texts import REPRODUCIBLE, figure, saved, text_table, upwards
+from lipdp.errors import CheckpointError, LipdpError
 from lipdp.fields import Probability, Range, read
 from lipdp.privacy.ledger import Ledger
 
-__all__ = ["NOT_PRIVATE", "History"]
-
-NOT_PRIVATE = "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; its epsilon is that of a secret key."
+__all__ = ["History"]
 
 
 @dataclass(frozen=True)
@@ -88,37 +86,25 @@ class History:
         return {name: values[-1] for name, values in self.metrics.items() if values}
 
     def __str__(self) -> str:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in self.metrics:
-            table.add_column(name.replace("_", " "), justify="right")
-        for row in zip(*self.metrics.values(), strict=True):
-            table.add_row(*(f"{value:.4g}" for value in row))
-        text = io.StringIO()
-        Console(file=text, width=110, color_system=None).print(table)
-        lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        return "\n".join(lines if self.private else [*lines, NOT_PRIVATE])
+        rows = [
+            [upwards(value) if name == "epsilon" else f"{value:.4g}" for name, value in zip(self.metrics, row, strict=True)]
+            for row in zip(*self.metrics.values(), strict=True)
+        ]
+        headers = [name.replace("_", " ") for name in self.metrics]
+        text = text_table(headers, rows, right=headers)
+        return text if self.private else f"{text}\n{REPRODUCIBLE}"
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Validation metrics against ε, as a matplotlib figure (saved to ``path`` if given). Needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError("History.plot needs matplotlib: pip install matplotlib") from error
         names = [name for name in self.metrics if name not in ("step", "epoch", "epsilon")] or ["step"]
-        figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
+        drawn = figure("History.plot", 4.5 * len(names), 3.5)
         for number, name in enumerate(names):
-            axes = figure.add_subplot(1, len(names), number + 1)
+            axes = drawn.add_subplot(1, len(names), number + 1)
             axes.plot(self.metrics["epsilon"], self.metrics[name], marker="o", markersize=3)
             axes.set_xlabel(f"ε spent (δ = {self.delta:g})")
             axes.set_ylabel(name.replace("_", " "))
             axes.grid(alpha=0.3)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        return saved(drawn, path)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

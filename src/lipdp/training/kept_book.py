@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from lipdp.training.book import BookFile
 from lipdp.training.distributed import Ranks
@@ -21,7 +22,7 @@ class KeptBook:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.path = path
+        self.path = None if path is None else Path(path).absolute()
         self.since: str | None = None
         self._opened: bytes | None = None  # the run whose book is open
         self._file: BookFile | None = None  # where this rank writes it

@@ -13,50 +13,38 @@ What earlier processes of a run have released is known by its book on disk, wher
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.utils.data import Subset, TensorDataset
 
-from lipdp.digest import Tag, content_digest
-from lipdp.errors import BudgetError, LipdpWarning, RepeatedStepError
-from lipdp.inputs import leaves, named_leaves
-from lipdp.privacy.randomness import Claim, derive_key
-from lipdp.training.batches import Rows, check_dataset, gather, slices
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, RepeatedStepError
+from lipdp.privacy.randomness import Claim
 from lipdp.training.book import BookFile, Draw
 
 __all__ = [
     "Claims",
-    "Progress",
-    "batch_digest",
+    "batches_end",
     "claim_draw",
     "close_book",
-    "digest_records",
     "end_of",
     "is_book_open",
     "know_draws",
     "know_run",
-    "layout",
     "open_book",
     "refuse_forked",
     "refuse_taken",
-    "stored_tensors",
     "sync_book",
     "take_position",
-    "unsteady_digest",
-    "versions",
 ]
 
 
 _SIZE = 16  # bytes of a trail that are kept
 _COLUMNS = 16  # words of a position that are kept on a device: of weights by type, of inputs and targets
 _TAG = 4  # those of a draw
+_LEFT_OUT = "batches"  # under which name a book notes a batch that has not the number of its step
 _WAITING = 64  # tags on a device that are not written to a book yet: those of steps that a killed run has to give up
 _OTHER_SUMS = (
     "with other sums from the same inputs (another microbatch_size, machine or number of threads? does something draw random "
@@ -76,6 +64,8 @@ class _Run:
         self.draws: dict[Draw, Claim] = {}
         self.words, self.tags = _Rows(_COLUMNS), _Rows(_TAG)
         self.is_open = False  # its book, here or in the process that writes it
+        self.is_kept = False  # in a file that this process has written
+        self.batches = 0  # the number behind the last batch that has not the number of its step: some were left out before it
         self.waiting: list[int] = []  # positions whose tags are on a device, and not in the file yet
         self._file: weakref.ref[BookFile] | None = None
 
@@ -89,7 +79,7 @@ class _Run:
         known = {draw: _read(tag) for draw, tag in self.draws.items() if draw not in file.draws}
         waiting = [position for position in self.tags.noted() if not file.draws.get((position, 0))]
         file.write(known | {(position, 0): b"" for position in waiting if (position, 0) not in file.draws})
-        self._file, self.waiting = weakref.ref(file), waiting
+        self._file, self.waiting, self.is_kept = weakref.ref(file), waiting, True
 
     def forget_file(self) -> None:
         """Nothing is written to it any more."""
@@ -100,6 +90,41 @@ class _Run:
         """The number behind the last step that was made, here or by an earlier process."""
         drawn = max((position for position, _ in self.draws if isinstance(position, int)), default=-1)
         return max(len(self.steps) // _SIZE, drawn + 1)
+
+    def check_file(self) -> None:
+        """Refuse to release what its file would not know of: it was closed, the engine that kept it is gone, or it was replaced."""
+        if self.file is not None:
+            self.file.check()
+        else:
+            raise CheckpointError(
+                "this run keeps a book, in which each of its releases is noted, and that was closed (by another engine of the run, "
+                "or while this step was under way). Nothing was released. Go on with an engine that has book=FILE."
+            )
+
+    def knows(self, position: int) -> bool:
+        """Whether a step was made there, here or by an earlier process."""
+        return self.before(position) is not None or (position, 0) in self.draws or self.tags.has(position)
+
+    def refuse_batch(self, position: int, batch: int) -> None:
+        """Refuse, for a step that was not made yet, a batch whose sample may be that of another step."""
+        if (batch < self.batches or (batch != position and self.knows(batch))) and not self.knows(position):
+            raise ConfigurationError(
+                f"this batch, number {batch} of this run, was passed over: a step was made with it or with a later one, by this "
+                "engine before it was rewound, a copy of it, or another iterator. Two steps on one sample are not what is "
+                "accounted for. Take the next one of engine.batches(train)."
+            )
+
+    def write_batch(self, batch: int) -> None:
+        """Note that a step was made with this one, which has not its number."""
+        if self.file is not None:
+            self.file.write({(_LEFT_OUT, batch): b""})
+        self.know_draw((_LEFT_OUT, batch), b"")
+
+    def know_draw(self, draw: Draw, tag: Claim) -> None:
+        """What was drawn, or what the file says of it."""
+        self.draws.setdefault(draw, tag)
+        if draw[0] == _LEFT_OUT:
+            self.batches = max(self.batches, draw[1] + 1)
 
     def before(self, position: int | str) -> bytes | None:
         """The trail of an earlier release here."""
@@ -131,6 +156,8 @@ class _Run:
 
     def write_draw(self, position: int | str, number: int, tag: Claim) -> None:
         """Note it, where none was made: in the file first."""
+        if self.is_kept:
+            self.check_file()
         if (position, number) in self.draws:
             return
         if isinstance(tag, torch.Tensor) and number == 0 and isinstance(position, int):
@@ -240,7 +267,7 @@ def know_draws(run: bytes, draws: Mapping[Draw, bytes]) -> None:
         book = _book(run)
         book.is_open = True
         for draw, tag in draws.items():
-            book.draws.setdefault(draw, tag)
+            book.know_draw(draw, tag)
 
 
 def is_book_open(run: bytes) -> bool:
@@ -282,6 +309,11 @@ def end_of(run: bytes) -> int:
     return _runs.setdefault(run, _Run()).end
 
 
+def batches_end(run: bytes) -> int:
+    """The number behind the last batch that a step of this run is known to have been made with."""
+    return max(end_of(run), _book(run).batches)
+
+
 def refuse_forked(run: bytes) -> None:
     """Refuse a run that another process has begun, of which this one is a copy."""
     if run in _foreign:
@@ -291,11 +323,17 @@ def refuse_forked(run: bytes) -> None:
         )
 
 
-def refuse_taken(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
+def refuse_taken(
+    run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = (), batch: int | None = None
+) -> None:
     """Refuse a position that was taken for something else; nothing is taken. Arguments as of :func:`take_position`."""
     refuse_forked(run)
     with _writing:
         book = _book(run)
+        if book.is_kept:
+            book.check_file()
+        if batch is not None and isinstance(position, int) and (batch != position or book.batches):
+            book.refuse_batch(position, batch)
         before = book.before(position)
         if before is not None and (before != trail[:_SIZE] or not book.same_words(position, words)):
             raise _taken(position, "from other inputs")
@@ -304,14 +342,19 @@ def refuse_taken(run: bytes, position: int | str, trail: bytes, words: torch.Ten
                 raise _taken(position, _OTHER_SUMS)
 
 
-def take_position(run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = ()) -> None:
+def take_position(
+    run: bytes, position: int | str, trail: bytes, words: torch.Tensor, claims: Claims = (), batch: int | None = None
+) -> None:
     """Take a position (a step's number, or a release's name) for what ``trail`` and ``words`` stand for.
 
     ``claims``: draws that were made ahead, and are handed out from here on. Their tags stand for the words too.
+    ``batch``: the number of the batch that a step is made with, where the run has drawn it: no other step gets its sample.
     """
     with _writing:
-        refuse_taken(run, position, trail, words, claims)
+        refuse_taken(run, position, trail, words, claims, batch)
         book = _runs[run]
+        if batch is not None and batch != position and batch >= book.batches:
+            book.write_batch(batch)
         if book.before(position) is None:
             book.write(position, trail[:_SIZE], words[:0] if claims else words)
         for number, tag in claims:
@@ -341,98 +384,3 @@ def _taken(position: int | str, how: str) -> BudgetError:
         f"the engine that made the first one, or give it the same data, weights and settings.{leave_out} Or make a new "
         "PrivacyEngine, which has a key of its own and is charged from the start."
     )
-
-
-Progress = Callable[[int, int], None]
-"""Called with the number of records read so far, and of all."""
-
-_ENTRIES = 2**22  # read at a time
-_LOOKED_AT = 4  # records that are read twice
-
-
-def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -> bytes:
-    """32 bytes that stand for all records in their order, their types and shapes: each is read once.
-
-    Where records change from one reading to the next (a dataset that augments), they can't be told from others: that is said, and
-    the digest is that of their number alone.
-    """
-    size = check_dataset(dataset)
-    first = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
-    again = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
-    if not _same(first, again):
-        warnings.warn(
-            f"the records of this {type(dataset).__name__} change from one reading to the next, so the run can't be bound to them, "
-            "and steps that are done again after an interruption will be other releases. Let the dataset give records as they are, "
-            "and pass augmentation= to lipdp.",
-            LipdpWarning,
-            stacklevel=4,
-        )
-        return unsteady_digest(dataset, key)
-    tags = [Tag(derive_key(key, "tag", number)) for number in range(len(leaves(first)))]
-    done = 0
-    entries = sum(math.prod(part.shape[1:]) for part in leaves(first[0]))
-    for batch in slices(dataset, max(1, _ENTRIES // max(1, entries))):
-        for tag, part in zip(tags, leaves(batch), strict=True):
-            tag.update(part)
-        done += len(batch[1])
-        if progress is not None:
-            progress(done, size)
-    kinds = [(str(part.dtype), tuple(part.shape[1:])) for part in leaves(first)]
-    names = [name for name, _ in named_leaves(first[0])]
-    told = (size, kinds) if names == [""] else (size, kinds, names)
-    return derive_key(key, "records", *told, [tag.finish() for tag in tags])
-
-
-def unsteady_digest(dataset: Any, key: bytes) -> bytes:
-    """What stands for records that change."""
-    return derive_key(key, "records that change", len(dataset))
-
-
-def _same(a: Any, b: Any) -> bool:
-    pairs = zip(leaves(a), leaves(b), strict=True)
-    return all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs
-    )
-
-
-def stored_tensors(dataset: Any) -> list[torch.Tensor]:
-    """The tensors that a dataset's records are rows of; none where it is not known to be made of such."""
-    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
-        return stored_tensors(dataset.dataset)
-    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-        return list(dataset.tensors)
-    return []
-
-
-def layout(dataset: Any) -> str:
-    """How records are kept, as far as :func:`batch_digest` makes a difference: rows of a tensor, some rows of one, or otherwise."""
-    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
-        chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
-        return f"subset {content_digest(chosen).hex()[:16]} of {layout(dataset.dataset)}"
-    return "rows" if stored_tensors(dataset) else "records"
-
-
-def versions(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Where they are and how often they were written to; two equal answers mean the same content, as far as torch knows."""
-    return [(id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
-
-
-def batch_digest(inputs: Any, targets: torch.Tensor, key: bytes, known: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-    """What stands for a batch: parts known to the host, and tensors on a device, whose digest nobody should wait for.
-
-    Rows of a ``known`` tensor, whose content a digest stands for already, are told by their numbers.
-    """
-    host: list[Any] = []
-    on_device: list[torch.Tensor] = []
-    for number, part in enumerate((*leaves(inputs), targets)):
-        if isinstance(part, Rows) and any(part.stored is tensor for tensor in known):
-            place = next(n for n, tensor in enumerate(known) if part.stored is tensor)
-            host.append(("rows", place, Tag(derive_key(key, number)).update(part.chosen).finish(), len(part)))
-            continue
-        whole = part[slice(0, len(part))] if isinstance(part, Rows) else part
-        host.append((str(whole.dtype), tuple(whole.shape)))
-        if whole.device.type == "cuda":
-            on_device.append(whole)
-        else:
-            host.append(Tag(derive_key(key, number)).update(whole).finish())
-    return host, on_device

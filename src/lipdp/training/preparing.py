@@ -24,8 +24,8 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import data_marks
 from lipdp.training.batches import gather_tensors, rows_at_once, slices
 from lipdp.training.front import settle
+from lipdp.training.known import Progress, layout
 from lipdp.training.methods import query_of
-from lipdp.training.positions import Progress, layout
 from lipdp.training.run import Run
 from lipdp.training.seats import shuffle
 

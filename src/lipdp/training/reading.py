@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lipdp._checks import whole
 from lipdp.data.records import Stored
 from lipdp.training.batches import Batch, LazyBatch, gather, gather_lazily
-from lipdp.training.positions import stored_tensors
+from lipdp.training.known import stored_tensors
 
 __all__ = ["read_ahead"]
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from lipdp.data.augment import Augmentation
+from lipdp.data.augment import Augmentation, copies_of
 from lipdp.errors import DataError
 from lipdp.privacy.randomness import Stream
 
@@ -130,7 +130,7 @@ class Copies:
             raise DataError(
                 f"{self.augmentation!r} makes copies of one tensor, and these records have several inputs. Leave augmentation out."
             )
-        rows = self.augmentation(x, self.generator)
+        rows = copies_of(self.augmentation, x, self.generator)
         if rows.ndim < 2 or rows.shape[:2] != (len(x), self.count):
             raise DataError(
                 f"{self.augmentation!r} made {tuple(rows.shape)} out of {tuple(x.shape)}: it has to give {self.count} copies of "

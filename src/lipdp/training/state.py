@@ -151,7 +151,7 @@ def check_scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler, other
         raise CheckpointError(f"the learning-rate scheduler can't go on from this state: {error!r}") from error
 
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 # A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
 CLIP_RANGE = Range(least=1e-6, most=1e6)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -166,6 +166,7 @@ class EngineState:
         format: of the state.
         plan: as JSON.
         steps: charged so far.
+        batches: the number behind the last batch that a step was made with: more than steps where some were left out.
         one_off: the one-off releases charged so far.
         rows: of a microbatch; ``None`` where nothing has fixed it, before the first step.
         run: a name drawn for this run alone.
@@ -184,9 +185,10 @@ class EngineState:
         digest: of all of this: a number that goes back over weights that did not would allow steps that nobody paid for.
     """
 
-    format: Literal[5]
+    format: Literal[6]
     plan: str
     steps: Size
+    batches: Size
     one_off: list[str]
     rows: Count | None
     run: str
@@ -266,6 +268,8 @@ def check_seal(state: dict[str, Any]) -> None:
 def _check_account(state: EngineState, plan: PrivacyPlan) -> None:
     if state.steps > plan.steps:
         raise CheckpointError(f"this state says {state.steps} steps were taken; the plan has {plan.steps}")
+    if not state.steps <= state.batches <= plan.steps:
+        raise CheckpointError(f"this state says that {state.batches} batches led to its {state.steps} steps of {plan.steps}")
     planned = {release.name for release in plan.releases}
     if len(set(state.one_off)) < len(state.one_off) or not set(state.one_off) <= planned:
         raise CheckpointError(f"this state's one_off releases {state.one_off} are not among those of the plan, each once")

@@ -25,21 +25,8 @@ from lipdp.errors import ConfigurationError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh_key, mix_key
-from lipdp.training.positions import (
-    Claims,
-    Progress,
-    batch_digest,
-    claim_draw,
-    digest_records,
-    end_of,
-    know_run,
-    layout,
-    refuse_taken,
-    stored_tensors,
-    take_position,
-    unsteady_digest,
-    versions,
-)
+from lipdp.training.known import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
+from lipdp.training.positions import Claims, batches_end, claim_draw, end_of, know_run, refuse_taken, take_position
 
 __all__ = ["Prepared", "Streams", "derive_run_key", "parts_of_run", "secret_of"]
 
@@ -131,11 +118,13 @@ class Prepared(NamedTuple):
         position: the step's number, or the release's name.
         trail: a digest of what the host knows.
         seen: digests of what is on a device, still being computed there.
+        batch: the number of the batch that the run has drawn for it; ``None`` for others.
     """
 
     position: int | str
     trail: bytes
     seen: torch.Tensor
+    batch: int | None = None
 
 
 class Streams:
@@ -295,7 +284,7 @@ class Streams:
     def refuse_taken(self, prepared: Prepared, claims: Claims = ()) -> None:
         """Refuse a step whose position in the book was taken for something else; to be asked before it is charged."""
         if self.private:
-            refuse_taken(self.run, *prepared, claims)
+            refuse_taken(self.run, *prepared[:3], claims, prepared.batch)
 
     def take(self, prepared: Prepared, claims: Claims = ()) -> None:
         """Take a step's position in the book, for what was drawn ahead."""
@@ -306,6 +295,11 @@ class Streams:
     def end(self) -> int:
         """The number behind the last step of this run that is known to have been made, here or by an earlier process."""
         return end_of(self.run)
+
+    @property
+    def batches_end(self) -> int:
+        """The number behind the last batch that a step of this run is known to have been made with."""
+        return batches_end(self.run)
 
     def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
         """The weights are as the step leaves them."""
@@ -325,10 +319,10 @@ class Streams:
 
     def _take(self, prepared: Prepared, claims: Claims = ()) -> None:
         if self.private:
-            take_position(self.run, *prepared, claims)
+            take_position(self.run, *prepared[:3], claims, prepared.batch)
 
     def _stream(self, purpose: str, prepared: Prepared) -> Stream:
-        position, trail, seen = prepared
+        position, trail, seen, _ = prepared
         stream = Stream(derive_key(self.key, purpose, position, trail), bound=self.private)
         if len(seen):
             stream.absorb(seen)

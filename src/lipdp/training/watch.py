@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -101,7 +102,9 @@ class ModelWatch:
         """Whether all values and settings are what :meth:`remember` saw; for values elsewhere, still being computed there."""
         self.settings = self.watched()
         here, words = self._present_values()
-        return self._same_here(here, words is None) and (words is None or self.compare_there(words))
+        if here != self._here or (words is None) != (self._elsewhere is None):
+            return False
+        return True if words is None else self.compare_there(words)
 
     def compare_there(self, words: torch.Tensor) -> Flag:
         """Whether the values on a device are what :meth:`remember` saw. ``words``: :meth:`digest_elsewhere`.
@@ -120,10 +123,7 @@ class ModelWatch:
         before, self.settings = self.settings, self.watched()
         if before != self.settings or self._tensors[0] != self.settings:
             return False
-        return self._same_here([self.settings, self._digest_here()], False)
-
-    def _same_here(self, here: list[Any], all_here: bool) -> bool:
-        return here == self._here and all_here == (self._elsewhere is None)
+        return self._digest_here()[0] == self._here and self._elsewhere is not None
 
     def remember(self) -> None:
         """The present values and settings are proved."""
@@ -152,21 +152,24 @@ class ModelWatch:
         return [*(dict(module._modules) for module in self._modules), *trained]
 
     def _present_values(self, words: torch.Tensor | None = None) -> tuple[list[Any], torch.Tensor | None]:
-        """The number of the settings and a digest of the tensors on the processor; digests of those elsewhere, still computed."""
+        """:meth:`_digest_here`; and digests of the tensors elsewhere, still computed."""
         if self._tensors[0] != self.settings:
             self._tensors = self.settings, reachable_tensors(*self.watched.objects)
-        elsewhere = [t.device for t in self._tensors[1] if _is_elsewhere(t)]
+        here, elsewhere = self._digest_here()
         if words is None and elsewhere:
-            words = self._words(set(elsewhere))
-        return [self.settings, self._digest_here()], words
+            words = self._words(elsewhere)
+        return here, words
 
-    def _digest_here(self) -> bytes:
-        """Of the entries, end to end, under a key of this process; types and shapes are among the settings."""
-        tag = Tag(_KEY)
+    def _digest_here(self) -> tuple[list[Any], set[torch.device]]:
+        """The number of the settings (types and shapes are among them) and a digest of all entries on the processor, end to end,
+        under a key of this process; and where else there are some."""
+        tag, elsewhere = Tag(_KEY), set()
         for tensor in self._tensors[1]:
             if tensor.device.type == "cpu":
                 tag.update(tensor)
-        return tag.finish()
+            elif tensor.device.type != "meta":
+                elsewhere.add(tensor.device)
+        return [self.settings, tag.finish()], elsewhere
 
     def digest_elsewhere(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
         """Two words for all tensors of one kind, end to end; their shapes are among the settings.
@@ -176,7 +179,7 @@ class ModelWatch:
         coming = instead or {}
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in self._tensors[1]:
-            if _is_elsewhere(tensor):
+            if tensor.device.type not in ("cpu", "meta"):
                 present = coming.get(id(tensor), tensor).detach()
                 plain = present if present.layout == torch.strided else present.to_dense()
                 kinds.setdefault((tensor.device, tensor.dtype), []).append(plain.reshape(-1))
@@ -185,11 +188,6 @@ class ModelWatch:
         if all(part.device == first for part in joined):
             return noise_cuda.words_of(joined, self._key())
         return torch.cat([noise_cuda.words_of([part], self._key()).to(first) for part in joined])
-
-
-def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether it has values that are not on the processor."""
-    return tensor.device.type not in ("cpu", "meta")
 
 
 def _same_items(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -284,21 +282,28 @@ def project_trained(model: torch.nn.Module) -> None:
     On CUDA layers that share no parameter are projected side by side, where nobody waits for them.
     """
     layers = [module for module in model.modules() if isinstance(module, Constrained)]
-    own = {id(module): list(module.parameters(recurse=False)) for module in layers if isinstance(module, torch.nn.Module)}
-    everything = [id(p) for parameters in own.values() for p in parameters]
-    first = next((p for parameters in own.values() for p in parameters), None)
-    alone = is_deferring() and first is not None and len(set(everything)) == len(everything)
-    branches = Branches(first.device if alone and first is not None else torch.device("cpu"))
+    own = [list(layer.parameters(recurse=False)) for layer in layers]
     with torch.no_grad():
-        for layer in layers:
-            parameters = own[id(layer)]
-            if any(p.requires_grad for p in parameters):
-                with branches.branch():
-                    frozen = [(p, p.clone()) for p in parameters if not p.requires_grad]
-                    layer.project_()
-                    for parameter, kept in frozen:
-                        parameter.copy_(kept)
+        if not is_deferring():
+            for layer, parameters in zip(layers, own, strict=True):
+                _project(layer, parameters)
+            return
+        everything = [p for parameters in own for p in parameters]
+        alone = bool(everything) and len(set(map(id, everything))) == len(everything)
+        branches = Branches(everything[0].device if alone else torch.device("cpu"))
+        for layer, parameters in zip(layers, own, strict=True):
+            with branches.branch():
+                _project(layer, parameters)
         branches.join()
+
+
+def _project(layer: Constrained, parameters: Sequence[torch.Tensor]) -> None:
+    """One layer, if some of its own parameters are trained."""
+    frozen = [(p, p.clone()) for p in parameters if not p.requires_grad]
+    if len(frozen) < len(parameters):
+        layer.project_()
+        for parameter, kept in frozen:
+            parameter.copy_(kept)
 
 
 def read_flags(flags: Sequence[Flag]) -> list[bool]:
@@ -309,9 +314,10 @@ def read_flags(flags: Sequence[Flag]) -> list[bool]:
 def ask_flags(flags: Sequence[Flag]) -> Callable[[], list[bool]]:
     """Begin to read them. What is returned waits for those on a device, and for nothing that is launched there in the meantime."""
     waiting = [flag for flag in flags if isinstance(flag, torch.Tensor)]
-    first = waiting[0].device if waiting else None
-    joined = torch.stack([flag if flag.device == first else flag.to(first) for flag in waiting]) if waiting else torch.empty(0)
-    arrived = joined
+    if not waiting:
+        return functools.partial(list, flags)
+    first = waiting[0].device
+    arrived = joined = torch.stack([flag if flag.device == first else flag.to(first) for flag in waiting])
     event: Any = None
     if joined.device.type == "cuda":
         arrived = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lipdp._checks import choose
+from lipdp._files import PUBLIC, written_whole
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import read
 from lipdp.recipes.recipe import Recipe, settings_of
@@ -199,10 +200,8 @@ def save_recipe(recipe: Recipe, file: str | Path) -> None:
     after = f"{before.rstrip()}\n\n{to_toml(recipe)}".lstrip()
     if settings_of(_recipes(after, str(path))[recipe.name]) != settings_of(recipe):
         raise ConfigurationError(f"the recipe {recipe.name!r} has a setting that a file can't hold: {settings_of(recipe)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(after, encoding="utf-8")
-    part.replace(path)
+    with written_whole(path, PUBLIC) as stream:
+        stream.write(after.encode())
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -1,0 +1,116 @@
+"""What a run's records and batches are known by: digests under its key, so that other ones are told from them.
+
+The records are read once; their tensors, where they are rows of some, are known from then on as long as nobody writes to them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from lipdp.digest import Tag, content_digest
+from lipdp.errors import LipdpWarning
+from lipdp.inputs import leaves, named_leaves
+from lipdp.privacy.randomness import derive_key
+from lipdp.training.batches import Rows, check_dataset, gather, slices
+
+__all__ = ["Progress", "batch_digest", "digest_records", "layout", "stored_tensors", "unsteady_digest", "versions"]
+
+Progress = Callable[[int, int], None]
+"""Called with the number of records read so far, and of all."""
+
+_ENTRIES = 2**22  # read at a time
+_LOOKED_AT = 4  # records that are read twice
+
+
+def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -> bytes:
+    """32 bytes that stand for all records in their order, their types and shapes: each is read once.
+
+    Where records change from one reading to the next (a dataset that augments), they can't be told from others: that is said, and
+    the digest is that of their number alone.
+    """
+    size = check_dataset(dataset)
+    first = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
+    again = gather(dataset, torch.arange(min(size, _LOOKED_AT)))
+    if not _same(first, again):
+        warnings.warn(
+            f"the records of this {type(dataset).__name__} change from one reading to the next, so the run can't be bound to them, "
+            "and steps that are done again after an interruption will be other releases. Let the dataset give records as they are, "
+            "and pass augmentation= to lipdp.",
+            LipdpWarning,
+            stacklevel=4,
+        )
+        return unsteady_digest(dataset, key)
+    tags = [Tag(derive_key(key, "tag", number)) for number in range(len(leaves(first)))]
+    done = 0
+    entries = sum(math.prod(part.shape[1:]) for part in leaves(first[0]))
+    for batch in slices(dataset, max(1, _ENTRIES // max(1, entries))):
+        for tag, part in zip(tags, leaves(batch), strict=True):
+            tag.update(part)
+        done += len(batch[1])
+        if progress is not None:
+            progress(done, size)
+    kinds = [(str(part.dtype), tuple(part.shape[1:])) for part in leaves(first)]
+    names = [name for name, _ in named_leaves(first[0])]
+    told = (size, kinds) if names == [""] else (size, kinds, names)
+    return derive_key(key, "records", *told, [tag.finish() for tag in tags])
+
+
+def unsteady_digest(dataset: Any, key: bytes) -> bytes:
+    """What stands for records that change."""
+    return derive_key(key, "records that change", len(dataset))
+
+
+def _same(a: Any, b: Any) -> bool:
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    return all(
+        x.shape == y.shape and x.dtype == y.dtype and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in pairs
+    )
+
+
+def stored_tensors(dataset: Any) -> list[torch.Tensor]:
+    """The tensors that a dataset's records are rows of; none where it is not known to be made of such."""
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        return stored_tensors(dataset.dataset)
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        return list(dataset.tensors)
+    return []
+
+
+def layout(dataset: Any) -> str:
+    """How records are kept, as far as :func:`batch_digest` makes a difference: rows of a tensor, some rows of one, or otherwise."""
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
+        return f"subset {content_digest(chosen).hex()[:16]} of {layout(dataset.dataset)}"
+    return "rows" if stored_tensors(dataset) else "records"
+
+
+def versions(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Where they are and how often they were written to; two equal answers mean the same content, as far as torch knows."""
+    return [(id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+
+
+def batch_digest(inputs: Any, targets: torch.Tensor, key: bytes, known: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+    """What stands for a batch: parts known to the host, and tensors on a device, whose digest nobody should wait for.
+
+    Rows of a ``known`` tensor, whose content a digest stands for already, are told by their numbers.
+    """
+    host: list[Any] = []
+    on_device: list[torch.Tensor] = []
+    for number, part in enumerate((*leaves(inputs), targets)):
+        if isinstance(part, Rows) and any(part.stored is tensor for tensor in known):
+            place = next(n for n, tensor in enumerate(known) if part.stored is tensor)
+            host.append(("rows", place, Tag(derive_key(key, number)).update(part.chosen).finish(), len(part)))
+            continue
+        whole = part[slice(0, len(part))] if isinstance(part, Rows) else part
+        host.append((str(whole.dtype), tuple(whole.shape)))
+        if whole.device.type == "cuda":
+            on_device.append(whole)
+        else:
+            host.append(Tag(derive_key(key, number)).update(whole).finish())
+    return host, on_device
