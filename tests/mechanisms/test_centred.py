@@ -121,7 +121,7 @@ def test_saved_and_read(tmp_path):
         content = mechanism.content()
         content["state"] = {**content["state"], **broken}
         with pytest.raises((ConfigurationError, CheckpointError)):
-            lipdp.mechanisms.mechanism.from_content(content)
+            lipdp.mechanisms.loading.from_content(content)
 
 
 def test_other_sizes_and_other_queries():

@@ -22,7 +22,8 @@ from lipdp.mechanisms.distributions import KINDS, draw
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
 from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.learning import robust_mechanism
-from lipdp.mechanisms.mechanism import AdditiveMechanism, from_content
+from lipdp.mechanisms.loading import from_content
+from lipdp.mechanisms.mechanism import AdditiveMechanism
 from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.robust import truth_losses
 from lipdp.mechanisms.squares import SquaresMechanism
