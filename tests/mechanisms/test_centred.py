@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lipdp
+import lipdp.mechanisms.loading
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, learn
 from lipdp.mechanisms.centred import CentredMechanism
