@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from lipdp.errors import CheckpointError, ConfigurationError
-from lipdp.mechanisms import Everyday, Mechanism, Problem, Settings, World, learn, load
+from lipdp.mechanisms import ColumnMechanism, Everyday, Mechanism, Problem, Settings, World, learn, load, load_columns
 from lipdp.mechanisms import intervals as intervals_module
 from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
@@ -204,12 +204,16 @@ def test_every_kind_of_column_is_in_the_range_and_its_own() -> None:
 
 def test_a_file_shows_that_its_sensitivity_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A statistic whose sensitivity were too small by a step would be refused when it is read."""
-    learned("mean", 0.15, 50).save(tmp_path / "m")
+    own = learned("mean", 0.15, 50)
+    own.save(tmp_path / "m")
+    ColumnMechanism((own,), own.epsilon).save(tmp_path / "columns")
     load(tmp_path / "m")
+    load_columns(tmp_path / "columns")
     true = QueryStatistic(Query("mean"), 50).sensitivity
     monkeypatch.setattr(QueryStatistic, "sensitivity", property(lambda self: true // 2))
-    with pytest.raises(CheckpointError, match="one record moves what it noises"):
-        load(tmp_path / "m")
+    for read, name in ((load, "m"), (load_columns, "columns")):
+        with pytest.raises(CheckpointError, match="one record moves what it noises"):
+            read(tmp_path / name)
 
 
 # --- the mechanism by intervals ------------------------------------------------------------------------------------------------

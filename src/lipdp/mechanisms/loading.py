@@ -35,16 +35,7 @@ def load(path: str | os.PathLike[str]) -> Mechanism:
     Args:
         path: a file of :meth:`Mechanism.save`.
     """
-
-    def build(content: Any) -> Mechanism:
-        mechanism = from_content(content)
-        if mechanism.problem.n <= _LARGEST:
-            for moved, allowed in mechanism.moved(*neighbours(mechanism.problem.n)):
-                if moved > allowed:
-                    raise ConfigurationError(f"one record moves what it noises by {moved} steps, and its noise is for {allowed}.")
-        return mechanism
-
-    return load_file(path, FORMAT, build)
+    return load_file(path, FORMAT, from_content)
 
 
 def neighbours(n: int, pairs: int = _PAIRS) -> tuple[Tensor, Tensor]:
@@ -64,11 +55,16 @@ def neighbours(n: int, pairs: int = _PAIRS) -> tuple[Tensor, Tensor]:
 
 
 def from_content(content: Any) -> Mechanism:
-    """The inverse of :meth:`Mechanism.content`, every field checked."""
+    """The inverse of :meth:`Mechanism.content`: every field is checked, and that neighbours don't move it further than it says."""
     own: _Content = read(_Content, content, "the mechanism")
     if own.kind not in Mechanism.kinds:
         raise ConfigurationError(f"the mechanism.kind is {own.kind[:60]!r}: it has to be one of {', '.join(Mechanism.kinds)}")
-    return Mechanism.kinds[own.kind]._from_state(own.problem, own.title, checked_report(own.report), own.state)
+    made = Mechanism.kinds[own.kind]._from_state(own.problem, own.title, checked_report(own.report), own.state)
+    if own.problem.n <= _LARGEST:
+        for moved, allowed in made.moved(*neighbours(own.problem.n)):
+            if moved > allowed:
+                raise ConfigurationError(f"one record moves what it noises by {moved} steps, and its noise is for {allowed}.")
+    return made
 
 
 def checked_report(report: Any, losses: Any = float) -> dict[str, Any]:
