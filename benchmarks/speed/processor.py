@@ -62,7 +62,7 @@ def steps_of(model: torch.nn.Module, loss: object, shape: tuple[int, ...], batch
         """The time of the step itself: batches are drawn ahead of it, as a loader does."""
         if not pool:
             pool.extend(itertools.islice(drawn, POOL))
-        inputs, targets = pool.pop()
+        inputs, targets = pool.pop(0)  # as they were drawn: a batch that was passed over is refused
         begun = time.process_time()
         engine.step(inputs, targets)
         return time.process_time() - begun

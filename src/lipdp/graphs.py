@@ -209,7 +209,9 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 def _can_record(inputs: tuple[torch.Tensor, ...]) -> bool:
-    on_cuda = bool(inputs) and all(part.device.type == "cuda" and not is_large(part) for part in inputs)
+    if not inputs or inputs[0].device.type != "cuda":
+        return False
+    on_cuda = all(part.device.type == "cuda" and not is_large(part) for part in inputs)
     return on_cuda and not torch.compiler.is_compiling() and not torch.cuda.is_current_stream_capturing()
 
 

@@ -11,11 +11,11 @@ import lipdp
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, World, learn
 from lipdp.mechanisms.beyond import CELLS, BeyondMechanism, candidate, counted, fitted
-from lipdp.mechanisms.learning import plain_mechanisms
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.robust import truth_losses
 from lipdp.privacy.randomness import Stream
 from tests.many import examples
+from tests.mechanisms.common import plain_mechanisms
 
 PLACES, SCALE = CELLS * 2**28, 2**60
 

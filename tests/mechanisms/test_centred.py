@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import lipdp
+import lipdp.mechanisms.loading
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, learn
 from lipdp.mechanisms.centred import CentredMechanism
-from lipdp.mechanisms.learning import plain_mechanisms
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.robust import truth_losses
+from tests.mechanisms.common import plain_mechanisms
 
 PLACES = 2**30
 
@@ -121,7 +122,7 @@ def test_saved_and_read(tmp_path):
         content = mechanism.content()
         content["state"] = {**content["state"], **broken}
         with pytest.raises((ConfigurationError, CheckpointError)):
-            lipdp.mechanisms.mechanism.from_content(content)
+            lipdp.mechanisms.loading.from_content(content)
 
 
 def test_other_sizes_and_other_queries():

@@ -10,7 +10,6 @@ from lipdp.mechanisms.experts import (
     Level,
     SmoothSensitivity,
     additive,
-    best_expert,
     best_experts,
     catalogue,
     constant,
@@ -22,7 +21,7 @@ from lipdp.mechanisms.experts import (
     smooth_sensitivity,
 )
 from lipdp.mechanisms.postprocess import Sample, Table, best_responses
-from lipdp.mechanisms.problem import Problem, response_loss, smooth_loss
+from lipdp.mechanisms.problem import Problem, rank_between, response_loss, with_ends
 from lipdp.mechanisms.statistics import QueryStatistic
 from tests.mechanisms.common import BOUNDS, N, datasets, private
 
@@ -41,7 +40,7 @@ def test_no_textbook_expert_is_worse_than_blind(query: str, loss: str) -> None:
 def test_tuning_helps() -> None:
     problem = Problem.of("mean", 0.2, N, BOUNDS)
     t, validation, test = datasets(1000, 1), datasets(400, 2), datasets(1000, 3)
-    textbook, tuned = (best_expert(problem, t, validation, level).losses(test).mean() for level in ("textbook", "tuned"))
+    textbook, tuned = (best_experts(problem, t, validation, (level,))[level].losses(test).mean() for level in ("textbook", "tuned"))
     assert float(tuned) < 0.97 * float(textbook)
 
 
@@ -116,11 +115,13 @@ def test_quantile_error_counts_points_strictly_between() -> None:
     assert response_loss("quantile", t, truth, answers).tolist() == [[0, 0, 1, 1, 2]]
 
 
-def test_smooth_loss_follows_the_count_and_has_a_slope() -> None:
+def test_distances_of_ranks_follow_the_count_and_have_a_slope() -> None:
+    """What sums are trained with for the quantile error."""
     t = datasets(50, 6, n=200)
     truth = t[:, 100]
     answers = torch.rand(50, 1, dtype=torch.float64, requires_grad=True)
-    smooth = smooth_loss("quantile", t, truth, answers)
+    ends = with_ends(t)
+    smooth = (rank_between(ends, answers) - rank_between(ends, truth[:, None])).abs()
     assert float((smooth.detach() - response_loss("quantile", t, truth, answers.detach())).abs().max()) <= 2
     smooth.sum().backward()  # type: ignore[no-untyped-call]
     assert answers.grad is not None
@@ -150,4 +151,4 @@ def test_smooth_sensitivity_is_not_released() -> None:
     (smooth,) = [expert for expert in experts(problem, t, "textbook") if isinstance(expert, SmoothSensitivity)]
     with pytest.raises(UnsupportedError, match="comparison only"):
         smooth.release(private())
-    assert not isinstance(best_expert(problem, t, t, "textbook"), SmoothSensitivity)
+    assert not isinstance(best_experts(problem, t, t, ("textbook",))["textbook"], SmoothSensitivity)

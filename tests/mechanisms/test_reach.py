@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms import Mechanism, Problem, Settings, learn
-from lipdp.mechanisms.distributions import lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
 from lipdp.mechanisms.ranked import copies_of
 from lipdp.mechanisms.worst import LEAST, exceeded, within_reach_of_a_proof
 from tests.many import examples
+from tests.mechanisms.common import lumps
 
 ONES, NONE = torch.ones(PARTS, dtype=torch.float64), torch.zeros(PARTS, dtype=torch.float64)
 RISING = torch.linspace(0, 3, PARTS, dtype=torch.float64)

@@ -10,9 +10,9 @@ import torch
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Problem, Settings, answer, learn, load
 from lipdp.mechanisms.centred import CentredMechanism
-from lipdp.mechanisms.learning import plain_mechanisms
 from lipdp.mechanisms.robust import KINDS, noisy_query, truth_losses
 from lipdp.mechanisms.squares import SquaresMechanism
+from tests.mechanisms.common import plain_mechanisms
 
 
 def made(weight=8, less=0.25, epsilon=1.0, n=50, bounds=(0.0, 1.0)):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lipdp import nn
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, UnsupportedError
+from lipdp.training.held import HeldState
 from lipdp.training.watch import ModelWatch, Projection
 
 from .common import Spy, empty, engine_of, small, toy
@@ -122,3 +123,50 @@ def test_weights_without_a_constraint_are_left_alone_and_others_are_not():
         Projection(model)()
     assert torch.equal(plain.weight, before)
     assert float(torch.linalg.matrix_norm(bound[0][0].weight.detach(), 2)) <= 1
+
+
+class OfTwoKinds(torch.nn.Module):
+    """Weights of two types, of which one has no number at a place and a negative zero at another."""
+
+    def __init__(self):
+        super().__init__()
+        self.once = torch.nn.Parameter(torch.tensor([1.0, float("nan"), -0.0]))
+        self.twice = torch.nn.Parameter(torch.tensor([[2.0, 3.0]], dtype=torch.float64))
+        self.other = torch.nn.Parameter(torch.tensor([4.0]))
+
+
+CHANGES = {
+    "a value": lambda m: m.twice.data.mul_(2),
+    "the sign of a zero": lambda m: m.once.data[2].abs_(),
+    "two that trade places": lambda m: m.once.data.copy_(m.once.data.flip(0)),
+    "another type": lambda m: setattr(m.other, "data", m.other.data.double()),
+    "another shape": lambda m: setattr(m.other, "data", m.other.data.repeat(2)),
+    "another parameter": lambda m: setattr(m, "other", torch.nn.Parameter(torch.tensor([4.0]))),
+    "a new one": lambda m: m.register_parameter("more", torch.nn.Parameter(torch.ones(1))),
+    "a new buffer": lambda m: m.register_buffer("more", torch.ones(1)),
+    "a hook": lambda m: m._register_state_dict_hook(lambda *args: None),
+}
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_weights_of_several_kinds_are_held_to_the_bit(change):
+    """What a pass changes is told and put back: values, types, shapes and objects."""
+    model = OfTwoKinds()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    objects = dict(model.named_parameters())
+    held = HeldState(model, trained=True)
+    held.hold()
+    assert all(held.same()), "nothing has changed"
+    if change is None:
+        held.refuse(held.same())
+        return
+    CHANGES[change](model)
+    assert not all(held.same())
+    with pytest.raises(UnsupportedError, match=r"the forward pass changes|holds"):
+        held.refuse(held.same())
+    assert all(held.same()), "it was put back"
+    assert dict(model.named_parameters()).keys() == before.keys()
+    for name, parameter in model.named_parameters():
+        assert parameter is objects[name]
+        assert parameter.dtype == before[name].dtype
+        assert parameter.detach().numpy().tobytes() == before[name].numpy().tobytes()

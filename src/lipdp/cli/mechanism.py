@@ -61,6 +61,8 @@ def learn(
     """Learn a mechanism from the default prior and save it. No data are read."""
     if not output.parent.is_dir():  # found out now, not after the training
         raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
+    if output.is_dir():
+        raise ConfigurationError(f"--output {output} is a folder: give the name of a file in it")
     with _working(f"learning {query} of {size} records", quiet=as_json):
         chosen = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
     chosen.save(output)

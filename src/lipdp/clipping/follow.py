@@ -137,9 +137,9 @@ class _Entry(NamedTuple):
 
 # How often a pass is made that something else has run beside.
 ATTEMPTS = 4
+_NUMBERS = {int, float, bool}
 _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
-_NUMBERS = {int, float, bool}
 
 
 class Following(TorchDispatchMode):
@@ -552,7 +552,7 @@ def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answeri
     A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
     """
     following = Following(rows_of(x), answering=answering, known=known)
-    for part in sorted((*leaves(x), y), key=lambda part: int(part.storage_offset())):  # columns of one table have one map
+    for part in sorted((*leaves(x), y), key=torch.Tensor.storage_offset):  # columns of one table have one map
         following.declare(part, At(0, 1))
         following._given.add(_key(part))
     return following

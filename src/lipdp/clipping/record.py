@@ -71,11 +71,12 @@ class _Tap:
 
     def take(self, cotangent: torch.Tensor) -> None:
         """Make the contributions, once; what they don't hold themselves is let go."""
-        if any(part._version != version for part, version in self.watched):
-            raise UnsupportedError(
-                f"the input of layer '{self.owner}' is overwritten in place after the layer has read it, so its gradient can't "
-                "be told. Use operations that are not in place."
-            )
+        for part, version in self.watched:
+            if part._version != version:
+                raise UnsupportedError(
+                    f"the input of layer '{self.owner}' is overwritten in place after the layer has read it, so its gradient can't "
+                    "be told. Use operations that are not in place."
+                )
         with torch.no_grad(), no_autocast(cotangent.device):
             self.made = self.make(cotangent.reshape(self.shape))
         self.make, self.watched = _spent, []

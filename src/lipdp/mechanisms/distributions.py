@@ -20,7 +20,7 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Count, check_fields
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["KINDS", "Belief", "Distribution", "Everyday", "Mixture", "Resampled", "World", "as_distribution", "draw", "lumps"]
+__all__ = ["KINDS", "Belief", "Distribution", "Everyday", "Mixture", "Resampled", "World", "as_distribution", "draw"]
 
 Distribution = Callable[[int, int, torch.Generator], Tensor]
 """``distribution(count, n, generator)`` returns a tensor (count, n) of datasets inside the bounds, in the user's units."""
@@ -282,17 +282,3 @@ class Everyday:
         half = count // 2
         parts = [Mixture(4, self.low, self.high)(half, n, generator), World(self.low, self.high)(count - half, n, generator)]
         return torch.cat(parts)[torch.randperm(count, generator=generator)]
-
-
-def lumps(parameters: Tensor, n: int) -> Tensor:
-    """Datasets of two lumps without any randomness, sorted, from (batch, 6): places, log₁₀ of widths, share, grid.
-
-    Records stand at the quantiles of their lump. A grid of g ≥ 0.5 rounds them to multiples of 1/⌊1 + 20·(2g − 1)⌋.
-    """
-    a, b, width, other, share, grid = (part[:, None] for part in parameters.unbind(1))
-    level = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    in_first = level < share
-    inner = torch.where(in_first, level / share.clamp(min=1e-9), (level - share) / (1 - share).clamp(min=1e-9)).clamp(0, 1)
-    made = torch.where(in_first, a + 10**width * (inner - 0.5), b + 10**other * (inner - 0.5)).clamp(0, 1)
-    steps = torch.floor(1 + 20 * (2 * grid - 1).clamp(min=0))
-    return torch.where(grid >= 0.5, (made * steps).round() / steps, made).sort(1).values

@@ -39,7 +39,6 @@ __all__ = [
     "Level",
     "SmoothSensitivity",
     "additive",
-    "best_expert",
     "best_experts",
     "catalogue",
     "experts",
@@ -242,11 +241,6 @@ def best_experts(
     return best
 
 
-def best_expert(problem: Problem, t: Tensor, validation: Tensor, level: Level = "strong", releasable: bool = True) -> Mechanism:
-    """The best expert of one level."""
-    return best_experts(problem, t, validation, (level,), releasable)[level]
-
-
 _POINTS = 20_001
 
 
@@ -318,7 +312,7 @@ class SmoothSensitivity(Mechanism):
         """No sampler will do."""
         raise UnsupportedError(
             "smooth sensitivity is here for comparison only: its noise can't be drawn without floating point. Use the mechanism "
-            "that learn() returns, or best_expert()."
+            "that learn() returns, or another expert."
         )
 
     def _noised(self) -> str:

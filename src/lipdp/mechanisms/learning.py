@@ -17,12 +17,11 @@ from lipdp.fields import Count, check_fields
 from lipdp.mechanisms import beyond
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, Mixture, as_distribution, draw
 from lipdp.mechanisms.experts import Level, best_experts, levels_to
-from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sums, learn_utility
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.ranked import by_depth, by_intervals
-from lipdp.mechanisms.robust import KINDS, Robust, affordable, draws, noisy_query
+from lipdp.mechanisms.robust import Robust, affordable, draws, noisy_query
 from lipdp.mechanisms.truths import by_mean_and_variance, by_records_beyond, on_the_query
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "expert_draws",
     "learn",
     "loss_ratio",
-    "plain_mechanisms",
     "robust_mechanism",
     "settings_or",
 ]
@@ -194,7 +192,7 @@ def _compare_robust(problem: Problem, belief: Distribution, robustness: float, w
     new, old = (torch.cat(losses) for losses in zip(*parts, strict=True))
     ratios, ones = new / old.clamp(min=1e-13), torch.ones_like(old)  # below, it is the lattice's rounding
     surely = _beats(new, old) or (_beats(ratios, ones) and not _beats(old, new))
-    better = found.mechanism is not found.plain and (surely or (found.proved and found.ratio <= 1))
+    better = found.mechanism is not found.plain and (surely or found.ratio <= 1)
     scale = problem.loss_scale
     losses = {id(found.mechanism): float(new.mean()) * scale, id(found.plain): float(old.mean()) * scale}
     shared: dict[str, Any] = {
@@ -217,13 +215,6 @@ def _compare_robust(problem: Problem, belief: Distribution, robustness: float, w
     return Comparison(plain, plain, learned, learned if better else plain)
 
 
-def plain_mechanisms(problem: Problem) -> list[Mechanism]:
-    """What a textbook offers that assumes nothing: noise on the query, or a choice by rank; answers limited to the possible."""
-    if problem.query.kind == "quantile":
-        return [IntervalMechanism.plain(problem)]
-    return [noisy_query(problem, noise) for noise in KINDS]
-
-
 def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, count: int, seed: int) -> Robust:
     """The best one under the belief whose loss is nowhere above 1 + τ times the plain one's."""
     if problem.query.kind == "quantile":
@@ -233,7 +224,7 @@ def robust_mechanism(problem: Problem, belief: Distribution, robustness: float, 
     if problem.loss == "quantile":  # of a mean: its loss depends on all of the data, and nothing is shifted
         plain = noisy_query(problem, "laplace")
         everywhere, most = "every dataset: it is the mechanism that assumes nothing", float(problem.n)
-        return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between", proved=True)
+        return Robust(plain, plain, 1.0, most, most, everywhere, "no more than all records lie in between")
     drawn = draws(belief, problem, affordable(count, problem.n), seed)
     parts = [(problem.query(part), part.mean(1), beyond.counted(part)) for part in drawn]
     truths, means, counts = (torch.cat(part) for part in zip(*parts, strict=True))

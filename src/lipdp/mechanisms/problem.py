@@ -39,7 +39,6 @@ __all__ = [
     "response_loss",
     "rounded_down",
     "share_of",
-    "smooth_loss",
     "with_ends",
 ]
 
@@ -68,18 +67,6 @@ def response_loss(loss: Loss, t: Tensor, truth: Tensor, answer: Tensor) -> Tenso
     data = t.contiguous()
     inside = torch.searchsorted(data, high) - torch.searchsorted(data, low, right=True)
     return inside.clamp(min=0).to(t.dtype)
-
-
-def smooth_loss(loss: Loss, t: Tensor, truth: Tensor, answer: Tensor) -> Tensor:
-    """The same with a useful derivative in the answer, for training; answers (batch, R) too.
-
-    For the quantile error, counts become ranks: the piecewise-linear interpolation of the empirical distribution between
-    neighbouring points (0 at the low end of the domain, n at the high end).
-    """
-    if loss == "squared":
-        return (answer - truth[:, None]) ** 2
-    ends = with_ends(t)
-    return (rank_between(ends, answer) - rank_between(ends, truth[:, None])).abs()
 
 
 def with_ends(t: Tensor) -> Tensor:

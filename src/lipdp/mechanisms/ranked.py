@@ -61,7 +61,7 @@ def by_intervals(problem: Problem, belief: Distribution, robustness: float, coun
     ratio = target if provable else float(best.tilt.max()) / float(best.tilt.min())
     (loss, loss_at), (reached, where) = pool.largest(best), pool.worst(best)
     words = f"a bound for all datasets; {reached:.4g} is reached by {where}"
-    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], words, loss_at, proved=True)
+    return Robust(best, plain, ratio, loss, pool.largest(plain)[0], words, loss_at)
 
 
 def by_depth(problem: Problem) -> Robust:
@@ -72,7 +72,7 @@ def by_depth(problem: Problem) -> Robust:
     losses = torch.cat([plain.losses(part) for part in _in_two(corners, problem.n)])
     high = int(losses.argmax())
     everywhere, most = "every dataset: no wrong number is likelier than with the plain mechanism", float(losses[high])
-    return Robust(plain, IntervalMechanism.plain(problem), 1.0, most, most, everywhere, corners[high][0], proved=True)
+    return Robust(plain, IntervalMechanism.plain(problem), 1.0, most, most, everywhere, corners[high][0])
 
 
 def copies_of(mechanism: IntervalMechanism) -> Copies:

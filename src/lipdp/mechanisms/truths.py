@@ -63,7 +63,7 @@ def on_the_query(problem: Problem, belief: Tensor, robustness: float) -> Robust:
         return f"any dataset whose {problem.query.name} is {float(problem.answer(fine[place])):.4g}"
 
     most_of_plain = float(truth_losses(best, fine).max())
-    unchanged = Robust(best, best, 1.0, most_of_plain, most_of_plain, "", "", proved=True)
+    unchanged = Robust(best, best, 1.0, most_of_plain, most_of_plain, "", "")
     return _held(unchanged, chosen, truth_losses(chosen, fine), least_fine, where)
 
 
@@ -181,7 +181,7 @@ def _held(found: Robust, made: Mechanism, losses: Tensor, least: Tensor, where: 
     ratios = losses / least
     at, high = int(ratios.argmax()), int(losses.argmax())
     places = {"ratio_at": where(at), "loss_at": where(high)}
-    return replace(found, mechanism=made, ratio=float(ratios[at]), loss=float(losses[high]), proved=True, **places)  # type: ignore[arg-type]
+    return replace(found, mechanism=made, ratio=float(ratios[at]), loss=float(losses[high]), **places)  # type: ignore[arg-type]
 
 
 def _within(make: Callable[[float], AdditiveMechanism], truths: Tensor, least: Tensor, robustness: float) -> AdditiveMechanism:

@@ -36,7 +36,6 @@ __all__ = [
     "Utility",
     "check_grid",
     "counts",
-    "exponential_probabilities",
     "flip_probabilities",
     "probabilities",
 ]
@@ -322,11 +321,6 @@ def _legendre(count: int) -> tuple[np.ndarray, np.ndarray]:
     return (places + 1) / 2, weights / 2
 
 
-def exponential_probabilities(logits: Tensor) -> Tensor:
-    """P_r = a_r / Σ_s a_s, from log a_r (batch, R)."""
-    return torch.softmax(logits, -1)
-
-
 def flip_probabilities(logits: Tensor, nodes: int | None = None) -> Tensor:
     """P_r = a_r ∫₀¹ Π_{s≠r} (1 − w·a_s) dw, from log a_r ≤ 0 (batch, R) whose largest is 0; differentiable.
 
@@ -373,7 +367,7 @@ def probabilities(method: Selection, utilities: Tensor, sensitivity: float, epsi
         raise ConfigurationError(f"method is {method!r}: choose one of {', '.join(get_args(Selection))}.")
     logits = (utilities - utilities.amax(-1, keepdim=True)) * (epsilon / (2 * sensitivity))
     if method == "exponential":
-        return exponential_probabilities(logits)
+        return torch.softmax(logits, -1)
     exact = (logits.shape[-1] + 1) // 2
     used = exact if nodes is None else min(nodes, exact)
     rows = max(_CHUNK // (used * logits.shape[-1]), 1)

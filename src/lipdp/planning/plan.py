@@ -179,6 +179,8 @@ class PrivacyPlan:
 
     def phase(self, step: int) -> Phase:
         """The phase that a step (counted from 0) is in."""
+        if len(self.phases) == 1 and self.phases[0].start <= step:
+            return self.phases[0]
         return max((phase for phase in self.phases if phase.start <= step), key=lambda phase: phase.start)
 
     @property

@@ -115,8 +115,10 @@ def check_dataset(dataset: Any) -> int:
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: it has no records")
-    if isinstance(dataset, Subset) and len(dataset.indices) and max(dataset.indices) >= len(dataset.dataset):  # type: ignore[arg-type]
-        raise DataError(f"a Subset has numbers of records beyond the {len(dataset.dataset)} of its dataset")  # type: ignore[arg-type]
+    if isinstance(dataset, Subset) and len(dataset.indices):
+        held = len(dataset.dataset)  # type: ignore[arg-type]
+        if int(torch.as_tensor(dataset.indices).max()) >= held:
+            raise DataError(f"a Subset has numbers of records beyond the {held} of its dataset")
     return len(dataset)
 
 
@@ -281,6 +283,9 @@ def slices(dataset: Dataset[Any], rows: int) -> Iterator[Batch]:
 def check_batch(inputs: Any, targets: Any, shape: tuple[int, ...] | None) -> None:
     """Refuses what is no batch of examples of ``shape``; ``None``: of any."""
     parts = leaves(inputs)
+    usual = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if usual and inputs.ndim and targets.ndim and len(inputs) == len(targets) and shape in (None, inputs.shape[1:]):
+        return
     if not parts or not all(isinstance(part, torch.Tensor | Rows) for part in parts) or not isinstance(targets, torch.Tensor):
         kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in (*parts, targets)))
         raise DataError(f"a batch is a tensor, or a tuple or dict of tensors, and a tensor of targets, not {kinds}")

@@ -121,7 +121,7 @@ class ClippedQuery:
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """Σ_i ν_i·g_i by the plan's method, microbatch by microbatch. On a GPU the last one may still be computed."""
         plan, bounds = self.plan, self.bounds(clips)
-        active = [group for group in self.groups if any(name in parameters for name in group.parameters)]
+        active = [group for group in self.groups if not parameters.keys().isdisjoint(group.parameters)]
         none = torch.zeros((), dtype=torch.float64, device=batch.device)
         answer = Answer(
             batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()}),

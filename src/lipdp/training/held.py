@@ -136,7 +136,10 @@ class HeldState:
         if now.keys() != kept.keys():
             return False
         flags = list(map(_same_row, now.values(), map(kept.__getitem__, now)))
-        return flags[0] if len(flags) == 1 else all(read_flags(flags))  # of several kinds: waited for
+        computed = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+        if computed and len(computed) == len(flags) and len({flag.device for flag in computed}) == 1:
+            return torch.stack(computed).all()
+        return all(read_flags(flags))  # of several devices: waited for
 
     def _unpacked(self) -> Iterator[tuple[_Place, torch.nn.Parameter, torch.Tensor]]:
         """The weights with what was kept of them, as tensors again."""

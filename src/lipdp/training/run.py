@@ -269,7 +269,8 @@ class Run:
 
     def seats(self, inputs: Any, number: int) -> torch.Tensor:
         """Where each record of the batch sits: what is computed for it depends on no other record."""
-        shuffled = all(isinstance(part, Rows) and part.shuffled for part in leaves(inputs))
+        stored = not isinstance(inputs, torch.Tensor)
+        shuffled = stored and all(isinstance(part, Rows) and part.shuffled for part in leaves(inputs))
         return self.seating(rows_of(inputs), self.streams.seats(number), shuffled=shuffled)
 
     def choose_microbatch_size(self) -> None:

@@ -299,11 +299,12 @@ def project_trained(model: torch.nn.Module) -> None:
 
 def _project(layer: Constrained, parameters: Sequence[torch.Tensor]) -> None:
     """One layer, if some of its own parameters are trained."""
-    frozen = [(p, p.clone()) for p in parameters if not p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
     if len(frozen) < len(parameters):
+        kept = [p.clone() for p in frozen]
         layer.project_()
-        for parameter, kept in frozen:
-            parameter.copy_(kept)
+        for parameter, values in zip(frozen, kept, strict=True):
+            parameter.copy_(values)
 
 
 def read_flags(flags: Sequence[Flag]) -> list[bool]:
