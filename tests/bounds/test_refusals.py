@@ -439,3 +439,48 @@ def test_inputs_and_outputs_of_the_model() -> None:
 def test_batch_norm_trained_anywhere_in_the_model_is_refused_with_a_way_out() -> None:
     model = nn.Sequential(nn.SpectralConv2d(1, 2, 3), T.BatchNorm2d(2), nn.Flatten())
     refused(model, (1, 4, 4), r"'1' \(BatchNorm2d\).*mixes examples.*LayerCentering.*eval")
+
+
+ODD = [
+    (lambda: nn.SpectralLinear(4, 4), "bias_norm", -1.0, "bias_norm = -1.0"),
+    (lambda: nn.L1Linear(4, 4), "bias_norm", -1.0, "bias_norm = -1.0"),
+    (lambda: nn.L1Linear(4, 4), "in_features", 0, "in_features"),
+    (lambda: nn.L1Linear(4, 4), "out_features", 50, "out_features"),
+    (lambda: nn.LayerNorm(4), "bias_norm", -1.0, "bias_norm"),
+    (lambda: nn.LayerScale(4), "bound", math.nan, "bound = nan"),
+    (lambda: nn.TokenBall(0.5), "norm", math.nan, "norm = nan"),
+    (lambda: nn.BoundedInput((4,)), "norm", math.nan, "norm = nan"),
+    (lambda: T.LeakyReLU(0.1), "negative_slope", math.nan, "negative_slope = nan"),
+    (lambda: T.ELU(), "alpha", math.nan, "alpha = nan"),
+    (lambda: T.Linear(4, 4), "in_features", 1, "in_features"),
+    (lambda: nn.Residual(nn.SpectralLinear(4, 4)), "bias_norm", -1.0, "bias_norm = -1.0"),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value", "says"), ODD, ids=lambda value: value if isinstance(value, str) else None)
+def test_settings_that_no_constructor_takes(make: Any, name: str, value: float, says: str) -> None:
+    """Rules rely on them: a negative radius made bounds too small, and so did a size that is not the weight's."""
+    layer = make()
+    owner = next(part for part in layer.modules() if hasattr(part, name))
+    setattr(owner, name, value)
+    refused(nn.Sequential(nn.BoundedInput((4,), norm=1.0), layer, nn.SpectralLinear(4, 3)), (4,), says, LipdpError)
+
+
+class Drawing(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random()
+
+
+def _on_the_instance(model: torch.nn.Module) -> torch.nn.Module:
+    model.forward = lambda x: x * random.random()  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [lambda: Drawing(T.Tanh()), lambda: nn.Sequential(Drawing()), lambda: _on_the_instance(T.Sequential(T.Tanh()))],
+    ids=range(3),
+)
+def test_what_draws_in_forward_is_seen_however_deep(inner: Any) -> None:
+    """A model of our own containers is traced once; one with any of somebody's own, twice."""
+    refused(nn.Sequential(nn.BoundedInput((4,), norm=1.0), inner(), nn.SpectralLinear(4, 3)), (4,), "something else each time")

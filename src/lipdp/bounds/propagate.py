@@ -194,6 +194,8 @@ def _find_and_apply(program: Program, node: fx.Node, call: Call) -> Transfer:
     module_rule = find_module_rule(module)
     if module_rule is None:
         raise no_rule(call.where, module)
+    for part in module.modules():
+        _refuse_odd_settings(call.where, part)
     transfer = module_rule(module, call)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     missing = trainable - set(transfer.parameters)
@@ -203,6 +205,41 @@ def _find_and_apply(program: Program, node: fx.Node, call: Call) -> Transfer:
             "trainable parameter of its layer."
         )
     return transfer
+
+
+# Settings of our own layers that are radii and the like.
+_LENGTHS = {"norm", "bias_norm", "bound", "eps", "scale", "floor", "low", "high", "max_norm"}
+
+
+def _refuse_odd_settings(where: str, layer: torch.nn.Module) -> None:
+    """Numbers that no constructor would have taken were set later: rules rely on them."""
+    ours, own, weight = type(layer).__module__.startswith("lipdp."), vars(layer), layer._parameters.get("weight")
+    for name, value in own.items():
+        odd = isinstance(value, float) and math.isnan(value)
+        if odd or (ours and name in _LENGTHS and isinstance(value, int | float) and value < 0):
+            raise UnsupportedError(
+                f"{where} has {name} = {value!r}, for which no bound holds. Make the layer with the number you want."
+            )
+    sizes = {name: own[name] for name in _SIZES if name in own} if weight is not None else {}
+    if weight is not None and any(not _fits(weight, name, value, own) for name, value in sizes.items()):
+        raise UnsupportedError(
+            f"{where} has a weight of shape {tuple(weight.shape)}, which is not that of its settings ({sizes}): bounds would be "
+            "those of another layer. Make it with the sizes you want."
+        )
+
+
+_SIZES = {"in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1, "in_channels": 1, "out_channels": 0}
+
+
+def _fits(weight: torch.Tensor, name: str, value: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether a size is that of the weight; of transposed convolutions the two change places, of several groups one is a part.
+
+    Convolutions may keep something else in its place, of two dimensions, that kernels are made of.
+    """
+    dim, groups = _SIZES[name], settings.get("groups", 1)
+    if settings.get("transposed", False):
+        dim = 1 - dim
+    return weight.ndim < 2 + name.endswith("channels") or weight.shape[dim] * (groups if dim == 1 else 1) == value
 
 
 @dataclass

@@ -336,7 +336,8 @@ def trace(model: torch.nn.Module, input_shape: Shape | None, runs_as: RunsAs, re
     refuse_hidden_changes(modules)
     with _same_attributes(modules):
         with undisturbed(model), torch.enable_grad():
-            graph, again = (trace_graph(model, lambda m: runs_as(m) is not None, _ADVICE) for _ in range(2))
+            graph = trace_graph(model, lambda m: runs_as(m) is not None, _ADVICE)
+            again = graph if _is_ours(model, runs_as) else trace_graph(model, lambda m: runs_as(m) is not None, _ADVICE)
         _refuse_kept(modules)
         refuse_random(model, graph, again)
         required = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
@@ -347,6 +348,16 @@ def trace(model: torch.nn.Module, input_shape: Shape | None, runs_as: RunsAs, re
         dtype = _input_dtype(model, modules, graph)
         reading = read(model, modules, graph, required[0], shape, dtype, refuse)
     return Program(model, modules, graph, names, reading, shape, dtype, runs_as)
+
+
+def _is_ours(module: torch.nn.Module, runs_as: RunsAs) -> bool:
+    """Whether nobody's Python but torch's and this library's runs down to the layers: it does the same each time."""
+    if runs_as(module) is not None:
+        return True
+    cls = type(module)
+    homes = cls.__module__, cls.forward.__module__, cls.__call__.__module__
+    plain = all(home.startswith(("lipdp.", "torch.nn.modules.")) for home in homes) and "forward" not in vars(module)
+    return plain and all(_is_ours(child, runs_as) for child in module.children())
 
 
 def _refuse_kept(modules: dict[str, torch.nn.Module]) -> None:

@@ -20,6 +20,7 @@ moves at most, to a seat of the next bank: its gradient is then computed at anot
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -117,9 +118,9 @@ class Copies:
     generator: torch.Generator | None = None
     shape: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def count(self) -> int:
-        """K."""
+        """K, for all of a step: an augmentation is asked once."""
         return 1 if self.augmentation is None else self.augmentation.copies
 
     def rows(self, x: Any) -> Any:
