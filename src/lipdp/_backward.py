@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def _nodes_that_sum(total: torch.Tensor) -> Iterator[Any]:
     while waiting:
         node = waiting.pop()
         assert node is not None
-        own = None
+        own: list[Any] | None = None
         for following, number in node.next_functions:
             if following is None:
                 continue
@@ -104,13 +105,13 @@ def _nodes_that_sum(total: torch.Tensor) -> Iterator[Any]:
                 seen.add(following)
                 waiting.append(following)
             if own is None:
-                own = [] if node.name() in _OWN else [tuple(one.shape) for one in node._input_metadata]
-                reached = not own
-            if not reached and any(shape != tuple(following._input_metadata[number].shape) for shape in own):
-                reached = True
+                own = [] if node.name() in _OWN else list(map(_shape_of, node._input_metadata))
+            if own and own.count(_shape_of(following._input_metadata[number])) < len(own):
+                own = []  # once
                 yield node
 
 
+_shape_of = operator.attrgetter("shape")
 _handlers: dict[Any, Handler] = {}
 
 

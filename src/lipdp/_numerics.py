@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ _PROCESSOR = torch.device("cpu")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
+@cache
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u, the largest relative error of rounding to nearest: half the distance from 1 to the next number."""
     return float(torch.finfo(dtype).eps) / 2
@@ -55,6 +57,7 @@ def accumulators(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+@lru_cache(maxsize=4096)
 def gamma(terms: float, dtype: torch.dtype) -> float:
     """γ_n = n·u/(1 − n·u): how far a sum of n terms can be off, of the sum of their sizes, in any order; ∞ if they are too many."""
     length = terms * unit_roundoff(accumulators(dtype))

@@ -197,3 +197,15 @@ def test_answer_with_a_private_number_of_rows(files: Path) -> None:
     assert concentrated[0]["epsilon"] is None
     assert invoke(*words[:-1], "both", *asked)[0] == 2
     assert invoke(*words, *asked, "--belief", files / "people.csv")[0] == 2
+
+
+def test_it_says_what_it_does_and_for_how_long_but_not_between_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lipdp.cli.mechanism._EVERY", 0.05)
+    words = ("compare", "mean", "--epsilon", 1, "--size", 20, "--low", 0, "--high", 10, "--quick")
+    code, text = invoke(*words)
+    assert code == 0, text
+    assert text.startswith("learning mean of 20 records")
+    assert "still at it after" in text
+    code, text = invoke(*words, "--json")
+    assert code == 0, text
+    assert json.loads(text)["query"] == "mean"

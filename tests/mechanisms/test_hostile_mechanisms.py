@@ -68,7 +68,7 @@ def made(name):
         decoder = Plain(1.0, Table((axis,), 0.01 * axis.sin()))
         return AdditiveMechanism(mean, "x", QueryStatistic(mean.query, N), "laplace", decoder), load
     if name == "interval":
-        return IntervalMechanism.tilted(median, torch.linspace(1, 2, PARTS), 0.01 * torch.ones(PARTS), True, (0.1, 0.2), 0.5), load
+        return IntervalMechanism.tilted(median, torch.linspace(1, 2, PARTS), 0.01 * torch.ones(PARTS), (0.1, 0.2), 0.5), load
     if name == "squares":
         return SquaresMechanism.of(variance, 8, 0.25, 48), load
     if name == "split":

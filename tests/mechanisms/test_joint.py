@@ -13,9 +13,9 @@ import torch
 
 from lipdp import mechanisms
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.mechanisms.answering import OpenPlan, release_all
 from lipdp.mechanisms.joint import Chain, JointQuantiles, _exactly, _trailing
-from lipdp.mechanisms.unknown_size import _corners, _Noisy
+from lipdp.mechanisms.questions import release_all
+from lipdp.mechanisms.unknown_size import OpenPlan, _corners, _Noisy
 from lipdp.privacy import Budget
 from lipdp.privacy.randomness import Stream, generator
 

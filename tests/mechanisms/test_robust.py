@@ -20,9 +20,9 @@ from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import KINDS, draw, lumps
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
-from lipdp.mechanisms.lattice import Lattice
+from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.learning import plain_mechanisms, robust_mechanism
-from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.mechanism import AdditiveMechanism, from_content
 from lipdp.mechanisms.problem import Query
 from lipdp.mechanisms.robust import truth_losses
 from lipdp.mechanisms.squares import SquaresMechanism
@@ -215,13 +215,11 @@ def test_a_file_shows_that_its_sensitivity_holds(tmp_path: Path, monkeypatch: py
 
 
 def test_candidates_are_decimals_and_reach_both_ends() -> None:
-    own = Lattice.of(-1.5, 0.7, True)
+    own = Lattice.of(-1.5, 0.7)
     assert (float(own.first * own.step), float(own.last * own.step)) == (-1.5, 0.7)
-    assert own.copies(own.first, own.last) == own.copies(own.first, 17) + own.copies(18, own.last)
-    far = Lattice.of(1e15, 1e15 + 1, False)
-    assert far.origin == 1e15
-    for number in (0, own.copies(-7, 100) // 2, own.copies(-7, 100) - 1):
-        assert -7 <= own.candidate(-7, 100, number) <= 100
+    assert 0 <= COPIES - own.each * (own.last - own.first + 1) <= own.last - own.first
+    far = Lattice.of(1e15, 1e15 + 1)
+    assert (far.origin, far.first, far.last) == (1e15, 0, 10**6)
 
 
 @pytest.mark.parametrize("loss", ["squared", "quantile"])
@@ -231,7 +229,7 @@ def test_exact_losses_are_those_of_its_releases(loss: str) -> None:
     shift = (
         torch.linspace(0.03, -0.03, PARTS, dtype=torch.float64) if loss == "squared" else torch.zeros(PARTS, dtype=torch.float64)
     )
-    mechanism = IntervalMechanism.tilted(problem, tilt, shift, True, ends=(2e-3, 1e-4), atoms=0.5)
+    mechanism = IntervalMechanism.tilted(problem, tilt, shift, ends=(2e-3, 1e-4), atoms=0.5)
     x = torch.tensor([0.0, 0, 0, 2, 2.5, 2.5, 4, 7.77, 8, 9, 9, 10])
     t = problem.unit(x)[None]
     answers = torch.tensor([mechanism.release(x) for _ in range(700)], dtype=torch.float64)
@@ -263,7 +261,7 @@ def test_neighbours_have_probabilities_within_epsilon(kind: str) -> None:
     problem = Problem.of("p25", 0.9, 8, (0.0, 1.0))
     even, nothing = torch.ones(PARTS), torch.zeros(PARTS)
     mechanism = {
-        "tilted": IntervalMechanism.tilted(problem, torch.linspace(1, 3, PARTS), nothing, True),
+        "tilted": IntervalMechanism.tilted(problem, torch.linspace(1, 3, PARTS), nothing),
         "deep": IntervalMechanism.deep(problem),
         "ends": IntervalMechanism.tilted(problem, even, nothing + 0.01, ends=(0.3, 2.0), atoms=0.5),
     }[kind]
@@ -333,3 +331,15 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="ranks answer quantiles"):
         IntervalMechanism.plain(Problem.of("mean", 1.0, 50, (0, 10)))
     assert len(learned("p25", 0.3, 50).tilt) == intervals_module.PARTS  # type: ignore[attr-defined]
+
+
+def test_a_file_of_before_is_read_unless_it_liked_round_numbers() -> None:
+    mechanism = IntervalMechanism.deep(Problem.of("median", 1.0, 20, (0, 1)))
+    content = mechanism.content()
+    for rounds in (False, True):
+        old = {**content, "state": {**content["state"], "rounds": rounds}}
+        if rounds:
+            with pytest.raises(ConfigurationError, match="round numbers"):
+                from_content(old)
+        else:
+            assert torch.equal(from_content(old).tilts, mechanism.tilts)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +25,7 @@ __all__ = ["app"]
 
 app = typer.Typer(name="mechanism", no_args_is_help=True, help="Private mechanisms for statistics: learned, or the experts'.")
 
+_EVERY = 5.0  # seconds between two signs of life
 LEARN_EXAMPLE = "Example: lipdp mechanism learn median --epsilon 1 --size 100 --low 0 --high 10 --output median.mechanism"
 RELEASE_EXAMPLE = "Example: lipdp mechanism release median.mechanism survey.csv --column age --budget survey.budget"
 
@@ -56,7 +61,8 @@ def learn(
     """Learn a mechanism from the default prior and save it. No data are read."""
     if not output.parent.is_dir():  # found out now, not after the training
         raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
-    chosen = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
+    with _working(f"learning {query} of {size} records", quiet=as_json):
+        chosen = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
     chosen.save(output)
     described = chosen.describe()
     if as_json:
@@ -153,8 +159,8 @@ def answer(
 ) -> None:
     """Plan, charge and release private answers about columns of a CSV file."""
     from lipdp import mechanisms
-    from lipdp.mechanisms.answering import release_all
     from lipdp.mechanisms.problem import share_of
+    from lipdp.mechanisms.questions import release_all
     from lipdp.privacy.budget import open_budget
 
     adjacency = adjacency.replace("-", "_")
@@ -176,11 +182,9 @@ def answer(
         if adjacency == "add_remove":
             plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step, part, concentrated))
             continue
-        if not as_json:
-            console(stderr=True).print(f"planning {name}: {', '.join(query)} (no data are used for it)")
-        held = None if robustness == 0 else robustness
-        cost: dict[str, Any] = {"delta": part, "rho": concentrated}
-        plans.append(mechanisms.plan(query, share, len(own), bounds, known, robustness=held, settings=settings, step=step, **cost))
+        cost: dict[str, Any] = {"robustness": None if robustness == 0 else robustness, "delta": part, "rho": concentrated}
+        with _working(f"planning {name}: {', '.join(query)}", quiet=as_json):
+            plans.append(mechanisms.plan(query, share, len(own), bounds, known, settings=settings, step=step, **cost))
     answers = release_all(plans, values, budget=account, clamp=clamp)
     left = None if account is None else account.remaining
     if as_json:
@@ -194,6 +198,28 @@ def answer(
     fields.append(("privacy" if epsilon is None else "epsilon", f"{spent}, for {neighbours}"))
     fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{left:g} left"))
     print_fields(console(), fields)
+
+
+@contextmanager
+def _working(what: str, *, quiet: bool) -> Iterator[None]:
+    """Say on stderr what is being done, and every few seconds for how long."""
+    if quiet:
+        yield
+        return
+    own, done, start = console(stderr=True), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(_EVERY):
+            own.print(f"still at it after {time.monotonic() - start:.0f} s")
+
+    own.print(f"{what} (no data are used for it)")
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def _for_each(name: str, given: list[float], columns: int) -> list[float]:
@@ -244,7 +270,8 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """The learned mechanism beside the best expert, on held-out datasets of the default prior. No data are read."""
-    comparison = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed)
+    with _working(f"learning {query} of {size} records, and the experts for it", quiet=as_json):
+        comparison = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed)
     report = comparison.chosen.report
     if as_json:
         print_json({"query": comparison.chosen.problem.query.name, "epsilon": epsilon, **report})

@@ -8,6 +8,7 @@ terms. All are dealt with here. Squared norms are float64, and never too small.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from lipdp.clipping import kernels
 __all__ = ["Squares", "accumulating", "input_roundoff", "matmuls", "squared"]
 
 _TF32 = 2.0**-11
+_HALF, _dtype = frozenset(HALF), operator.attrgetter("dtype")
 # Squares that are added up in float32.
 _SHORT = 1024
 
 
 def accumulating(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Half-precision factors promoted to float32: norms and sums are never computed in half precision."""
-    return tuple(t.float() if t.dtype in HALF else t for t in tensors)
+    return tensors if _HALF.isdisjoint(map(_dtype, tensors)) else tuple(t.float() if t.dtype in HALF else t for t in tensors)
 
 
 def input_roundoff(tensor: torch.Tensor, *, convolution: bool = False) -> float:
@@ -80,7 +82,7 @@ def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def _lost(tensor: torch.Tensor, dims: tuple[int, ...]) -> float:
-    return math.prod([tensor.shape[dim] for dim in dims]) * float(torch.finfo(tensor.dtype).tiny)
+    return math.prod(map(tensor.shape.__getitem__, dims)) * torch.finfo(tensor.dtype).tiny
 
 
 @dataclass(frozen=True)

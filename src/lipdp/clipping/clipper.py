@@ -213,6 +213,10 @@ def shown_gradients(
         return recorded.contributions(followed_losses(model, loss, x, y, copies, following).sum())
 
 
+# Where something has run beside every pass: batches, at most, that are taken record by record before one is tried together again.
+_PAUSE = 64
+
+
 def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
     """A parameter's type, float32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
@@ -230,10 +234,6 @@ class _Computed(NamedTuple):
         """Copies that the next replay does not overwrite, in a few kernels for all of them."""
         *sums, norms, factors = torch._foreach_mul([*self.sums.values(), self.norms, self.factors], 1.0)
         return _Computed(dict(zip(self.sums, sums, strict=True)), norms, factors, self.spoiled)
-
-
-# Batches, at most, that are taken record by record, where something ran beside a pass, before one is tried together again.
-_PAUSE = 64
 
 
 @dataclass

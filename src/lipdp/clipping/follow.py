@@ -137,9 +137,9 @@ class _Entry(NamedTuple):
 
 # How often a pass is made that something else has run beside.
 ATTEMPTS = 4
-_NUMBERS = {int, float, bool}
 _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_NUMBERS = {int, float, bool}
 
 
 class Following(TorchDispatchMode):
@@ -195,7 +195,7 @@ class Following(TorchDispatchMode):
         """Where the records are in a tensor; ``None``: it does not depend on the batch."""
         if tensor.layout != torch.strided:
             return Mixed("a tensor without a memory of its own (sparse)", line())
-        entry = self._memories.get(_key(tensor))
+        entry = self._memories.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return Mixed(_UNKNOWN, line()) if tensor.numel() else None
         whose = entry.whose
@@ -290,9 +290,8 @@ class Following(TorchDispatchMode):
     # Operations ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        rule = rule_of(func)
-        args_in_order, states, depends = rule.in_order(args, kwargs), [], False
+        kwargs, rule = kwargs or {}, rule_of(func)
+        args_in_order, states, depends = rule.in_order(args, kwargs) if kwargs else args, list[Any](), False
         for arg in args_in_order:
             state: Any = None
             if isinstance(arg, torch.Tensor):
@@ -312,10 +311,8 @@ class Following(TorchDispatchMode):
                 self.reads.append(Reason(f"{rule.name} raises for what is in the batch", line()))
             raise
         if depends:
-            keeper = _keeper()
-            self.recomputed |= keeper == "torch.utils.checkpoint"
-            if not keeper.startswith("torch."):
-                self.reads.append(Reason("what the backward pass is kept for passes a function of its own", line()))
+            if _keeping() is not None:
+                self._note_keeper()
             self._follow(rule, args_in_order, states, output)
         elif not rule.view:
             self._note_made(output)
@@ -323,6 +320,13 @@ class Following(TorchDispatchMode):
             if part.layout == torch.strided:
                 self._written.add(_key(part))
         return output
+
+    def _note_keeper(self) -> None:
+        """Functions keep what the backward pass needs: torch's, which computes it anew, or somebody's."""
+        home = str(getattr((_keeping() or (None, None))[1], "__module__", None) or "")
+        self.recomputed |= home == "torch.utils.checkpoint"
+        if not home.startswith("torch."):
+            self.reads.append(Reason("what the backward pass is kept for passes a function of its own", line()))
 
     @staticmethod
     def _is_shortcut(state: Any) -> bool:
@@ -686,10 +690,8 @@ def _foreign(start: Any) -> type | None:
     return None
 
 
-def _keeper() -> str:
-    """Whose functions keep what the backward pass needs (saved_tensors_hooks): a module's name."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return "torch.autograd" if hooks is None else str(getattr(hooks[1], "__module__", None) or "")
+# The functions that keep what the backward pass needs (saved_tensors_hooks), if there are any.
+_keeping: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 def _key(tensor: torch.Tensor) -> int:

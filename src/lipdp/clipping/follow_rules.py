@@ -80,8 +80,10 @@ class Call(NamedTuple):
     def only(self, *names: str) -> At:
         """Where the records are, if of all arguments only these depend on the batch, in the same way."""
         found: At | None = None
-        allowed, odd = {self.rule.places.get(name) for name in names}, False
+        allowed, odd = set(map(self.rule.places.get, names)), False
         for number, state in enumerate(self.states):
+            if state is None:
+                continue
             if isinstance(state, Mixed):
                 raise state
             if isinstance(state, list):
@@ -89,7 +91,7 @@ class Call(NamedTuple):
                     if isinstance(one, Mixed):
                         raise one
                     odd = odd or one is not None
-            elif state is not None:
+            else:
                 odd = odd or number not in allowed or found not in (None, state)
                 found = state
         if odd or found is None:
@@ -150,8 +152,6 @@ class Rule:
 
     def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """All arguments by their place, those that were given by name too."""
-        if not kwargs:
-            return args
         full = [*args, *self.defaults[len(args) :]]
         for name, value in kwargs.items():
             full[self.places[name]] = value

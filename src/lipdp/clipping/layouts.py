@@ -163,6 +163,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def numbers_in(value: Any) -> list[torch.Tensor]:
     """Those that may carry a gradient."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
     return [leaf for leaf in tensors_in(value) if leaf.is_floating_point()]
 
 
@@ -191,7 +193,7 @@ class Layouts:
 
     def find(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, batch: int) -> Call | None:
         """The call that these arguments and this output are one of."""
-        simple = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+        simple = not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor)
         given, made = list(args) if simple else tensors_in((args, kwargs)), numbers_in(output)
         for known in self.calls.get(name, ()):
             if known.fits(given, made, batch):
@@ -237,7 +239,7 @@ def renew(model: torch.nn.Module) -> None:
 
 
 def _kind(x: Inputs) -> Hashable:
-    return tuple((name, tuple(leaf.shape[1:])) for name, leaf in named_leaves(x))
+    return x.shape[1:] if isinstance(x, torch.Tensor) else tuple((name, tuple(leaf.shape[1:])) for name, leaf in named_leaves(x))
 
 
 def layouts_of(model: torch.nn.Module, x: Inputs) -> Layouts | None:

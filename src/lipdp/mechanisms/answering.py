@@ -19,23 +19,20 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.mechanisms.beyond import BeyondMechanism
-from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
 from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
 from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.lattice import Lattice, check_step
 from lipdp.mechanisms.learning import Settings, learn, settings_or
-from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, SelectionMechanism
-from lipdp.mechanisms.noise import draw_noise
-from lipdp.mechanisms.postprocess import Plain
+from lipdp.mechanisms.mechanism import Mechanism, SelectionMechanism
 from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, share_of
 from lipdp.mechanisms.questions import (
     CONFIDENCE,
     Answer,
     Counts,
     Joint,
+    Planned,
     Single,
     combined,
     edges_of,
@@ -44,21 +41,20 @@ from lipdp.mechanisms.questions import (
     query_of,
 )
 from lipdp.mechanisms.spending import Spending
-from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.unknown_size import OpenPlan
 from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
-from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.costs import Pure
 
-__all__ = ["Answer", "Plan", "answer", "plan", "release_all"]
+__all__ = ["Answer", "Plan", "answer", "plan"]
 
 _LEAST_JOINT = 1e-3  # ε of a joint choice: for less, each quantile is chosen alone
 _SIMULATED = 200  # releases about public draws, for an interval that a belief gives
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Planned):
     """Questions about one column of n records inside bounds, and how they will be answered; no data were read for it.
 
     Attributes:
@@ -81,10 +77,6 @@ class Plan:
         own = self.problem.n, self.problem.low, self.problem.high
         if any((part.problem.n, part.problem.low, part.problem.high) != own for part in self.parts):
             raise ConfigurationError("the parts of a plan are for other data: the same n and bounds, which plan() sees to.")
-
-    def release(self, x: Any, *, budget: AnyBudget = None, clamp: bool = False) -> list[Answer]:
-        """All answers; data are checked first, then ε is charged once, then noise is drawn."""
-        return release_all([self], [x], budget=budget, clamp=clamp)[0]
 
     def costs(self, paying: Adjacency) -> list[Any]:
         """What a budget is charged."""
@@ -217,7 +209,7 @@ def answer(
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")
         problem = Problem.of("mean", 1.0 if epsilon is None else epsilon, 2, bounds)
         opened = OpenPlan(epsilon, problem.low, problem.high, tuple(normalised(questions)), step, delta, rho)
-        return release_all([opened], [x], budget=budget, clamp=clamp)[0]
+        return opened.release(x, budget=budget, clamp=clamp)
     try:
         size = len(x)
     except TypeError:
@@ -225,26 +217,6 @@ def answer(
     kept = {"robustness": robustness, "settings": settings, "step": step}
     planned = plan(questions, epsilon, size, bounds, distribution, delta=delta, rho=rho, **kept)  # type: ignore[arg-type]
     return planned.release(x, budget=budget, clamp=clamp)
-
-
-def release_all(
-    plans: Sequence[Plan | GaussianPlan | OpenPlan], columns: Sequence[Any], *, budget: AnyBudget = None, clamp: bool = False
-) -> list[list[Answer]]:
-    """Plans for several columns of one dataset: all are checked, then charged at once, then noise is drawn.
-
-    Replacing a row changes all of its columns, so the plans' ε add up, as exact decimals.
-    """
-    checked = [each.checked(x, clamp) for each, x in zip(plans, columns, strict=True)]
-    if len({each.adjacency for each in plans}) > 1:
-        raise ConfigurationError("plans of one release are for the same neighbours: all with a public n, or none.")
-    account = open_budget(budget)
-    if account is not None:
-        costs = [cost for each in plans for cost in each.costs(account.adjacency)]
-        pure = sum((cost.epsilon for cost in costs if isinstance(cost, Pure)), Fraction(0))
-        others = [cost for cost in costs if not isinstance(cost, Pure)]
-        what = "; ".join(", ".join(each.questions) for each in plans)
-        account.charge([*([Pure(pure, plans[0].adjacency)] if pure else []), *others], what)
-    return [each.respond(t) for each, t in zip(plans, checked, strict=True)]
 
 
 def _part(
@@ -261,13 +233,7 @@ def _part(
     if kind in ("histogram", "count"):
         return Counts(question, edges_of(question, problem), problem, 1 if kind == "count" else 2)
     mechanism = find(query_of(question) if levels is None else Query("quantile", levels[0]))
-    if isinstance(mechanism, CentredMechanism | SquaresMechanism):
-        return Single(questions, mechanism, 0.0, "noise")  # each release says its own error
-    if isinstance(mechanism, BeyondMechanism):
-        return Single(questions, mechanism, mechanism.error(CONFIDENCE) * problem.scale, "noise")
-    certain = isinstance(mechanism, AdditiveMechanism) and isinstance(mechanism.decoder, Plain)
-    error = _noise_error(mechanism) if certain else _believed_error(mechanism, belief, seed)  # type: ignore[arg-type]
-    return Single(questions, mechanism, error, "noise" if certain else "belief")
+    return Single(questions, mechanism, None if mechanism.certain else _believed_error(mechanism, belief, seed))
 
 
 def _gaussian(
@@ -336,18 +302,8 @@ def _jointly(ranked: dict[str, tuple[Fraction, ...]], problem: Problem, belief: 
     return Joint(tuple(ranked), asked, quantiles, problem, tuple(bounds))
 
 
-def _noise_error(mechanism: AdditiveMechanism) -> float:
-    """What |answer − truth| stays below with 95%, for all data: |noise| + the largest shift, for limiting only brings it nearer."""
-    decoder = mechanism.decoder
-    assert isinstance(decoder, Plain)
-    size = mechanism.statistic.sensitivity * mechanism.statistic.unit
-    noise = float(draw_noise(mechanism.noise, torch.tensor([(1 + CONFIDENCE) / 2], dtype=torch.float64), size, mechanism.epsilon))
-    moved = 0.0 if decoder.shift is None else float(decoder.shift.values.abs().max())
-    return (noise + moved) * mechanism.problem.scale
-
-
 def _believed_error(mechanism: Mechanism, belief: Any, seed: int) -> float:
-    """What |answer − truth| stays below on 95% of the datasets believed in: by releases about draws of them, which are public."""
+    """What |answer − truth| stays below on 95% of the datasets believed in: by releases about public draws of them. Unit scale."""
     problem = mechanism.problem
     count = max(min(_SIMULATED, 20_000_000 // problem.n), 40)
     rows = max(2_000_000 // problem.n, 1)
@@ -356,4 +312,4 @@ def _believed_error(mechanism: Mechanism, belief: Any, seed: int) -> float:
         t = draw(belief, problem, min(rows, count - start), seed + 17 + start)
         truth = problem.query(t)
         errors += [abs(float(mechanism._respond(t[[i]], "auto") - truth[i])) for i in range(len(t))]
-    return float(torch.tensor(errors, dtype=torch.float64).quantile(CONFIDENCE)) * problem.scale
+    return float(torch.tensor(errors, dtype=torch.float64).quantile(CONFIDENCE))

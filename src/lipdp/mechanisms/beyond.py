@@ -20,7 +20,7 @@ least expected ratio to the loss of plain noise under a belief, at most 1 + τ f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar
@@ -31,14 +31,15 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Array, Range, read
+from lipdp.fields import Array, Range, check_fields
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise
 from lipdp.mechanisms.problem import Problem, response_loss
+from lipdp.mechanisms.statistics import places
 from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "BeyondState", "candidate", "counted", "fitted", "grid", "moves_of"]
+__all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "candidate", "counted", "fitted", "grid", "moves_of"]
 
 Floats = npt.NDArray[np.float64]
 CELLS = 5
@@ -82,16 +83,16 @@ class BeyondMechanism(Mechanism):
         table: whole numbers in proportion to p_E(z), (rows, an odd number of cells).
     """
 
-    cut: int
+    cut: Cut
     high: bool
-    table: Tensor
+    table: Rows
     kind: ClassVar[str] = "beyond"
 
     def __post_init__(self) -> None:
         """It answers means, and the table keeps what it promises."""
         if self.problem.query.kind != "mean":
             raise ConfigurationError(f"records beyond a cut are counted for the mean, not the {self.problem.query.name}.")
-        read(BeyondState, self._state(), "a mechanism by records beyond a cut")
+        check_fields(self, "a mechanism by records beyond a cut")
         if self.table.shape[1] % 2 == 0 or self.table.shape[1] <= 4 * CELLS or int(self.table.min()) < 1:
             raise ConfigurationError("a table of chances has an odd number of cells, more than four records span, all above 0.")
         if int(self.table.max()) > _TOTAL:
@@ -122,8 +123,8 @@ class BeyondMechanism(Mechanism):
 
     def seen(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """T and E of unit datasets (batch, n), as they are told apart: mirrored where the low end is cut."""
-        places = places_of(t if self.high else 1 - t)
-        return places.to(torch.float64).sum(1) / PLACES, (places > self.cut * _CELL).sum(1)
+        records = places(t if self.high else 1 - t, PLACES)
+        return records.to(torch.float64).sum(1) / PLACES, (records > self.cut * _CELL).sum(1)
 
     def losses(self, t: Tensor, seed: int = 0) -> Tensor:
         """See :meth:`Mechanism.losses`; by quadrature, no noise is drawn."""
@@ -153,47 +154,22 @@ class BeyondMechanism(Mechanism):
         place = min(int(np.searchsorted(inside, confidence)), len(order) - 1)
         return float((abs(away[order[place]]) + 0.5 / CELLS) / self.problem.n)
 
-    def for_size(self, n: int) -> BeyondMechanism:
-        """The same table: there is no n in it."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
-
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
         check_sampler(sampler, "table")
 
     def _respond(self, t: Tensor, sampler: Sampler) -> Tensor:
         check_sampler(sampler, "table")
-        stream, places = Stream(), places_of(t[0] if self.high else 1 - t[0])
-        row = self.table[min(int((places > self.cut * _CELL).sum()), self.table.shape[0] - 1)].tolist()
+        stream, records = Stream(), places(t[0] if self.high else 1 - t[0], PLACES)
+        row = self.table[min(int((records > self.cut * _CELL).sum()), self.table.shape[0] - 1)].tolist()
         moved = stream.below(_CELL)
-        cell = (int(places.sum()) + moved) // _CELL + _drawn(row, self.problem.exact_epsilon, stream)
+        cell = (int(records.sum()) + moved) // _CELL + _drawn(row, self.problem.exact_epsilon, stream)
         mean = float(Fraction(2 * (cell * _CELL - moved) + _CELL - 1, 2 * PLACES * self.problem.n))
         answer = min(max(mean, 0.0), 1.0)
         return torch.tensor(answer if self.high else 1 - answer, dtype=torch.float64)
 
     def _noised(self) -> str:
         return "the mean, with noise from a table for each number of records beyond a cut (every ratio checked)"
-
-    def _state(self) -> dict[str, Any]:
-        return {"cut": self.cut, "high": self.high, "table": self.table}
-
-
-@dataclass(frozen=True)
-class BeyondState:
-    """A :class:`BeyondMechanism` in a file."""
-
-    cut: Cut
-    high: bool
-    table: Rows
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> BeyondMechanism:
-        """The mechanism; its constructor proves it anew."""
-        return BeyondMechanism(problem, title, self.cut, self.high, self.table, report=report)
-
-
-def places_of(t: Tensor) -> Tensor:
-    """Records of the unit interval as whole numbers: record by record, so neighbours stay neighbours."""
-    return (t.clamp(0, 1) * PLACES).round().to(torch.int64)
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------------
@@ -258,7 +234,7 @@ def fits(problem: Problem) -> bool:
 
 def counted(t: Tensor) -> Tensor:
     """How many records of unit datasets (batch, n) lie beyond each cut, (batch, ways): those of :data:`WAYS`, in order."""
-    return torch.stack([(places_of(t if high else 1 - t) > cut * _CELL).sum(1) for cut, high in WAYS], 1)
+    return torch.stack([(places(t if high else 1 - t, PLACES) > cut * _CELL).sum(1) for cut, high in WAYS], 1)
 
 
 def candidate(problem: Problem, means: Tensor, counts: Tensor, robustness: float) -> BeyondMechanism | None:

@@ -23,27 +23,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Range, read
+from lipdp.fields import Range, check_fields
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, density, draw_noise, release_noise
 from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.statistics import PLACES, places
 
-__all__ = ["SHARES", "CentredMechanism", "CentredState", "candidates", "exponential_cells", "grid"]
+__all__ = ["SHARES", "CentredMechanism", "candidates", "exponential_cells", "grid"]
 
 SHARES, REACHES = (0.02, 0.035, 0.05, 0.065, 0.075, 0.085, 0.095, 0.12, 0.16), (1.5, 2.5, 4.0, 5.5, 7.0, 9.0)
 """Shares of ε that may go to the centre, and how far from it, in scales of its noise, the mean is corrected for."""
 Share = Annotated[float, Range(least=1e-6, most=0.999)]
 Reach = Annotated[float, Range(least=0, most=1e6)]
-_PLACES = 2**30  # of the unit interval: records, sums and centres are whole numbers of them
 _COARSER = 2**24  # squares of places to one step of what is noised: steps of 2⁻³⁶
 _TAIL, _POINTS = 40.0, 20_001  # tables of the noise's partial moments: how far, in units of 1/ε, and how fine
 _CHUNK = 2_000_000  # records at a time
@@ -53,8 +53,8 @@ _CHUNK = 2_000_000  # records at a time
 class CentredMechanism(Mechanism):
     """The variance as seen from a private centre; ``share`` of ε is for the centre, ``noise`` is the variance's."""
 
-    share: float
-    reach: float
+    share: Share
+    reach: Reach
     noise: NoiseKind
     kind: ClassVar[str] = "centred"
 
@@ -62,7 +62,7 @@ class CentredMechanism(Mechanism):
         """It answers variances; there is something for either part."""
         if self.problem.query.kind != "variance":
             raise ConfigurationError(f"squares about a centre answer the variance, not the {self.problem.query.name}.")
-        read(CentredState, self._state(), "a variance about a private centre")
+        check_fields(self, "a variance about a private centre")
 
     @classmethod
     def of(cls, problem: Problem, share: float, reach: float, noise: NoiseKind) -> CentredMechanism:
@@ -89,35 +89,35 @@ class CentredMechanism(Mechanism):
     @cached_property
     def half_width(self) -> int:
         """h, in places."""
-        return min(round(self.reach * self.centre_scale * _PLACES), _PLACES)
+        return min(round(self.reach * self.centre_scale * PLACES), PLACES)
 
     def centre(self, t: Tensor, sampler: Sampler = "auto") -> int:
         """A private centre (places) of a unit dataset (1, n): spends the first share."""
-        total = int(_places(t).sum())
-        (released,) = release_noise("laplace", [total], _PLACES, self.shares[0], sampler)
-        return min(max(round(Fraction(released, self.problem.n)), 0), _PLACES)
+        total = int(places(t).sum())
+        (released,) = release_noise("laplace", [total], PLACES, self.shares[0], sampler)
+        return min(max(round(Fraction(released, self.problem.n)), 0), PLACES)
 
     def statistic(self, t: Tensor, centre: int) -> list[int]:
         """n·F of unit datasets (batch, n), in steps of what is noised, rounded down."""
         made, n, most = [], self.problem.n, self.problem.n * self.half_width
         for row in t:
             upper = lower = total = 0
-            for part in torch.split(_places(row) - centre, _CHUNK):
+            for part in torch.split(places(row) - centre, _CHUNK):
                 squares = part**2  # at most 2⁶⁰
-                upper, lower = upper + int((squares >> 30).sum()), lower + int((squares & (_PLACES - 1)).sum())
+                upper, lower = upper + int((squares >> 30).sum()), lower + int((squares & (PLACES - 1)).sum())
                 total += int(part.sum())
             limited = total if self._is_plain(centre) else min(max(total, -most), most)
-            made.append((n * (upper * _PLACES + lower) - limited**2) // (n * _COARSER))
+            made.append((n * (upper * PLACES + lower) - limited**2) // (n * _COARSER))
         return made
 
     def moves(self, centre: int) -> int:
         """The sensitivity of :meth:`statistic`, in its steps: numbers that are Δ apart have floors that are ⌈Δ⌉ apart at most."""
-        n, widest = self.problem.n, max(centre, _PLACES - centre) + self.half_width
-        above, below = ((n - 1) * _PLACES**2, n * _COARSER) if self._is_plain(centre) else (widest**2, _COARSER)
+        n, widest = self.problem.n, max(centre, PLACES - centre) + self.half_width
+        above, below = ((n - 1) * PLACES**2, n * _COARSER) if self._is_plain(centre) else (widest**2, _COARSER)
         return -(-above // below)
 
     def _is_plain(self, centre: int) -> bool:
-        return max(centre, _PLACES - centre) + self.half_width >= _PLACES
+        return max(centre, PLACES - centre) + self.half_width >= PLACES
 
     def losses(self, t: Tensor, seed: int = 0) -> Tensor:
         """See :meth:`Mechanism.losses`; by quadrature, no noise is drawn."""
@@ -131,7 +131,7 @@ class CentredMechanism(Mechanism):
         """
         away, chance = exponential_cells()
         away = self.centre_scale * torch.cat([away, -away])
-        centre, h, v = (means[:, None] + away).clamp(0, 1), self.half_width / _PLACES, variances[:, None]
+        centre, h, v = (means[:, None] + away).clamp(0, 1), self.half_width / PLACES, variances[:, None]
         widest = torch.maximum(centre, 1 - centre) + h
         plain, n = widest >= 1, self.problem.n
         expected = torch.where(plain, v, v + ((means[:, None] - centre) ** 2 - h**2).clamp(min=0))
@@ -162,9 +162,18 @@ class CentredMechanism(Mechanism):
         start = torch.zeros(1, dtype=torch.float64)
         return axis, tuple(torch.cat([start, (p * middle**power).cumsum(0)]) for power in (0, 1, 2))
 
-    def for_size(self, n: int) -> CentredMechanism:
-        """The same shares; what it gains and loses is another matter for another n."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+    @property
+    def certain(self) -> bool:
+        """See :meth:`Mechanism.certain`."""
+        return True
+
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """See :meth:`Mechanism.moved`: at some centres."""
+        made = []
+        for centre in (0, PLACES // 2, PLACES - 1, PLACES):
+            pairs = zip(self.statistic(one, centre), self.statistic(other, centre), strict=True)
+            made.append((max(abs(a - b) for a, b in pairs), self.moves(centre)))
+        return made
 
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
@@ -179,12 +188,12 @@ class CentredMechanism(Mechanism):
         centre = self.centre(t, sampler)
         size, epsilon = self.moves(centre), self.shares[1]
         (released,) = release_noise(self.noise, self.statistic(t, centre), size, epsilon, sampler)
-        unit = _COARSER / (_PLACES**2 * self.problem.n)
+        unit = _COARSER / (PLACES**2 * self.problem.n)
         answer = min(max(released * unit, 0.0), 0.25)
         risk = 1 - confidence
         upper = torch.tensor([1 - 0.4 * risk], dtype=torch.float64)
         noise = float(draw_noise(self.noise, upper, size * unit, float(epsilon)))
-        furthest = (-math.log(0.2 * risk) * self.centre_scale) ** 2 - (self.half_width / _PLACES) ** 2
+        furthest = (-math.log(0.2 * risk) * self.centre_scale) ** 2 - (self.half_width / PLACES) ** 2
         above = 0.0 if self._is_plain(centre) else max(furthest, 0.0)
         return torch.tensor(answer, dtype=torch.float64), noise + above
 
@@ -194,27 +203,6 @@ class CentredMechanism(Mechanism):
     def _noised(self) -> str:
         first = f"the mean, with laplace noise for {self.share:.0%} of epsilon"
         return f"{first}; then the variance about it, with {self.noise} noise for its sensitivity there and the rest of epsilon"
-
-    def _state(self) -> dict[str, Any]:
-        return {"share": self.share, "reach": self.reach, "noise": self.noise}
-
-
-@dataclass(frozen=True)
-class CentredState:
-    """A :class:`CentredMechanism` in a file."""
-
-    share: Share
-    reach: Reach
-    noise: NoiseKind
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> CentredMechanism:
-        """The mechanism."""
-        return CentredMechanism(problem, title, self.share, self.reach, self.noise, report=report)
-
-
-def _places(t: Tensor) -> Tensor:
-    """Records of the unit interval as whole numbers: record by record, so neighbours stay neighbours."""
-    return (t.clamp(0, 1) * _PLACES).round().to(torch.int64)
 
 
 def exponential_cells() -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -167,7 +167,7 @@ def _on_the_query(problem: Problem) -> Iterator[Expert]:
 
 
 def _by_rank(problem: Problem) -> Iterator[Expert]:
-    yield from (_fixed(IntervalMechanism.plain(problem, rounds)) for rounds in (False, True))
+    yield from map(_fixed, (IntervalMechanism.plain(problem), IntervalMechanism.deep(problem)))
     ranges = ((0.0, 1.0), (0.1, 0.9), (0.2, 0.8), (0.0, 0.6), (0.4, 1.0))
     places = [*product((12, 25, 50, 100), ranges), *product((200, 300), ranges[:1])]
     methods: tuple[Selection, ...] = ("exponential", "permute_and_flip")
@@ -293,7 +293,6 @@ class SmoothSensitivity(Mechanism):
 
     decoder: Table
     report: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    kind: ClassVar[str] = "smooth"
 
     @property
     def sensitivity(self) -> float:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.mechanisms.problem import Problem, least_of, rounded_down
-from lipdp.mechanisms.questions import CONFIDENCE, Answer, Joint, counts_in, edges_of
+from lipdp.mechanisms.questions import CONFIDENCE, Answer, Joint, Planned, counts_in, edges_of
 from lipdp.mechanisms.spending import Spending, gaussian_event
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Pure
@@ -94,7 +94,7 @@ def split(spending: Spending, sums: int, quantiles: int) -> tuple[Spending, floa
 
 
 @dataclass(frozen=True)
-class GaussianPlan:
+class GaussianPlan(Planned):
     """Questions about one column of n records inside bounds, for (ε, δ) or ρ; no data were read for it.
 
     Attributes:
@@ -150,12 +150,6 @@ class GaussianPlan:
     def std(self) -> float:
         """Of the noise on each sum, in units of its group."""
         return self.sums.std(math.sqrt(len(self.groups)) * (1 + 2.0**-50), self.entries)
-
-    def release(self, x: Any, *, budget: Any = None, clamp: bool = False) -> list[Answer]:
-        """All answers; data are checked first, then all is charged at once, then noise is drawn."""
-        from lipdp.mechanisms.answering import release_all
-
-        return release_all([self], [x], budget=budget, clamp=clamp)[0]
 
     def costs(self, paying: Adjacency) -> list[Any]:
         """What a budget for these neighbours is charged."""

@@ -1,9 +1,7 @@
 """Quantiles by the exponential mechanism on all numbers of the range; no prior is needed, one can be used.
 
-Candidates are the multiples of a fine decimal step (a millionth of the range), so the answer is as continuous as a float is. The
-public base measure is even, or a tenth of it lies on *round* numbers: the ends of the range, multiples of 5, 1, 0.5, 0.1 …
-People's columns hold zeros, ratings, ages and prices: where the quantile lies on such an atom, the answer is the atom itself.
-No round number has more than 10⁻⁴ of the measure, so that data near it, but not on it, are hardly drawn to it.
+Candidates are the multiples of a fine decimal step (a millionth of the range), so the answer is as continuous as a float is, and
+all have as many copies: the public base measure is even.
 
 P(r) ∝ copies(r)·exp(−(ε/2)·min(dist(np, [#{x < r}, #{x ≤ r}]), L)). The distance moves by at most one when a record is replaced (a
 maximum of two counts and 0, see :class:`~lipdp.mechanisms.utilities.RankUtility`), and so does its minimum with a constant; copies
@@ -42,19 +40,23 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Array, Range, read
+from lipdp.fields import Array, Range, check_fields, read
 from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["PARTS", "IntervalMechanism", "IntervalState", "Profile"]
+__all__ = ["PARTS", "IntervalMechanism", "Profile"]
 
 PARTS = 48
 """Parts of the range that a belief can tilt and shift."""
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing
 _CAP = 64  # C·ε: depth counts up to a factor of exp(32), which outweighs all other numbers together
 _NUMBERS = 1_500_000  # in one intermediate tensor
+
+
+Extra = Annotated[int, Range(least=0, most=2**30)]
+Whole = Annotated[Tensor, Array(1, torch.int64)]
 
 
 @dataclass(frozen=True)
@@ -93,29 +95,25 @@ class IntervalMechanism(Mechanism):
     ``near`` (PARTS,) likewise, for each of ``reaches``, in steps of the lattice.
     """
 
-    tilt: Tensor
-    shift: Tensor
-    rounds: bool = False
-    ends: tuple[int, int] = (0, 0)
-    atoms: int = 0
-    reaches: tuple[int, ...] = ()
-    near: tuple[Tensor, ...] = ()
+    tilt: Whole
+    shift: Annotated[Tensor, Array(1, torch.float64)]
+    ends: tuple[Extra, Extra] = (0, 0)
+    atoms: Extra = 0
+    reaches: tuple[Extra, ...] = ()
+    near: tuple[Whole, ...] = ()
     kind: ClassVar[str] = "interval"
 
     def __post_init__(self) -> None:
         """There is a query with ranks, and a tilt and a shift for each part."""
         if self.problem.query.kind != "quantile":
             raise ConfigurationError(f"ranks answer quantiles, not the {self.problem.query.name}.")
-        read(IntervalState, self._state(), "a mechanism by intervals")
+        check_fields(self, "a mechanism by intervals")
         if (
             self.tilt.shape[0] != PARTS
             or self.shift.shape[0] != PARTS
             or not 1 <= int(self.tilt.min()) <= int(self.tilt.max()) <= 2**30
-            or not 0 <= min(*self.ends, self.atoms) <= max(*self.ends, self.atoms) <= 2**30
         ):
-            raise ConfigurationError(
-                f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, as many shifts, and two ends and atoms of 0 to 2^30."
-            )
+            raise ConfigurationError(f"a mechanism by intervals has {PARTS} tilts of 1 to 2^30, and as many shifts.")
         if len(self.reaches) != len(self.near) or any(
             part.shape[0] != PARTS or not 0 <= int(part.min()) <= int(part.max()) <= 2**30 for part in self.near
         ):
@@ -124,10 +122,10 @@ class IntervalMechanism(Mechanism):
             raise ConfigurationError(f"n is {self.problem.n}: ranks are exact below 2^50.")
 
     @classmethod
-    def plain(cls, problem: Problem, rounds: bool = False) -> IntervalMechanism:
-        """Without any belief, or with none but that numbers may be round."""
-        title = "exponential mechanism on all numbers" + (", round ones first" if rounds else "")
-        return cls(problem, title, torch.ones(PARTS, dtype=torch.int64), torch.zeros(PARTS, dtype=torch.float64), rounds)
+    def plain(cls, problem: Problem) -> IntervalMechanism:
+        """Without any belief."""
+        title = "exponential mechanism on all numbers"
+        return cls(problem, title, torch.ones(PARTS, dtype=torch.int64), torch.zeros(PARTS, dtype=torch.float64))
 
     @classmethod
     def deep(cls, problem: Problem) -> IntervalMechanism:
@@ -141,13 +139,12 @@ class IntervalMechanism(Mechanism):
         problem: Problem,
         tilt: Tensor,
         shift: Tensor,
-        rounds: bool = False,
         ends: Sequence[float] = (0.0, 0.0),
         atoms: float = 0.0,
         reaches: tuple[int, ...] = (),
         near: Sequence[Tensor] = (),
     ) -> IntervalMechanism:
-        """With tilts (any positive numbers; only their ratios count) and shifts; ``rounds``: round numbers come first.
+        """With tilts (any positive numbers; only their ratios count) and shifts.
 
         ``ends``, ``atoms``, ``near``: the further copies of each end, of all candidates, and those of a reach in each part, an even
         base measure of tilt 1 being 1 in all.
@@ -157,7 +154,7 @@ class IntervalMechanism(Mechanism):
         low, high, all_ = (round(more * scale) for more in (*ends, atoms))
         title = "exponential mechanism on all numbers, learned base measure and answers"
         within = tuple((part * scale).floor().to(torch.int64) for part in near)
-        return cls(problem, title, whole, shift.to(torch.float64), rounds, (low, high), all_, reaches, within)
+        return cls(problem, title, whole, shift.to(torch.float64), (low, high), all_, reaches, within)
 
     @property
     def tilts(self) -> Tensor:
@@ -178,7 +175,7 @@ class IntervalMechanism(Mechanism):
     @cached_property
     def lattice(self) -> Lattice:
         """The candidates."""
-        return Lattice.of(self.problem.low, self.problem.high, self.rounds)
+        return Lattice.of(self.problem.low, self.problem.high)
 
     @cached_property
     def edges(self) -> Tensor:
@@ -193,7 +190,7 @@ class IntervalMechanism(Mechanism):
 
     def profile(self, t: Tensor) -> Profile:
         """Of unit datasets, sorted. Records too far from the quantile to matter are left out, so n costs nothing."""
-        rows = max(_NUMBERS // ((2 * self._reach + PARTS) * len(self.lattice.levels) * (1 + len(self.reaches))), 1)
+        rows = max(_NUMBERS // ((2 * self._reach + PARTS) * (1 + len(self.reaches))), 1)
         parts = [self._profile(part) for part in torch.split(t, rows)]
         made = parts[0]
         for part in parts[1:]:
@@ -270,27 +267,15 @@ class IntervalMechanism(Mechanism):
     def _moments(self, first: Tensor, last: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σ copies, Σ copies·(r − q), Σ copies·(r − q)² over each block's candidates first … last (none where last < first).
 
-        Multiples of m from k₁m to k₂m are an arithmetic progression: c numbers of mean m(k₁+k₂)/2 and variance m²(c²−1)/12.
+        They are an arithmetic progression: c numbers of mean (first + last)/2 and variance (c² − 1)/12, in steps.
         """
         own, scale = self.lattice, float(self.lattice.step) / self.problem.width
         zero = (own.origin - self.problem.low) / self.problem.width
-        total = torch.zeros(first.shape, dtype=torch.float64)
-        error, square = total.clone(), total.clone()
-        for m, copies in own.levels:
-            per = copies / COPIES
-            if m == 0:
-                for place in (own.first, own.last):
-                    hit = ((first <= place) & (place <= last)).to(torch.float64) * per
-                    away = place * scale + zero - truth
-                    total, error, square = total + hit, error + hit * away, square + hit * away**2
-                continue
-            low, high = torch.div(first - 1, m, rounding_mode="floor") + 1, torch.div(last, m, rounding_mode="floor")
-            count = (high - low + 1).clamp(min=0).to(torch.float64)
-            away = (m * scale / 2) * (low + high).to(torch.float64) + zero - truth
-            spread = (m * scale) ** 2 / 12 * (count**2 - 1).clamp(min=0)
-            total, error = total + per * count, error + per * count * away
-            square = square + per * count * (away**2 + spread)
-        return total, error, square
+        count = (last - first + 1).clamp(min=0).to(torch.float64)
+        away = (scale / 2) * (first + last).to(torch.float64) + zero - truth
+        spread = scale**2 / 12 * (count**2 - 1).clamp(min=0)
+        total = own.each / COPIES * count
+        return total, total * away, total * (away**2 + spread)
 
     def _between(self, t: Tensor, truth: Tensor, first: Tensor, last: Tensor) -> Tensor:
         """The quantile error of each block's middle: how many records lie strictly between truth and answer."""
@@ -305,9 +290,13 @@ class IntervalMechanism(Mechanism):
         """See :meth:`Mechanism.losses`; exact (answers that a shift takes out of the range count as they are)."""
         return self.profile(t).losses(self.tilts, self.shifts)
 
-    def for_size(self, n: int) -> IntervalMechanism:
-        """The same for another public size: ranks follow."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+    @classmethod
+    def _from_state(cls, problem: Problem, title: str, report: dict[str, Any], state: Any) -> Mechanism:
+        """A file of before said, too, that numbers are not liked better for being round."""
+        kept = dict(state) if isinstance(state, dict) else state
+        if isinstance(kept, dict) and read(bool, kept.pop("rounds", False), "the mechanism's state.rounds"):
+            raise ConfigurationError("round numbers come first in it, which is not made any more: learn it again.")
+        return super()._from_state(problem, title, report, kept)
 
     def check_sampler(self, sampler: Sampler) -> None:
         """Its draws are lipdp's own."""
@@ -321,9 +310,7 @@ class IntervalMechanism(Mechanism):
         index, number = release_block([(block.distance + self.deepest, block.copies) for block in blocks], problem.exact_epsilon)
         block = blocks[index]
         # The first copies of a block that is an end are those for being one.
-        chosen = (
-            block.first if number < block.extra else own.candidate(block.first, block.last, (number - block.extra) // block.each)
-        )
+        chosen = block.first if number < block.extra else block.first + (number - block.extra) // (block.each * own.each)
         moved = 0.0 if block.deep else float(self.shift[block.part])
         unit = (float(own.values(torch.tensor(chosen))) - problem.low) / problem.width
         return torch.tensor(min(max(unit + moved, 0.0), 1.0), dtype=torch.float64)
@@ -342,7 +329,7 @@ class IntervalMechanism(Mechanism):
         for place, behind in zip(ends, [*ends[1:], own.last + 1], strict=True):
             part = bisect.bisect_right(edges, place) - 1
             below, seen = ranks.get(place, (seen, seen))
-            here, open_ = own.copies(place, place), own.copies(place + 1, behind - 1) if behind - 1 > place else 0
+            here, open_ = own.each, own.each * (behind - 1 - place)
             signed, away, extra = max(below - rank, rank - seen), abs(seen - rank), extras.get(place, 0)
             yield _Block(max(signed, Fraction(0)), here * tilts[part], tilts[part], place, place, part)
             deep = self.atoms * here + extra
@@ -375,15 +362,11 @@ class IntervalMechanism(Mechanism):
                     continue
                 below, seen = bisect.bisect_left(values, first - reach), bisect.bisect_right(values, first + reach)
                 signed = max((upto[below - 1] if below else none) - rank, rank - (upto[seen - 1] if seen else none))
-                made = own.copies(first, behind - 1) * copies[part]
+                made = own.each * (behind - first) * copies[part]
                 yield _Block(max(signed, Fraction(-self.deepest)), made, copies[part], first, behind - 1, part, deep=True)
 
     def _noised(self) -> str:
         return "the choice among all numbers of the range, by the exponential mechanism on ranks (factor 1/2)"
-
-    def _state(self) -> dict[str, Any]:
-        base = {"tilt": self.tilt, "shift": self.shift, "rounds": self.rounds}
-        return {**base, "ends": list(self.ends), "atoms": self.atoms, "reaches": list(self.reaches), "near": list(self.near)}
 
 
 @dataclass(frozen=True)
@@ -401,21 +384,3 @@ class _Block:
     part: int
     extra: int = 0
     deep: bool = False
-
-
-@dataclass(frozen=True)
-class IntervalState:
-    """An :class:`IntervalMechanism` in a file: its candidates follow from the problem."""
-
-    tilt: Annotated[Tensor, Array(1, torch.int64)]
-    shift: Annotated[Tensor, Array(1, torch.float64)]
-    rounds: bool
-    ends: tuple[Annotated[int, Range(least=0, most=2**30)], Annotated[int, Range(least=0, most=2**30)]] = (0, 0)
-    atoms: Annotated[int, Range(least=0, most=2**30)] = 0
-    reaches: tuple[Annotated[int, Range(least=0, most=2**30)], ...] = ()
-    near: tuple[Annotated[Tensor, Array(1, torch.int64)], ...] = ()
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> IntervalMechanism:
-        """The mechanism."""
-        own = (self.tilt, self.shift, self.rounds, self.ends, self.atoms, self.reaches, self.near)
-        return IntervalMechanism(problem, title, *own, report=report)

@@ -229,7 +229,7 @@ class JointQuantiles:
         """The places that can be answered."""
         if self.step is not None:
             return Lattice.of_steps(self.low, self.high, self.step)
-        return Lattice.of(self.low, self.high, rounds=False)
+        return Lattice.of(self.low, self.high)
 
     @cached_property
     def _finer(self) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.fields import Array, Range, read
+from lipdp.fields import Array, Range, check_fields, read
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
-from lipdp.mechanisms.postprocess import Decoder, NetworkState, PlainState, TableState
+from lipdp.mechanisms.postprocess import Decoder, NetworkState, Plain, PlainState, TableState
 from lipdp.mechanisms.problem import Problem, as_numbers, response_loss
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
 from lipdp.mechanisms.utilities import ENOUGH_NODES, LearnedState, RankState, Selection, Utility, probabilities
@@ -25,6 +25,7 @@ __all__ = ["AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMech
 
 _FORMAT = "lipdp mechanism 2"
 Factor = Annotated[float, Range(least=1e-100, most=1e100)]
+_PAIRS, _LARGEST = 24, 20_000  # neighbours to try, and records above which none are: reading a file should be quick
 _DRAWS = 16  # noise draws for each dataset, where the expectation over noise is not exact
 
 
@@ -42,6 +43,12 @@ class Mechanism:
     title: str
     report: dict[str, Any] = field(default_factory=dict, kw_only=True)
     kind: ClassVar[str] = ""
+    kinds: ClassVar[dict[str, type[Mechanism]]] = {}
+    """Those that files hold, by name."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.kind:
+            Mechanism.kinds[cls.kind] = cls
 
     @property
     def epsilon(self) -> float:
@@ -112,7 +119,24 @@ class Mechanism:
 
     def for_size(self, n: int) -> Mechanism:
         """The same mechanism for datasets of another (public) size; see docs/mechanisms.md for the rule."""
-        raise NotImplementedError
+        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+
+    def error(self, confidence: float) -> float | None:
+        """What |answer − truth| stays below with this chance, whatever the data are (unit scale); None: only a belief can say."""
+        return None
+
+    @property
+    def certain(self) -> bool:
+        """Whether its answers have such an error: one for all of them, or each its own."""
+        return self.error(0.5) is not None
+
+    def respond_within(self, t: Tensor, confidence: float, sampler: Sampler = "auto") -> tuple[Tensor, float | None]:
+        """One answer about a unit dataset (1, n), with its error: that of all answers, or what this one says of itself."""
+        return self._respond(t, sampler), self.error(confidence)
+
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """How far unit datasets that differ in one record, row by row, are apart in what is noised, and how far they may be."""
+        return []
 
     def describe(self) -> dict[str, Any]:
         """What it is, what it guarantees, what it is expected to cost; all public."""
@@ -142,7 +166,17 @@ class Mechanism:
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What is its own: with the problem, all of it."""
+        shared = {each.name for each in fields(Mechanism)}
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in shared}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+
+    @classmethod
+    def _from_state(cls, problem: Problem, title: str, report: dict[str, Any], state: Any) -> Mechanism:
+        """The inverse; every field is checked by its annotation."""
+        own = {"problem": problem, "title": title, "report": report, **read(dict[str, Any], state, "the mechanism's state")}
+        made: Mechanism = read(cls, own, "the mechanism")
+        return made
 
     def _resized_report(self, n: int) -> dict[str, Any]:
         kept = {key: value for key, value in self.report.items() if key in ("returned", "expert", "learned", "seed", "made_for_n")}
@@ -157,7 +191,7 @@ class ConstantMechanism(Mechanism):
     kind: ClassVar[str] = "constant"
 
     def __post_init__(self) -> None:
-        read(float, self.value, "a mechanism's constant")
+        check_fields(self, "a constant answer")
 
     @property
     def sensitivity(self) -> float:
@@ -169,10 +203,6 @@ class ConstantMechanism(Mechanism):
         answer = t.new_full((t.shape[0], 1), self.value)
         return response_loss(self.problem.loss, t, self.problem.query(t), answer)[:, 0]
 
-    def for_size(self, n: int) -> ConstantMechanism:
-        """The same constant."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
-
     def check_sampler(self, sampler: Sampler) -> None:
         """Nothing is drawn."""
 
@@ -181,9 +211,6 @@ class ConstantMechanism(Mechanism):
 
     def _noised(self) -> str:
         return "nothing: the answer does not depend on the data"
-
-    def _state(self) -> dict[str, Any]:
-        return {"value": self.value}
 
 
 @dataclass(frozen=True)
@@ -254,6 +281,19 @@ class AdditiveMechanism(Mechanism):
             raise ConfigurationError(f"{self.title} reads exactly {self.problem.n} numbers: train one for n = {n}, or use learn().")
         return replace(self, problem=problem, report=report, factor=self.factor * self.problem.n / n)
 
+    def error(self, confidence: float) -> float | None:
+        """See :meth:`Mechanism.error`: |noise| and the largest shift, for limiting an answer only brings it nearer."""
+        if not isinstance(self.decoder, Plain):
+            return None
+        upper = torch.tensor([(1 + confidence) / 2], dtype=torch.float64)
+        noise = float(draw_noise(self.noise, upper, self.statistic.sensitivity * self.statistic.unit, self.epsilon))
+        return noise + (0.0 if self.decoder.shift is None else float(self.decoder.shift.values.abs().max()))
+
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """See :meth:`Mechanism.moved`."""
+        apart = (self.statistic.integers(one) - self.statistic.integers(other)).abs().sum(1)
+        return [(int(apart.max()), self.statistic.sensitivity)]
+
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
         check_sampler(sampler, self.noise)
@@ -269,6 +309,12 @@ class AdditiveMechanism(Mechanism):
     def _state(self) -> dict[str, Any]:
         parts = {"statistic": self.statistic.state(), "decoder": self.decoder.state()}
         return {**parts, "noise": self.noise, "factor": self.factor}
+
+    @classmethod
+    def _from_state(cls, problem: Problem, title: str, report: dict[str, Any], state: Any) -> AdditiveMechanism:
+        own: _AdditiveState = read(_AdditiveState, state, "the mechanism's state")
+        statistic, decoder = own.statistic.build(problem), own.decoder.build()
+        return cls(problem, title, statistic, own.noise, decoder, own.factor, report=report)
 
 
 @dataclass(frozen=True)
@@ -319,6 +365,10 @@ class SelectionMechanism(Mechanism):
         utility = self.utility.resized(n, self.problem.n)
         return replace(self, problem=self.problem.resized(n), report=self._resized_report(n), utility=utility)
 
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """See :meth:`Mechanism.moved`."""
+        return [(int((self.utility.integers(one) - self.utility.integers(other)).abs().max()), self.utility.sensitivity)]
+
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
         check_sampler(sampler, self.method)
@@ -334,13 +384,10 @@ class SelectionMechanism(Mechanism):
     def _state(self) -> dict[str, Any]:
         return {"utility": self.utility.state(), "method": self.method, "values": self.values}
 
-
-@dataclass(frozen=True)
-class _ConstantState:
-    value: float
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> ConstantMechanism:
-        return ConstantMechanism(problem, title, self.value, report=report)
+    @classmethod
+    def _from_state(cls, problem: Problem, title: str, report: dict[str, Any], state: Any) -> SelectionMechanism:
+        own: _SelectionState = read(_SelectionState, state, "the mechanism's state")
+        return cls(problem, title, own.utility.build(problem), own.method, own.values, report=report)
 
 
 @dataclass(frozen=True)
@@ -350,10 +397,6 @@ class _AdditiveState:
     noise: NoiseKind
     factor: Factor
 
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> AdditiveMechanism:
-        statistic, decoder = self.statistic.build(problem), self.decoder.build()
-        return AdditiveMechanism(problem, title, statistic, self.noise, decoder, self.factor, report=report)
-
 
 @dataclass(frozen=True)
 class _SelectionState:
@@ -361,27 +404,14 @@ class _SelectionState:
     method: Selection
     values: Annotated[Tensor, Array(1, torch.float64)]
 
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> SelectionMechanism:
-        return SelectionMechanism(problem, title, self.utility.build(problem), self.method, self.values, report=report)
-
 
 @dataclass(frozen=True)
 class _Content:
-    kind: Literal["constant", "additive", "selection", "interval", "centred", "squares", "beyond"]
+    kind: str
     problem: Problem
     title: str
     report: dict[str, Any]
     state: Any
-
-
-def _state_of(kind: str) -> type:
-    from lipdp.mechanisms.beyond import BeyondState  # mechanisms themselves: they import this module
-    from lipdp.mechanisms.centred import CentredState
-    from lipdp.mechanisms.intervals import IntervalState
-    from lipdp.mechanisms.squares import SquaresState
-
-    kinds: dict[str, type] = {"constant": _ConstantState, "additive": _AdditiveState, "selection": _SelectionState}
-    return {**kinds, "interval": IntervalState, "centred": CentredState, "squares": SquaresState, "beyond": BeyondState}[kind]
 
 
 def load(path: str | os.PathLike[str]) -> Mechanism:
@@ -390,22 +420,40 @@ def load(path: str | os.PathLike[str]) -> Mechanism:
     Args:
         path: a file of :meth:`Mechanism.save`.
     """
-    from lipdp.mechanisms.neighbours import check_moves
 
     def build(content: Any) -> Mechanism:
         mechanism = from_content(content)
-        check_moves(mechanism)
+        if mechanism.problem.n <= _LARGEST:
+            for moved, allowed in mechanism.moved(*neighbours(mechanism.problem.n)):
+                if moved > allowed:
+                    raise ConfigurationError(f"one record moves what it noises by {moved} steps, and its noise is for {allowed}.")
         return mechanism
 
     return load_file(path, _FORMAT, build)
 
 
+def neighbours(n: int, pairs: int = _PAIRS) -> tuple[Tensor, Tensor]:
+    """Sorted unit datasets in pairs that differ in one record: uniform ones, of ends only, half and half, and constant ones.
+
+    The sensitivity of what a file holds follows from its content by proof; tried on these, it is looked at a second time.
+    """
+    generator = torch.Generator().manual_seed(n)
+    t = torch.rand(pairs, n, generator=generator, dtype=torch.float64)
+    quarter = pairs // 4
+    t[:quarter] = t[:quarter].round()
+    t[quarter : 2 * quarter] = (torch.arange(n) < n // 2).to(torch.float64)
+    t[2 * quarter : 3 * quarter] = t[2 * quarter : 3 * quarter, :1]
+    other = t.clone()
+    other[:, 0] = torch.where(torch.rand(pairs, generator=generator) < 0.5, 1 - t[:, 0].round(), t[:, 0].round())
+    return t.sort(-1).values, other.sort(-1).values
+
+
 def from_content(content: Any) -> Mechanism:
     """The inverse of :meth:`Mechanism.content`, every field checked."""
     own: _Content = read(_Content, content, "the mechanism")
-    state: Any = read(_state_of(own.kind), own.state, "the mechanism's state")
-    built: Mechanism = state.build(own.problem, own.title, checked_report(own.report))
-    return built
+    if own.kind not in Mechanism.kinds:
+        raise ConfigurationError(f"the mechanism.kind is {own.kind[:60]!r}: it has to be one of {', '.join(Mechanism.kinds)}")
+    return Mechanism.kinds[own.kind]._from_state(own.problem, own.title, checked_report(own.report), own.state)
 
 
 def checked_report(report: Any, losses: Any = float) -> dict[str, Any]:

@@ -7,25 +7,27 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, least_of, parse_query
 from lipdp.mechanisms.robust import largest
-from lipdp.mechanisms.squares import SquaresMechanism
+from lipdp.privacy.accounting import Adjacency
+from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.costs import Pure
 
 __all__ = [
     "CONFIDENCE",
     "Answer",
     "Counts",
     "Joint",
+    "Planned",
     "Single",
     "combined",
     "counts_in",
@@ -34,6 +36,7 @@ __all__ = [
     "levels_of",
     "normalised",
     "query_of",
+    "release_all",
 ]
 
 CONFIDENCE = 0.95
@@ -60,29 +63,69 @@ class Answer:
     epsilon: float | None
 
 
+class Planned:
+    """Questions about one column, and how they will be answered; no data were read for it."""
+
+    questions: tuple[str, ...]
+    adjacency: ClassVar[Adjacency]
+
+    def release(self, x: Any, *, budget: AnyBudget = None, clamp: bool = False) -> list[Answer]:
+        """All answers; data are checked first, then they are charged at once, then noise is drawn."""
+        return release_all([self], [x], budget=budget, clamp=clamp)[0]
+
+    def checked(self, x: Any, clamp: bool) -> Tensor:
+        """The data as :meth:`respond` takes them, or why they are refused."""
+        raise NotImplementedError
+
+    def costs(self, paying: Adjacency) -> list[Any]:
+        """What a budget for these neighbours is charged."""
+        raise NotImplementedError
+
+    def respond(self, t: Tensor) -> list[Answer]:
+        """All answers, in the order of the questions; nothing is charged."""
+        raise NotImplementedError
+
+
+def release_all(
+    plans: Sequence[Planned], columns: Sequence[Any], *, budget: AnyBudget = None, clamp: bool = False
+) -> list[list[Answer]]:
+    """Plans for several columns of one dataset: all are checked, then charged at once, then noise is drawn.
+
+    Replacing a row changes all of its columns, so the plans' ε add up, as exact decimals.
+    """
+    checked = [each.checked(x, clamp) for each, x in zip(plans, columns, strict=True)]
+    if len({each.adjacency for each in plans}) > 1:
+        raise ConfigurationError("plans of one release are for the same neighbours: all with a public n, or none.")
+    account = open_budget(budget)
+    if account is not None:
+        costs = [cost for each in plans for cost in each.costs(account.adjacency)]
+        pure = sum((cost.epsilon for cost in costs if isinstance(cost, Pure)), Fraction(0))
+        others = [cost for cost in costs if not isinstance(cost, Pure)]
+        what = "; ".join(", ".join(each.questions) for each in plans)
+        account.charge([*([Pure(pure, plans[0].adjacency)] if pure else []), *others], what)
+    return [each.respond(t) for each, t in zip(plans, checked, strict=True)]
+
+
 @dataclass(frozen=True)
 class Single:
-    """Questions that one release of a mechanism answers, ``error`` bounds its error (95%)."""
+    """Questions that one release of a mechanism answers; ``believed`` is its error (95%, unit scale) where it knows none itself."""
 
     questions: tuple[str, ...]
     mechanism: Mechanism
-    error: float
-    basis: str
+    believed: float | None
 
     def respond(self, t: Tensor) -> list[Answer]:
         """Its answers about a unit dataset."""
-        own, error = self.mechanism, self.error
-        if isinstance(own, CentredMechanism | SquaresMechanism):
-            unit, off = own.respond_within(t, CONFIDENCE)
-            value, error = float(own.problem.answer(unit)), off * own.problem.scale
-        else:
-            value = float(own.problem.answer(own._respond(t, "auto")))
+        own = self.mechanism
+        unit, off = own.respond_within(t, CONFIDENCE)
+        basis, off = ("noise", off) if self.believed is None else ("belief", self.believed)
+        value, error = float(own.problem.answer(unit)), (off or 0.0) * own.problem.scale
         least, most = own.problem.answer(torch.tensor([0.0, largest(own.problem)], dtype=torch.float64)).tolist()
         ends = [min(max(value + off, least), most) for off in (-error, error)]
         made = []
         for question in self.questions:
             found, low, high = (self._as_asked(question, one) for one in (value, *ends))
-            made.append(Answer(question, found, (low, high), self.basis, own.epsilon / len(self.questions)))
+            made.append(Answer(question, found, (low, high), basis, own.epsilon / len(self.questions)))
         return made
 
     def _as_asked(self, question: str, value: float) -> float:

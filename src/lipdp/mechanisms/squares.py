@@ -22,30 +22,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.fields import Range, read
+from lipdp.fields import Range, check_fields
 from lipdp.mechanisms.centred import exponential_cells
 from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise, release_noise
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.robust import noisy_query, truth_losses
+from lipdp.mechanisms.statistics import PLACES, places
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["SIDES", "SquaresMechanism", "SquaresState", "candidates"]
+__all__ = ["SIDES", "SquaresMechanism", "candidates"]
 
 Weight = Annotated[int, Range(least=1, most=16)]
 Less = Annotated[float, Range(least=0, most=100)]
 SIDES = 64
 """Of the coin."""
 Often = Annotated[int, Range(least=1, most=SIDES)]
-_PLACES = 2**30
 _EIGHTHS = 8  # λ is a multiple of ⅛
 _CHUNK = 2_000_000  # records at a time
 _WEIGHTS, _LESS = (4, 5, 6, 8, 10), (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -55,16 +55,16 @@ _WEIGHTS, _LESS = (4, 5, 6, 8, 10), (0.0, 0.25, 0.5, 0.75, 1.0)
 class SquaresMechanism(Mechanism):
     """The variance from two noisy sums, in ``often`` of 64 answers; ``weight`` is 8λ, ``less`` is c."""
 
-    weight: int
-    less: float
-    often: int = SIDES
+    weight: Weight
+    less: Less
+    often: Often = SIDES
     kind: ClassVar[str] = "squares"
 
     def __post_init__(self) -> None:
         """It answers variances."""
         if self.problem.query.kind != "variance":
             raise ConfigurationError(f"sums of squares answer the variance, not the {self.problem.query.name}.")
-        read(SquaresState, self._state(), "a variance from sums of squares")
+        check_fields(self, "a variance from sums of squares")
 
     @classmethod
     def of(cls, problem: Problem, weight: int, less: float, often: int = SIDES) -> SquaresMechanism:
@@ -80,12 +80,12 @@ class SquaresMechanism(Mechanism):
     @property
     def sensitivity(self) -> float:
         """Of the two sums, in L1, with Σz² in units of the squared half range."""
-        return self.moves / (_EIGHTHS * _PLACES)
+        return self.moves / (_EIGHTHS * PLACES)
 
     @property
     def moves(self) -> int:
         """Of :meth:`statistic`: 8·(1 + λ/2)² places, and for each square less than one by which it is rounded."""
-        return (2 * _EIGHTHS + self.weight) ** 2 * (_PLACES // (4 * _EIGHTHS)) + _EIGHTHS
+        return (2 * _EIGHTHS + self.weight) ** 2 * (PLACES // (4 * _EIGHTHS)) + _EIGHTHS
 
     @property
     def scale(self) -> float:
@@ -97,7 +97,7 @@ class SquaresMechanism(Mechanism):
         made = []
         for row in t:
             total = squares = 0
-            for part in torch.split(2 * (row.clamp(0, 1) * _PLACES).round().to(torch.int64) - _PLACES, _CHUNK):
+            for part in torch.split(2 * places(row) - PLACES, _CHUNK):
                 total, squares = total + int(part.sum()), squares + int((part**2 >> 30).sum())
             made.append((self.weight * total, _EIGHTHS * squares))
         return made
@@ -124,9 +124,15 @@ class SquaresMechanism(Mechanism):
             return own
         return (self.often * own + (SIDES - self.often) * truth_losses(self.other, variances)) / SIDES
 
-    def for_size(self, n: int) -> SquaresMechanism:
-        """The same sums; what it gains and loses is another matter for another n."""
-        return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
+    @property
+    def certain(self) -> bool:
+        """See :meth:`Mechanism.certain`."""
+        return True
+
+    def moved(self, one: Tensor, other: Tensor) -> list[tuple[int, int]]:
+        """See :meth:`Mechanism.moved`."""
+        pairs = zip(self.statistic(one), self.statistic(other), strict=True)
+        return [(max(abs(a - c) + abs(b - d) for (a, b), (c, d) in pairs), self.moves)]
 
     def check_sampler(self, sampler: Sampler) -> None:
         """See :func:`lipdp.mechanisms.noise.check_sampler`."""
@@ -144,8 +150,8 @@ class SquaresMechanism(Mechanism):
             return self.other._respond(t, "exact"), float(draw_noise("staircase", upper, size, self.epsilon))
         total, squares = release_noise("laplace", self.statistic(t)[0], self.moves, self.problem.exact_epsilon, sampler)
         n, s = self.problem.n, self.scale
-        mean = min(max(total / (self.weight * _PLACES * n), -1.0), 1.0)
-        second = min(max(squares / (_EIGHTHS * _PLACES * n), 0.0), 1.0)
+        mean = min(max(total / (self.weight * PLACES * n), -1.0), 1.0)
+        second = min(max(squares / (_EIGHTHS * PLACES * n), 0.0), 1.0)
         answer = min(max((second - mean**2 - self.less * s) / 4, 0.0), 0.25)
         reach = math.log(2 / (1 - confidence)) * s
         off = reach * _EIGHTHS / self.weight
@@ -156,22 +162,6 @@ class SquaresMechanism(Mechanism):
 
     def _noised(self) -> str:
         return "the sum and the sum of squares about the middle, with laplace noise for their joint L1 sensitivity"
-
-    def _state(self) -> dict[str, Any]:
-        return {"weight": self.weight, "less": self.less, "often": self.often}
-
-
-@dataclass(frozen=True)
-class SquaresState:
-    """A :class:`SquaresMechanism` in a file."""
-
-    weight: Weight
-    less: Less
-    often: Often = SIDES
-
-    def build(self, problem: Problem, title: str, report: dict[str, Any]) -> SquaresMechanism:
-        """The mechanism."""
-        return SquaresMechanism(problem, title, self.weight, self.less, self.often, report=report)
 
 
 def _partial(limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,15 +18,31 @@ from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, check_fields
 from lipdp.mechanisms.problem import Problem, Query
 
-__all__ = ["PiecewiseSum", "QueryState", "QueryStatistic", "Statistic", "SumState", "hats", "knot_sensitivity"]
+__all__ = [
+    "PLACES",
+    "PiecewiseSum",
+    "QueryState",
+    "QueryStatistic",
+    "Statistic",
+    "SumState",
+    "hats",
+    "knot_sensitivity",
+    "places",
+]
 
 _FINE = 2**24  # lattice steps in one sensitivity of a learned sum
 _QUERY_FINE = 2**36  # lattice steps in the unit interval, for a query answered directly
-_PLACES = 2**30  # … and for each record of it: their sums, and sums of squares, are whole numbers
+PLACES = 2**30
+"""… and for each record of it: their sums, and sums of squares, are whole numbers."""
 _CHUNK = 2_000_000  # interpolated values at a time
 _LARGEST = 2**32  # of φ's values, in lattice steps: then interpolation in float64 is right to 2⁻²⁰ of a step
 
 UnitNumber = Annotated[float, Range(least=0, most=1)]
+
+
+def places(t: Tensor, count: int = PLACES) -> Tensor:
+    """Records of the unit interval as whole numbers of 1/count: record by record, so neighbours stay neighbours."""
+    return (t.clamp(0, 1) * count).round().to(torch.int64)
 
 
 def knot_sensitivity(table: Tensor) -> Tensor:
@@ -163,27 +179,27 @@ class QueryStatistic:
     @property
     def sensitivity(self) -> int:
         """In lattice steps."""
-        width = Fraction(round(self.window[1] * _PLACES) - round(self.window[0] * _PLACES), _PLACES)
+        width = Fraction(round(self.window[1] * PLACES) - round(self.window[0] * PLACES), PLACES)
         return math.ceil(self.query.sensitivity(self.n) * width**self.query.power * _QUERY_FINE) + 1
 
     def integers(self, t: Tensor) -> Tensor:
         """The answers, (batch, 1)."""
         rows = max(_CHUNK // t.shape[1], 1)
-        answers = [self._answers((part.clamp(*self.window) * _PLACES).round().to(torch.int64)) for part in torch.split(t, rows)]
+        answers = [self._answers(places(part.clamp(*self.window))) for part in torch.split(t, rows)]
         return torch.tensor([answer for part in answers for answer in part], dtype=torch.int64)[:, None]
 
-    def _answers(self, places: Tensor) -> list[int]:
+    def _answers(self, records: Tensor) -> list[int]:
         """The query of each row of sorted whole numbers, to the nearest lattice step."""
-        n, finer = places.shape[1], _QUERY_FINE // _PLACES
+        n, finer = records.shape[1], _QUERY_FINE // PLACES
         if self.query.kind == "quantile":  # a half of two places is a whole number of steps
-            return (self.query(places.to(torch.float64)) * finer).to(torch.int64).tolist()
-        totals = places.sum(1).tolist()
+            return (self.query(records.to(torch.float64)) * finer).to(torch.int64).tolist()
+        totals = records.sum(1).tolist()
         if self.query.kind == "mean":
             return [_rounded(finer * total, n) for total in totals]
-        squares = places * places  # below 2⁶¹, and their halves add up
-        upper, lower = (squares // _PLACES).sum(1).tolist(), (squares % _PLACES).sum(1).tolist()
-        sums = [_PLACES * high + low for high, low in zip(upper, lower, strict=True)]
-        scale = n * n * _PLACES**2
+        squares = records * records  # below 2⁶¹, and their halves add up
+        upper, lower = (squares // PLACES).sum(1).tolist(), (squares % PLACES).sum(1).tolist()
+        sums = [PLACES * high + low for high, low in zip(upper, lower, strict=True)]
+        scale = n * n * PLACES**2
         return [_rounded(_QUERY_FINE * (n * square - total * total), scale) for square, total in zip(sums, totals, strict=True)]
 
     def state(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from lipdp.mechanisms.problem import Problem, as_numbers, least_of, rounded_down
 from lipdp.mechanisms.questions import (
     CONFIDENCE,
     Answer,
+    Planned,
     combined,
     counts_in,
     edges_of,
@@ -83,7 +84,7 @@ class _Noisy:
 
 
 @dataclass(frozen=True)
-class OpenPlan:
+class OpenPlan(Planned):
     """Questions about one column of a private number of records inside bounds; no data were read for it.
 
     Attributes:

@@ -131,11 +131,12 @@ class Bjorck:
             work = tall.to(_working_type(tall))
             close = self.tolerance * work.shape[-1] ** 0.5
             excess: torch.Tensor | float = 0.0
-            for iteration in range(min(self.iterations, _BLIND_ITERATIONS) if is_deferring() else self.iterations):
+            blind = is_deferring()
+            for iteration in range(min(self.iterations, _BLIND_ITERATIONS) if blind else self.iterations):
                 error = _gram(work)
                 error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
                 distance = torch.linalg.matrix_norm(error)
-                if is_deferring():
+                if blind:
                     if iteration == 0:  # W is finite where its Gram matrix is
                         _require_finite(distance)
                         work, error = _brought_near(work, error, distance)
@@ -146,7 +147,7 @@ class Bjorck:
                     error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
                     distance = torch.linalg.matrix_norm(error)
                 work, excess = _iterated(work, error, distance)
-                if not is_deferring() and bool((distance <= close).all()):
+                if not blind and bool((distance <= close).all()):
                     break
             divisor = (1.0 + excess) * _after_rounding(work, matrix.dtype)
             done = (work / divisor).to(matrix.dtype)
@@ -168,10 +169,10 @@ def _working_type(tall: torch.Tensor) -> torch.dtype:
     computed more coarsely (``torch.set_float32_matmul_precision``).
     """
     rows, rank = int(tall.shape[-2]), int(tall.shape[-1])
-    if tall.device.type != "cpu" or tall.dtype == torch.float64 or is_deferring() or not _multiplies_in_float32():
+    if tall.device.type != "cpu" or tall.dtype == torch.float64 or rows * rank**2 <= _LARGE or is_deferring():
         return torch.float64
     loose = (_ROWS + rows / _ROWS) * rank * unit_roundoff(torch.float32) > _VISIBLE
-    return torch.float32 if rows * rank**2 > _LARGE and not loose else torch.float64
+    return torch.float64 if loose or not _multiplies_in_float32() else torch.float32
 
 
 def _multiplies_in_float32() -> bool:

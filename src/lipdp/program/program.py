@@ -58,17 +58,17 @@ class Program:
     input_dtype: torch.dtype
     runs_as: RunsAs = field(repr=False)
 
-    @property
+    @cached_property
     def shapes(self) -> dict[fx.Node, tuple[Shape, ...]]:
         """Shapes of each activation's parts, without the batch dimension."""
         return self.reading.shapes
 
-    @property
+    @cached_property
     def constants(self) -> dict[fx.Node, Any]:
         """Values of the nodes that are no activations."""
         return self.reading.constants
 
-    @property
+    @cached_property
     def varying(self) -> set[fx.Node]:
         """Numbers that follow from how many examples there are."""
         return self.reading.varying

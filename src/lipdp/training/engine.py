@@ -255,20 +255,19 @@ class PrivacyEngine:
         arguments) or a dict (its arguments by name) of tensors.
         """
         run = self._run
-        if self.private:
+        if run.streams.private:
             refuse_forked(run.streams.run)  # before torch computes, whose threads a fork has not
         with run.ranks.together():
             if self.ledger.remaining == 0:
                 self.ledger.charge()  # raises
             inputs = plain(inputs)
             check_batch(inputs, targets, None if run.augmentation else run.input_shape)
-            self._check_inputs(inputs)
-            self._check_size(len(targets))
+            self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
             drawn = claim_batch((inputs, targets), run.account.nonce)
             run.watch.restore_modes()
-            number = self.steps
-            batch = Sample(inputs, targets, self.microbatch_size, self.device, dtypes=dtypes, seats=run.seats(inputs, number))
+            seats = run.seats(inputs, self.ledger.steps)
+            batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)
         run.shards.gather()
         asked = ask(run, batch)
         asked = asked._replace(prepared=asked.prepared._replace(batch=drawn))
@@ -311,17 +310,14 @@ class PrivacyEngine:
         run.held.step(self.optimizer)
         self._drop_gradients()
 
-    def _check_inputs(self, inputs: Any) -> None:
-        """Refuse several inputs where there is a proof: it is of a program of one."""
-        if self.plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
+    def _check_sample(self, inputs: Any, records: int) -> None:
+        """Refuse several inputs where there is a proof, which is of a program of one; and what the planned sampling can't draw."""
+        plan = self.plan
+        if plan.method in ("clipless", "mixed") and isinstance(inputs, tuple | dict):
             raise UnsupportedError(
-                f"method={self.plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
+                f"method={plan.method!r} proves bounds of models of one input tensor, and these records have several. Use a "
                 "clipping method, e.g. method='bookkeeping'; or join the inputs into one tensor."
             )
-
-    def _check_size(self, records: int) -> None:
-        """Refuse a batch that the planned sampling can't have drawn."""
-        plan = self.plan
         if plan.sampling == "fixed_size" and records != plan.batch_size:
             raise DataError(f"a batch of {records} records: the plan draws exactly {plan.batch_size}. Use engine.batches.")
         if plan.largest_batch is not None and records > plan.largest_batch:

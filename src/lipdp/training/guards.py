@@ -110,6 +110,13 @@ class _Drawn:
     number: int
     used: bool = False
 
+    def lies_in(self, memory: int) -> bool:
+        """Whether this is its number still: that may be another tensor's by now."""
+        for ref in self.memory:
+            if ref.cdata == memory:
+                return not ref.expired()
+        return False
+
 
 _batches: dict[int, _Drawn] = {}
 _MANY = 256
@@ -162,8 +169,7 @@ def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
         if isinstance(part, torch.Tensor):
             memory = part.untyped_storage()._cdata
             drawn = _batches.get(memory)
-            # The memory's number may be another tensor's by now.
-            if drawn is not None and any(ref.cdata == memory and not ref.expired() for ref in drawn.memory):
+            if drawn is not None and drawn.lies_in(memory):
                 yield drawn
 
 

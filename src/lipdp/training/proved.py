@@ -48,6 +48,7 @@ class ProvedQuery:
         self._proved_loss = loss
         self.groups = tuple(group for group in plan.groups if group.source == "proved")
         self._analysis: Analysis | None = None
+        self._bounded: tuple[dict[str, float], dict[str, float]] | None = None  # the last clipping norms, and the bounds at them
         self._trained: dict[str, torch.Tensor] = {}
         # The engine lets no layer be replaced, so what is none of these now never will be.
         self._has_maps = any(isinstance(module, Reparametrised) and module.maps() for module in model.modules())
@@ -110,6 +111,7 @@ class ProvedQuery:
         """The calculus, run again; clipping norms that change are taken where they start."""
         self._proofs += 1
         self._values = [*self.model.parameters(), *self.model.buffers()]
+        self._bounded = None
         self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
         if any(group.parameters != (group.name,) for group in self.groups):
             raise ConfigurationError("a proved group is one parameter; this plan was changed. Make a new plan.")
@@ -126,25 +128,32 @@ class ProvedQuery:
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Δ of each proved parameter."""
         assert self._analysis is not None
+        if self._bounded is not None and self._bounded[0] == clips:
+            return self._bounded[1]
         enforced = {group.name for group in self.plan.groups if group.source == "clipped"}
         limits = {name: value for name, value in clips.items() if name not in enforced}
         bounds = self._analysis.at_limits(limits) if limits else self._analysis.sensitivities
-        return {group.name: bounds[group.name] for group in self.groups}
+        self._bounded = dict(clips), {group.name: bounds[group.name] for group in self.groups}
+        return self._bounded[1]
 
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
-        layers = clip_layers(self.model) if clips else {}  # the plan's adaptive norms are among them
-        for name in clips.keys() & layers.keys():
-            layers[name].max_norm = clips[name]
-        counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
+        counts: LayerCounts | None = None
+        if clips:  # the plan's adaptive norms are among them
+            layers = clip_layers(self.model)
+            for name in clips.keys() & layers.keys():
+                layers[name].max_norm = clips[name]
+            counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
         # A parameter of sensitivity 0 gets no noise, so nothing of it may be released: its gradient is not even computed.
         bounds = self.bounds(clips)
         moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
-        still = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving})
+        still: dict[str, torch.Tensor] = {}
+        if len(moving) < len(parameters):
+            still = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving})
         self._settings, self._beside = batch.settings, batch.beside
         total: Sums | None = None
-        with self._effective_leaves() as leaves, counts.watching():
-            self._trained = {**moving, **{name: leaf for name, leaf in leaves.items() if name in moving}}
+        with self._effective_leaves() as leaves, nullcontext() if counts is None else counts.watching():
+            self._trained = {name: leaves.get(name, p) for name, p in moving.items()}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
             replays = not (leaves or clips)
             if moving:
@@ -159,15 +168,17 @@ class ProvedQuery:
                     precision=self.plan.precision,
                     copies=batch.copies,
                     dtypes=batch.dtypes,
-                    counts=counts if counts.layers else None,
+                    counts=counts,
                     replayed=self._graphed if replays else None,
                     seats=batch.seats,
                     turn=batch.turn,
                 )
                 if not replays and not bool(total.fine):  # while the leaves are there
                     total = Sums(total.again(), torch.ones_like(total.fine), total.again, total.seen)
-        zero = torch.zeros((), dtype=torch.float64, device=batch.device)
-        noted = {name: counts.totals.get(name, zero) for name in counts.layers}
+        noted: dict[str, torch.Tensor] = {}
+        if counts is not None:
+            zero = torch.zeros((), dtype=torch.float64, device=batch.device)
+            noted = {name: counts.totals.get(name, zero) for name in counts.layers}
         if total is None:
             return Answer(still, noted)
         pending = total

@@ -59,7 +59,7 @@ def _are_dtensors(kind: Any) -> bool:
 def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor; any other tensor as it is."""
     part: Any = value
-    found: torch.Tensor = part.to_local() if _is_dtensor(value) else value
+    found: torch.Tensor = part.to_local() if _are_dtensors(type(value)) else value
     return found
 
 
