@@ -9,6 +9,7 @@ import torch
 
 import lipdp
 from lipdp import losses, nn
+from lipdp.errors import LipdpWarning
 
 
 def small_model():
@@ -56,7 +57,8 @@ def test_plan():
 def test_fit():
     model, loss, data = small_model(), losses.CrossEntropy(tau=10.0), toy()
     p = a_plan(model, loss)
-    history = lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), p, data, validation=data)
+    with pytest.warns(LipdpWarning, match="validation holds records of train"):
+        history = lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), p, data, validation=data)
     assert history.epsilon == p.epsilon
     assert history.metrics
 

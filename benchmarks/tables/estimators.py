@@ -1,9 +1,9 @@
 """The estimators as they come, on eight tables that no recipe names and eight that nobody had looked at, beside other scores.
 
-docs/estimators.md says what was looked at, and when.
+docs/tables.md says what was looked at, and when.
 
     python benchmarks/tables/estimators.py            runs what is missing (minutes), prints the table
-    python benchmarks/tables/estimators.py --table    prints the table of docs/estimators.md from the stored results
+    python benchmarks/tables/estimators.py --table    prints the table of docs/tables.md from the stored results
 
 Scores on a quarter of the rows, held out: accuracy, AUROC for the census (6 % are positive), R² for regression; mean ± std over
 splits. "tuned" is not private: the best of a logistic or ridge regression, an RBF machine and boosted trees, each with a small

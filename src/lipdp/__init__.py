@@ -29,7 +29,7 @@ from lipdp.saved import load, save_model
 from lipdp.training import History, PrivacyEngine, evaluate, fit
 
 if TYPE_CHECKING:
-    from lipdp import estimators
+    from lipdp import estimators, report
     from lipdp.estimators import PrivateClassifier, PrivateImageClassifier, PrivateRegressor
 
 __version__ = "0.1.0"
@@ -69,6 +69,7 @@ __all__ = [
     "planning",
     "privacy",
     "recipes",
+    "report",
     "save_model",
     "sensitivities",
     "suggest_optimizer",
@@ -82,8 +83,8 @@ _LAZY = dict.fromkeys(("PrivateClassifier", "PrivateImageClassifier", "PrivateRe
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "estimators":
-        return import_module("lipdp.estimators")
+    if name in ("estimators", "report"):
+        return import_module(f"lipdp.{name}")
     if name in _LAZY:
         return getattr(import_module(f"lipdp.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'lipdp' has no attribute {name!r}")

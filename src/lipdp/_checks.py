@@ -12,14 +12,18 @@ import re
 from collections.abc import Iterable
 from numbers import Real
 from operator import index
+from typing import Any
 
 from lipdp._discreet import shown
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [
     "choose",
+    "instance",
     "is_number",
+    "known_device",
     "match",
+    "no_gradient",
     "positive",
     "probability",
     "rate",
@@ -30,6 +34,48 @@ __all__ = [
 def is_number(value: object) -> bool:
     """Whether it is a finite real number, Python's or numpy's; a bool is not meant as one."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def instance(name: str, value: object, kind: type, advice: str) -> None:
+    """Refuse an argument that is no ``kind``: a class in the place of its object, arguments in another order, a path, a text.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        kind: that it has to be of.
+        advice: what to give.
+    """
+    if not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else shown(value)
+        raise ConfigurationError(f"{name} is {given}: {advice}")
+
+
+def known_device(device: Any) -> Any:
+    """The torch.device of this name, one that is here. (torch lists all that it was ever built for, where there is none.)"""
+    import torch
+
+    advice = "take 'cpu', 'cuda' or 'cuda:1', or leave device out (`lipdp doctor` says what is there)"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(f"there is no device {shown(device)}: {advice}") from None
+    try:
+        if place.type == "meta":
+            raise NotImplementedError
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        what = "torch sees no GPU here" if place.type == "cuda" and not torch.cuda.is_available() else "torch can't compute there"
+        raise ConfigurationError(f"device is {shown(device)}, and {what}: {advice}") from None
+    return place
+
+
+def no_gradient() -> DataError:
+    """The error of a loss that no parameter has a part in."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return DataError("gradients are switched off here, by torch.no_grad() or torch.inference_mode(): train outside of it")
+    return DataError("the loss does not depend on any trainable parameter")
 
 
 def positive(name: str, value: float) -> float:

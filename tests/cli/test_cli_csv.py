@@ -55,7 +55,8 @@ def test_classes_with_a_report(table: Path) -> None:
     assert sum(map(sum, read.about.evaluation.confusion)) == 100
     assert "--target kind" in read.about.command
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "ranges or categories of 4 columns, as declared" in page
+    assert "ranges or categories of 4 columns, as declared: " in page  # and which: whoever signs has to know
+    assert "age, from 18 to 90; job, one of clerk, nurse; hours, from 0 to 60, or missing" in page
     assert json.loads((run / "schema.json").read_text())["job"] == {"values": ["clerk", "nurse"]}
     code, told = train(table, SCHEMA, *words)
     assert code == 2
@@ -143,7 +144,10 @@ def test_files_that_are_no_tables(tmp_path: Path, content: str, said: str) -> No
     ],
 )
 def test_one_source_of_records(words: list[str]) -> None:
-    assert CliRunner().invoke(app, ["train", *words]).exit_code == 2
+    told = CliRunner().invoke(app, ["train", *words])
+    assert told.exit_code == 2
+    if {"--csv", "--images"} <= set(words):
+        assert "--images and --csv are given" in told.output
 
 
 def test_dates_and_columns_that_are_left_out(tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def test_sweep_in_json_and_its_histories(lipdp, tmp_path):
     assert report["best"]["3"]["score"] >= second.json["score"]
 
 
+def test_a_search_has_an_end(lipdp):
+    told = lipdp("sweep", "digits")
+    assert told.code == 2
+    assert "--trials 20, --minutes 30" in told.stderr
+    assert "trials ━" not in told.stderr  # before anything begins
+
+
 def test_sweep_then_test(lipdp):
     done = lipdp(
         "sweep", "digits", *FIXED, "--space", "small", "--trials", 1, "--test", "--seeds", 2, "--validation-fraction", 0.25

@@ -306,7 +306,7 @@ def test_folds_compose_and_it_is_said() -> None:
         account._expected = before
 
 
-@pytest.mark.filterwarnings("ignore:ranges of 3 columns")
+@pytest.mark.filterwarnings("ignore:3 ranges are found")
 @pytest.mark.usefixtures("few_steps")
 def test_one_account_pays_for_all_fits_and_refuses_the_one_too_many(tmp_path) -> None:
     x, y = _rows(200)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
 import json
 import math
 import shutil
@@ -16,7 +18,8 @@ from lipdp._texts import upwards
 from lipdp.cli import app
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures, html, markdown, read_run, write
-from lipdp.report.words import statement
+from lipdp.report.words import in_short
+from lipdp.report.words import statement as paragraphs
 from tests.report.browser import chromium, look_at, print_pdf
 
 SHORT = ("--epochs", "2", "--batch-size", "256", "--delta", "1e-4", "--noise-multiplier", "5", "--set", "options.hidden=32")
@@ -43,6 +46,10 @@ def copy(run, tmp_path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
+def statement(record) -> str:
+    return " ".join(paragraphs(record))
+
+
 def _edit(folder: Path, file: str, **changes) -> None:
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps({**content, **changes}))
@@ -66,6 +73,10 @@ def test_train_writes_a_report(run) -> None:
     ):
         assert part in text, part  # fmt: skip
     assert "NOT PRIVATE" not in text
+    assert in_short(record) in text
+    digest = hashlib.sha256((run / "model.lipdp").read_bytes()).hexdigest()
+    assert f"| model | model.lipdp, SHA-256 {digest} |" in text  # what is signed is this file
+    assert f"A model was trained on {datetime.datetime.now(datetime.UTC).date().isoformat()} on 1,150 records" in text
     assert str(run.parent) not in text
     assert str(run.parent) not in (run / "report.html").read_text()
 
@@ -84,6 +95,8 @@ def test_a_reproducible_run_is_not_private_and_says_so_loudly(repeatable) -> Non
     assert '<p class="danger">NOT PRIVATE' in page
     assert "**NOT PRIVATE" in text
     assert "This run is not private" in statement(read_run(repeatable))
+    assert "Nothing is promised" in page
+    assert "does not cover" not in page
     assert "| guarantee | none:" in text
     assert "--reproducible SEED" in text
     assert "reproducible 7" not in page + text
@@ -101,6 +114,8 @@ def test_what_the_odds_change_by(run) -> None:
     replaced = dataclasses.replace(small, plan=dataclasses.replace(record.plan, adjacency="replace_one"))
     assert "what one given record held, by a factor of at most e^ε = 1.65, but" in statement(replaced)
     assert "e^2ε" not in statement(replaced)
+    assert "was used by a factor of at most e^ε = 1.65" in in_short(small)
+    assert "record held by a factor of at most e^ε = 1.65" in in_short(replaced)
     for epsilon in (30.0, 1e4, math.inf):
         assert "next to no protection" in statement(dataclasses.replace(record, epsilon=epsilon))
     # Where factors are no longer written out, the chance is still the true one: 10⁻¹²·e²⁵ is 0.072, and 10⁻¹²·e³⁰ above 1.

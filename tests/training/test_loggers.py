@@ -24,7 +24,8 @@ def _fit(*callbacks, public=False):
                       method="bookkeeping", max_grad_norm=0.1)  # fmt: skip
     data = TensorDataset(torch.rand(60, 4), torch.randint(0, 2, (60,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return lipdp.fit(model, loss, optimizer, plan, data, validation=data, evaluations=2, callbacks=callbacks, public=public)
+    others = TensorDataset(torch.rand(20, 4), torch.randint(0, 2, (20,)))
+    return lipdp.fit(model, loss, optimizer, plan, data, validation=others, evaluations=2, callbacks=callbacks, public=public)
 
 
 class Kept(Logger):

@@ -108,6 +108,8 @@ def sweep(
             "--private-tuning takes --trials, the mean number of runs, and none of --minutes, --storage, --histories, --workers: "
             "the number of runs is random and secret, and the runs that are not chosen must not be kept"
         )
+    if trials is None and minutes is None:
+        raise ConfigurationError("say when the search ends: --trials 20, --minutes 30, or both")
     if weights is not None and (not private_tuning or weights.exists()):
         why = f"'{weights}' exists; choose another" if private_tuning else "--weights goes with --private-tuning"
         raise ConfigurationError(why)

@@ -164,9 +164,12 @@ def train(
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     drawn = drawing(sampling, largest_batch, adjacency)
     usual = drawn == drawing("poisson", None, "add_remove")
-    if sum(given is not None for given in (recipe, images, table)) != 1:
+    sources = {f"the recipe {recipe!r}": recipe, "--images": images, "--csv": table}
+    named = [name for name, given in sources.items() if given is not None]
+    if len(named) != 1:
+        given = f"{' and '.join(named)} are given, and one of them is trained on: " if named else ""
         raise ConfigurationError(
-            "give the name of a recipe, which `lipdp recipes` lists, or records of your own: --images FOLDER or --csv FILE"
+            f"{given}give the name of a recipe, which `lipdp recipes` lists, or records of your own: --images FOLDER or --csv FILE"
         )
     if recipe is None:
         refused: dict[str, object] = {

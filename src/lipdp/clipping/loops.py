@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lipdp._checks import no_gradient
 from lipdp._numerics import Undrawn, seed_all, wide
 from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.follow import Following, follow
@@ -60,7 +61,7 @@ def loss_values(loss: PerExampleLoss, outputs: Any, targets: torch.Tensor, copie
             "(reduction='none')"
         )
     if not values.requires_grad:
-        raise DataError("the loss does not depend on any trainable parameter")
+        raise no_gradient()
     return values if copies == 1 else values.reshape(-1, copies).mean(1)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from lipdp._checks import no_gradient
 from lipdp._numerics import no_autocast
 from lipdp.clipping.adoption import Shown, TrainedLayers, Ways, trained_layers
 from lipdp.clipping.contribution import Contribution, Dense
@@ -39,7 +40,7 @@ from lipdp.clipping.norm_rules import (
 )
 from lipdp.clipping.outer import combine
 from lipdp.clipping.spread import copies_for_all, swapped
-from lipdp.errors import DataError, UnsupportedError
+from lipdp.errors import UnsupportedError
 
 __all__ = [
     "Recording",
@@ -207,7 +208,7 @@ class Recording:
         self.open = False
         self.ways.check()
         if not total.requires_grad:
-            raise DataError("the loss does not depend on any trainable parameter")
+            raise no_gradient()
         if not self.taps:
             return {}
         late, hooks = self._divided()

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from lipdp._discreet import discreet
 from lipdp.errors import DataError, LipdpWarning
 
-__all__ = ["read_images", "read_labels", "read_pictures", "unreadable_pictures"]
+__all__ = ["has_labels", "read_images", "read_labels", "read_pictures", "unreadable_pictures"]
 
 _KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _NAMES = {"images": ("images", "x", "X", "data"), "labels": ("labels", "y", "targets")}
@@ -53,6 +53,18 @@ def read_images(path: Place, *, side: int | None = None) -> tuple[Array, Array]:
     return read_pictures(path, side=side), labels
 
 
+def has_labels(path: Place) -> bool:
+    """Whether pictures lie in folders of their classes, or an .npz file holds labels beside them.
+
+    Args:
+        path: of the folder or the .npz file.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return bool(_labelled(place))
+    return bool(set(_names_in(place)) & set(_NAMES["labels"]))
+
+
 @discreet
 def read_labels(path: Place) -> Array:
     """The labels alone, in the order of :func:`read_images`; no picture is opened.
@@ -65,7 +77,9 @@ def read_labels(path: Place) -> Array:
         return _stored(place, "labels")
     files = _labelled(place)
     if not files:
-        raise DataError(f"'{place}' holds no pictures in folders, one for each class: {place.name}/LABEL/picture.png")
+        deeper = any(_labelled(part) for part in _folders_in(place))
+        hint = ". One of its folders holds such folders (training and test pictures?): give that one" if deeper else ""
+        raise DataError(f"'{place}' holds no pictures in folders, one for each class: {place.name}/LABEL/picture.png{hint}")
     _tell_passed_over(place)
     return np.array([file.parent.name for file in files])
 
@@ -137,8 +151,11 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
     try:
         with _in_silence(), Image.open(file) as opened:
             picture = ImageOps.exif_transpose(opened)
-            if picture.mode.startswith("I"):  # 16 bits, or 32 that hold them
-                values = np.asarray(picture).astype(np.int64)
+            if picture.mode[0] in "IF":  # 16 bits, or 32 that hold them, or floating point: from 0 to 1 where none is larger
+                values = np.asarray(picture)
+                if not np.isfinite(values).all():
+                    raise ValueError
+                values = (values * (255 if picture.mode == "F" and values.max() <= 1 else 1)).astype(np.int64)
                 picture = Image.fromarray((values.clip(0, 65535) // 257 if values.max() > 255 else values.clip(0)).astype(np.uint8))
             elif picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
                 grey = picture.mode == "LA"
@@ -162,7 +179,7 @@ def _as(picture: Any, mode: str, size: tuple[int, int]) -> Any:
 
 def _tell_passed_over(place: Path) -> None:
     """Say what a folder of classes holds that is not read: nothing is left out in silence."""
-    folders = [part for part in sorted(place.iterdir()) if part.is_dir() and not part.name.startswith(".")]
+    folders = _folders_in(place)
     empty = [part.name for part in folders if not _pictures_in(part)]
     loose = [file for file in _pictures_in(place) if file.is_file()]
     others = [
@@ -181,24 +198,45 @@ def _tell_passed_over(place: Path) -> None:
 
 
 def _pictures_in(place: Path) -> list[Path]:
-    return sorted(file for file in place.iterdir() if file.suffix.lower() in _KINDS)
+    """What a system hides (._1.png of a Mac's archive, folders of an editor) is nobody's picture, and no class."""
+    return sorted(file for file in place.iterdir() if file.suffix.lower() in _KINDS and not _is_hidden(file))
+
+
+def _folders_in(place: Path) -> list[Path]:
+    return sorted(part for part in place.iterdir() if part.is_dir() and not _is_hidden(part))
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.name == "__MACOSX"
 
 
 def _labelled(place: Path) -> list[Path]:
     """Pictures in folders of their classes, by label and name."""
-    return [file for part in sorted(place.iterdir()) if part.is_dir() for file in _pictures_in(part)]
+    return [file for part in _folders_in(place) for file in _pictures_in(part)]
 
 
 def _stored(place: Path, what: str) -> Array:
     """One of the two arrays of an .npz file."""
-    if place.suffix != ".npz" or not place.exists():
-        raise DataError(f"'{place}' is neither a folder of pictures nor an .npz file that is there")
+    names = _names_in(place)
+    name = next((name for name in _NAMES[what] if name in names), None)
+    if name is None:
+        raise DataError(f"'{place}' holds {', '.join(names)}, and no array {' or '.join(_NAMES[what])}")
+    return np.asarray(_from_file(place, name))
+
+
+def _names_in(place: Path) -> list[str]:
+    if place.suffix != ".npz" or not place.is_file():
+        kind = {".npy": ". Give the array itself, numpy.load(…)", ".zip": ". Unpack it"}.get(place.suffix, "")
+        raise DataError(f"'{place}' is neither a folder of pictures nor an .npz file that is there{kind}")
+    names: list[str] = _from_file(place, None)
+    return names
+
+
+def _from_file(place: Path, name: str | None) -> Any:
+    """An array of an .npz file, or the names of all."""
     try:
         with np.load(place, allow_pickle=False) as stored:
-            name = next((name for name in _NAMES[what] if name in stored.files), None)
-            if name is None:
-                raise DataError(f"'{place}' holds {', '.join(stored.files)}, and no array {' or '.join(_NAMES[what])}")
-            return np.asarray(stored[name])
+            return list(stored.files) if name is None else stored[name]
     except (BadZipFile, ValueError, OSError, EOFError) as error:
         raise DataError(
             f"'{place}' can't be read ({type(error).__name__}): write plain arrays, numpy.savez('{place.name}', images=…, "

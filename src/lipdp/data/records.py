@@ -55,6 +55,10 @@ class Columns(Dataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
     ) -> None:
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping):
             raise ConfigurationError(f"{type(dataset).__name__} has no records by number: pass a dataset, e.g. dataset['train']")
+        if hasattr(dataset, "iloc"):
+            raise ConfigurationError(
+                f"a {type(dataset).__name__} is a table: frame.to_dict('records') are its records. PrivateClassifier takes tables"
+            )
         if inputs is not None and (isinstance(inputs, str) or not inputs):
             raise ConfigurationError(f"inputs are names of columns, e.g. ('input_ids', 'attention_mask'), not {inputs!r}")
         self.dataset, self.target, self.mask = dataset, target, mask

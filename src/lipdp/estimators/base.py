@@ -23,12 +23,12 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from torch.utils.data import TensorDataset
 
-from lipdp._checks import positive, probability
+from lipdp._checks import known_device, positive, probability
 from lipdp._discreet import discreet, is_discreet, shown
 from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, upwards
 from lipdp.data.images import read_labels
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice
-from lipdp.estimators.reading import check_labels, check_lengths, declared_classes, is_place, one_column
+from lipdp.estimators.reading import check_labels, check_lengths, codes_of, declared_classes, is_place, one_column
 from lipdp.privacy.budget import open_budget
 from lipdp.training import History, PrivacyPlan, fit, plan
 from lipdp.training.account import several_runs
@@ -146,7 +146,10 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     def _check_privacy(self, records: int) -> float:
         """Check ε, δ and the seed before anything is released. Returns δ."""
         positive("epsilon", self.epsilon)
-        _check_device(self.device)
+        if self.device is not None:
+            known_device(self.device)
+        if not isinstance(self.reproducible, bool | np.bool_):
+            raise ConfigurationError(f"reproducible is {shown(self.reproducible)}: True (repeatable, and not private) or False")
         if isinstance(self.random_state, bool) or not isinstance(
             self.random_state, numbers.Integral | np.random.RandomState | np.random.Generator | None
         ):
@@ -282,10 +285,7 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
                 "y has one class only: there is nothing to tell apart. Declare the classes that may occur, "
                 "classes=[…], if there are others"
             )
-        codes = np.searchsorted(labels, given)
-        if (labels[np.minimum(codes, len(labels) - 1)] != given).any():
-            raise DataError(f"y has labels that are not among the {len(labels)} declared classes. Declare all that may occur")
-        return labels, codes.astype(np.int64)
+        return labels, codes_of(given, labels, self.classes is not None)
 
     def _public_classes(self, labels: npt.NDArray[Any]) -> str:
         """What the report says of the classes."""
@@ -331,23 +331,16 @@ class Classifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc]
             sample_weight: of each record.
         """
         predicted = self.predict(X)
-        return float(accuracy_score(read_labels(X) if y is None and is_place(X) else y, predicted, sample_weight=sample_weight))
+        if y is None and not is_place(X):
+            raise DataError(f"score takes {self._records} and their labels, score(X, y), and the labels y are None")
+        answers = one_column(read_labels(X) if y is None else y)
+        check_labels(answers, self._records.removesuffix("s"))
+        check_lengths(self._records, len(predicted), answers)
+        if not {*answers.tolist()} & {*self.classes_.tolist()}:
+            raise DataError(f"none of the labels y is one of the {len(self.classes_)} classes that were learned, classes_")
+        return float(accuracy_score(answers, predicted, sample_weight=sample_weight))
 
 
 def softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Shares from logits, row by row."""
     return np.asarray(torch.from_numpy(logits).softmax(1).numpy(), dtype=np.float64)
-
-
-def _check_device(device: Any) -> None:
-    """Refuse a device that is not here before anything is read, let alone spent."""
-    try:
-        kind = "cpu" if device is None else torch.device(device).type
-    except (RuntimeError, TypeError):
-        raise ConfigurationError(
-            f"there is no device {shown(device)}: take 'cpu', 'cuda' or 'cuda:1', or leave device out"
-        ) from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"device is {shown(device)}, and torch sees no GPU here: take 'cpu' (`lipdp doctor` says what is there)"
-        )

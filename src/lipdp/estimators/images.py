@@ -29,7 +29,7 @@ from lipdp import losses, models
 from lipdp._checks import choose
 from lipdp._discreet import shown
 from lipdp._numerics import Undrawn
-from lipdp.data.images import read_labels, read_pictures
+from lipdp.data.images import has_labels, read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, plan_head, softmax
 from lipdp.estimators.reading import is_place
@@ -123,8 +123,13 @@ class PrivateImageClassifier(Classifier):
                 class, or of an .npz file (:func:`lipdp.data.read_images`).
             y: a label for each; a folder and a file bring their own.
         """
-        if is_place(X) and y is None:
-            y = read_labels(X)
+        if is_place(X):
+            if y is not None and has_labels(X):
+                raise DataError(
+                    "these pictures bring their labels (the names of their folders, or an array of the file), and y gives others: "
+                    "leave y out, or give the pictures in a folder without folders, and labels in the order of the files' names"
+                )
+            y = read_labels(X) if y is None else y
         # Each picture of a folder is brought to one size by itself: what the others are does not matter.
         pixels = _channels_first(read_pictures(X, side=_SIDE) if is_place(X) else X)
         labels, codes = self._labels(y, len(pixels))
@@ -233,14 +238,21 @@ def is_images(given: Any) -> bool:
     """Whether records are images: a folder or file, an array of 3 or 4 dimensions, a list of arrays of 2 or 3."""
     if is_place(given):
         return True
-    if isinstance(given, list | tuple):
-        first = getattr(given[0], "shape", None) if given else None
-        return first is not None and len(first) in (2, 3)
+    if isinstance(given, list | tuple) or _holds_arrays(given):
+        first = next(iter(given), None)
+        return len(getattr(first, "shape", ())) in (2, 3) or hasattr(first, "getbands")  # arrays, or pictures of Pillow
     return getattr(given, "ndim", 2) in (3, 4)
+
+
+def _holds_arrays(given: Any) -> bool:
+    """Whether it is one column of objects, each of them an array."""
+    return getattr(given, "ndim", 0) == 1 and getattr(getattr(given, "dtype", None), "kind", "") == "O" and hasattr(given, "tolist")
 
 
 def _channels_first(given: Any) -> torch.Tensor:
     """Images as (N, channels, height, width), of the type that they came in; checked."""
+    if _holds_arrays(given):
+        given = list(given)
     try:
         images = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(given))
     except (TypeError, ValueError):
@@ -255,7 +267,8 @@ def _channels_first(given: Any) -> torch.Tensor:
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         raise DataError(
             f"images come as (N, height, width), (N, height, width, channels) or (N, channels, height, width), 1 or 3 channels, "
-            f"not in the shape {tuple(images.shape)}"
+            f"not in the shape {tuple(images.shape)}: X[None] is a batch of one, and X[..., :3] leaves out a fourth channel behind "
+            "three of colour"
         )
     sides = tuple(images.shape[2:])
     if not len(images) or min(sides) < _SMALLEST or max(sides) > _LARGEST:
@@ -263,7 +276,10 @@ def _channels_first(given: Any) -> torch.Tensor:
             f"there are {len(images)} images of {sides[0]} × {sides[1]} pixels: give some, of {_SMALLEST} to {_LARGEST} pixels"
         )
     if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise DataError(f"pixels are whole numbers of type uint8 (0 to 255) or floating point from 0 to 1, not {images.dtype}")
+        raise DataError(
+            f"pixels are whole numbers of type uint8 (0 to 255) or floating point from 0 to 1, not {images.dtype}: "
+            "X.astype('uint8') where white is 255, (X / white).astype('float32') for another white (65535, or 1 of black and white)"
+        )
     if images.is_floating_point() and not bool(((images >= 0) & (images <= 1)).all()):
         raise DataError("floating-point pixels have to be finite and from 0 to 1: divide by what white is")
     return images

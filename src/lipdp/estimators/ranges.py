@@ -67,9 +67,9 @@ def private_ranges(
     off = rank_error(each) / size
     if off > _ROUGH:
         warnings.warn(
-            f"ranges of {len(columns)} columns are found from {size} records with ε = {epsilon:.3g}: each end may be off by "
-            f"{min(100.0, 100 * off):.0f} % of the records. Declare what is public of them: schema={{column: (low, high), …}} "
-            "costs no privacy.",
+            f"{len(columns)} range{'s are' if len(columns) > 1 else ' is'} found from {size} records with ε = {epsilon:.3g}: each "
+            f"end may be off by {min(100.0, 100 * off):.0f} % of the records. Declare what is public: schema={{column: (low, "
+            "high), …}, target=(low, high) for y; that costs no privacy.",
             LipdpWarning,
             stacklevel=4,
         )

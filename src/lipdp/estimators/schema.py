@@ -25,6 +25,7 @@ from lipdp.errors import ConfigurationError, DataError
 __all__ = ["Categorical", "Column", "Dates", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
 
 Floats = npt.NDArray[np.float64]
+_MISSING, _LISTED = ", or missing", 12  # words; categories that are told one by one
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Numeric:
     def width(self) -> int:
         """How many numbers it becomes."""
         return 1 + self.missing
+
+    @property
+    def said(self) -> str:
+        """What is public of it, in words."""
+        return f"from {self.low:g} to {self.high:g}{_MISSING if self.missing else ''}"
 
     def encode(self, name: str, values: Any) -> Floats:
         """(rows, width), every row of norm at most 1."""
@@ -100,17 +106,35 @@ class Categorical:
         """How many numbers it becomes."""
         return len(self.values) + self.other
 
+    @property
+    def said(self) -> str:
+        """What is public of it, in words."""
+        listed = ", ".join(map(str, self.values[:_LISTED]))
+        more = f" and {len(self.values) - _LISTED} more" if len(self.values) > _LISTED else ""
+        return f"one of {listed}{more}{', or another' if self.other else ''}"
+
     def encode(self, name: str, values: Any) -> Floats:
         """(rows, width): a 1 where the category is."""
         places = {value: place for place, value in enumerate(self.values)}
         codes = np.array([_place(places, value) for value in np.asarray(values, dtype=object).tolist()], dtype=np.int64)
         if not self.other and (codes < 0).any():
             raise DataError(
-                f"column {name!r} has values that are not among its {len(self.values)} declared categories. Declare them all, or "
-                "take lipdp.estimators.categorical([…], other=True), which gives the rest one category of their own"
+                f"column {name!r} has values that are not among its {len(self.values)} declared categories"
+                f"{self._difference(values)}. Declare them all, or take lipdp.estimators.categorical([…], other=True), which gives "
+                "the rest, and missing values, one category of their own"
             )
         codes = np.where(codes < 0, len(self.values), codes)
         return np.eye(self.width)[codes]
+
+    def _difference(self, values: Any) -> str:
+        """What of the declaration and the column's type says that another kind of column was meant."""
+        numbers = all(is_number(value) for value in self.values)
+        if not is_numeric(values):
+            return ""
+        if not numbers:
+            return f" (texts, where the column is of type {values.dtype})"
+        pair = len(self.values) == 2
+        return f" (a list, {shown(list(self.values))}, is of categories; a range is a pair, (low, high))" if pair else ""
 
 
 @dataclass(frozen=True, init=False)
@@ -145,6 +169,11 @@ class Dates:
     def width(self) -> int:
         """How many numbers it becomes."""
         return 1 + self.missing
+
+    @property
+    def said(self) -> str:
+        """What is public of it, in words."""
+        return f"dates from {self.ends[0]} to {self.ends[1]}{_MISSING if self.missing else ''}"
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -242,6 +271,11 @@ def read_schema(given: Any, names: Sequence[Hashable]) -> dict[Hashable, Column]
         return dict.fromkeys(names, given)
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(end, Real) for end in given):
         return dict.fromkeys(names, Numeric(*given))
+    if isinstance(given, str) or hasattr(given, "dtype"):
+        raise ConfigurationError(
+            f"schema is a {type(given).__name__}: what is public is said in Python, a mapping from columns to (low, high) or lists "
+            "of categories (a file of such is for `lipdp train --csv … --schema FILE`)"
+        )
     if isinstance(given, list) and given and all(isinstance(entry, str | Real) for entry in given):
         raise ConfigurationError(
             f"schema is {shown(given)}, which may be a range or categories of all columns: say numeric(low, high) of "
@@ -325,12 +359,15 @@ def _numbers(name: str, values: Any) -> Floats:
 
 def is_boolean(values: Any) -> bool:
     """Whether a column's *type* says that there are two values: its range is public then."""
-    return str(getattr(values, "dtype", "")) in ("bool", "boolean")
+    return _kind_of_type(values) == "b"
 
 
 def is_numeric(values: Any) -> bool:
     """Whether a column's type is one of numbers; texts, objects, dates and categories are not."""
-    kind = getattr(values, "dtype", None)
-    if isinstance(kind, np.dtype):
-        return kind.kind in "biuf"
-    return str(kind).rstrip("0123456789").lower() in ("int", "uint", "float", "boolean")
+    return _kind_of_type(values) in tuple("biuf")
+
+
+def _kind_of_type(values: Any) -> str:
+    """numpy's letter for a column's type: "b" for booleans, "i", "u", "f" for numbers; nullable, sparse and Arrow's have it."""
+    kind = getattr(getattr(values, "dtype", None), "kind", "")
+    return kind if isinstance(kind, str) else ""

@@ -22,7 +22,7 @@ from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, plan_hea
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
 from lipdp.estimators.ranges import private_ranges
-from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths
+from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths, note_pairing
 from lipdp.estimators.repeats import note_rows
 from lipdp.estimators.schema import Column, Numeric, Schema, check_names, columns_of, is_boolean, is_frame, is_numeric, read_schema
 from lipdp.privacy import Adjacency, Pure
@@ -33,6 +33,7 @@ __all__ = ["PrivateClassifier", "PrivateRegressor"]
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
 _LITTLE = 0.05
+_TOLD = 60  # columns that are listed one by one
 _OF_IMAGES = ("epsilon", "delta", "classes", "random_state", "reproducible", "device", "budget")
 
 
@@ -75,12 +76,31 @@ class _PrivateTable(PrivateEstimator):
             raise DataError(f"the table has shape {tuple(table.shape)}: there is nothing to learn from")
         else:
             check_names(table)
+        if not first:
+            self._check_form_of_fit(table)
         try:
             _check_feature_names(self, table, reset=first)
             _check_n_features(self, table, reset=first)
         except (TypeError, ValueError) as error:  # its text is made of names and numbers of columns
-            raise DataError(str(error)) from None
+            again = (
+                "" if first or not is_frame(table) else ". Give the columns of the fit in their order: X[model.feature_names_in_]"
+            )
+            raise DataError(f"{str(error).strip().removesuffix('.')}{again}") from None
         return columns_of(table), table
+
+    def _check_form_of_fit(self, table: Any) -> None:
+        """Columns have names or places, as in the fit: which of the two was meant is not guessed."""
+        named = any(isinstance(name, str) for name in self.schema_.names)
+        if named and not is_frame(table):
+            raise DataError(
+                "this was fitted on a DataFrame, and X is an array, whose columns have no names: "
+                "pandas.DataFrame(X, columns=model.feature_names_in_), if they are in that order"
+            )
+        if not named and is_frame(table) and any(isinstance(name, str) for name in table.columns):
+            raise DataError(
+                "this was fitted on an array, and X is a DataFrame, whose columns have names: X.to_numpy(), if they are in the "
+                "order of that array"
+            )
 
     def _schema(self, columns: dict[Hashable, Any]) -> tuple[dict[Hashable, Column], list[Hashable]]:
         """What is known of the columns, and those whose range has to be found. All that is wrong with either is said now."""
@@ -263,13 +283,14 @@ class PrivateClassifier(Classifier, _PrivateTable):
             raise ConfigurationError(f'method="features" is for images, and this is a table: "auto", {", ".join(METHODS)}')
         self.__dict__.pop("images_", None)
         columns, rows = self._read(X, first=True)
+        note_pairing(X, y)
         labels, codes = self._labels(y, len(rows))
         known, unknown = self._schema(columns)
         ready = self._prepare(rows, columns, known, len(labels), found=len(unknown))
         ranges = self._ranges({name: columns[name] for name in unknown}, ready)
         self.classes_ = labels
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
-        self.public_ = (*_public_facts(len(codes), len(known)), self._public_classes(labels))
+        self.public_ = (*_public_facts(len(codes), known), self._public_classes(labels))
         self._run(ready, columns, codes)
         return self
 
@@ -379,6 +400,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
             y: a number for each.
         """
         columns, rows = self._read(X, first=True)
+        note_pairing(X, y)
         values = self._values(y, len(rows))
         known, unknown = self._schema(columns)
         given = None if self.target is None else _target(self.target)
@@ -390,7 +412,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         self.target_ = given or self._ranges({_TARGET: values}, ready, share if without else 1.0)[_TARGET]
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
         self.public_ = (
-            *_public_facts(len(values), len(known)),
+            *_public_facts(len(values), known),
             *([] if given is None else [f"the range of y, {given.low:g} to {given.high:g}, as declared"]),
         )
         self._run(ready, columns, self.target_.encode("y", values).astype(np.float32))
@@ -419,13 +441,21 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
 
 def _target(given: Any) -> Numeric:
     """The declared range of the target."""
-    if isinstance(given, Numeric) and not given.missing:
-        return given
-    if not (isinstance(given, tuple | list) and len(given) == 2):
-        raise ConfigurationError(f"target is {shown(given)}: the public range of y, (low, high), and no value of y is missing")
-    return Numeric(*given)
+    advice = f"target is {shown(given)}: the public range of y, (low, high), two different numbers, and no value of y is missing"
+    if not (isinstance(given, Numeric) or (isinstance(given, tuple | list) and len(given) == 2)):
+        raise ConfigurationError(advice)
+    known = given if isinstance(given, Numeric) else Numeric(*given)
+    if known.missing or known.low == known.high:
+        raise ConfigurationError(advice)
+    return known
 
 
-def _public_facts(records: int, declared: int) -> list[str]:
-    known = [f"ranges or categories of {declared} column{'s' if declared > 1 else ''}, as declared"] if declared else []
+def _public_facts(records: int, declared: dict[Hashable, Column]) -> list[str]:
+    """What whoever signs has to know to be public: which ranges and categories, not only how many."""
+    told = [f"{name}, {column.said}" for name, column in list(declared.items())[:_TOLD]]
+    more = [f"and {len(declared) - _TOLD} more"] if len(declared) > _TOLD else []
+    plural = "s" if len(declared) > 1 else ""
+    known = (
+        [f"ranges or categories of {len(declared)} column{plural}, as declared: {'; '.join([*told, *more])}"] if declared else []
+    )
     return [f"the number of rows, {records}", *known]

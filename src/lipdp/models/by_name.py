@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from lipdp._checks import choose
+from lipdp._checks import choose, instance, whole
 from lipdp.errors import ConfigurationError, LipdpError
 
 __all__ = ["create", "names", "option_names", "register"]
@@ -60,8 +60,8 @@ def create(name: str, *, input_shape: Sequence[int], classes: int, **options: An
         2368
     """
     name = choose("model", name, names())
-    if classes < 1:
-        raise ConfigurationError(f"classes must be at least 1, not {classes}")
+    classes = whole("classes", classes)
+    instance("input_shape", input_shape, Iterable, "the shape of one example, such as (1, 28, 28), or (40,) for a row")
     try:
         model = _builders[name](tuple(input_shape), classes, **options)
     except LipdpError:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lipdp import nn
@@ -25,9 +26,11 @@ from lipdp.planning.settings import (
     Precision,
     check_counts,
     check_method,
+    check_model,
     choose_precision,
     describe_loss,
     model_roundoff,
+    note_squashed,
     per_example_loss,
     rounding_of,
     slack_of,
@@ -130,9 +133,11 @@ def plan(
         >>> 1.5 < p.epsilon < 3.5
         True
     """
+    check_model(model, values=method in ("clipless", "mixed"))
     clipping, schedule = with_earlier_names(clipping, schedule, earlier)
     adaptive = clipping.adaptive
     check_method(method, max_grad_norm)
+    dataset_size, batch_size, steps = _plain(dataset_size), _plain(batch_size), _plain(steps)
     check_counts(dataset_size, batch_size, steps, epochs)
     _check_privacy(epsilon, delta, dataset_size, noise_multiplier)
     # numpy's numbers, too, become what JSON can hold.
@@ -141,6 +146,7 @@ def plan(
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
+    note_squashed(model, loss)
     shape = None if input_shape is None else tuple(input_shape)
     groups, analysis = make_groups(
         model,
@@ -353,6 +359,11 @@ def _solve(
             "one of the three out, and it will be chosen to fit."
         )
     return sigma, steps, spent
+
+
+def _plain(count: Any) -> Any:
+    """numpy's whole number as Python's."""
+    return int(count) if isinstance(count, np.integer) else count
 
 
 def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise_multiplier: float | None) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
-from lipdp._checks import is_number
+from lipdp._checks import instance, is_number
+from lipdp._discreet import shown
 from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpNotice
 from lipdp.losses import Loss
 
 __all__ = [
@@ -132,6 +135,47 @@ def choose_precision(asked: str | None, roundoff: float) -> Precision:
     return asked if ROUNDOFF[asked] >= ROUNDOFF[native] else native  # type: ignore[return-value]
 
 
+def check_model(model: object, *, values: bool = True) -> None:
+    """Refuse what is no model, and one whose weights are not there yet.
+
+    Args:
+        model: that was given.
+        values: whether its weights are looked at; where gradients are clipped, a plan does with their shapes.
+    """
+    instance("model", model, torch.nn.Module, "a torch.nn.Module, made, and neither its class nor its name")
+    assert isinstance(model, torch.nn.Module)
+    for name, held in model.named_parameters():
+        if isinstance(held, UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} has no shape yet (a lazy layer): let the model see a made-up batch first, model(torch.zeros(1, …))"
+            )
+        if values and held.device.type == "meta":
+            raise ConfigurationError(
+                f"{name} is on the meta device, where it has no values: model.to_empty(device='cpu'), and set the weights then"
+            )
+
+
+_ENDS = {
+    "Softmax": ("CrossEntropy", "CrossEntropyLoss"),
+    "LogSoftmax": ("CrossEntropy", "CrossEntropyLoss"),
+    "Sigmoid": ("BCE", "BCEWithLogitsLoss"),
+}
+
+
+def note_squashed(model: torch.nn.Module, loss: object) -> None:
+    """Say where a network ends in what its loss does itself: gradients all but vanish, and the noise stays."""
+    last = model
+    while isinstance(last, torch.nn.Sequential) and len(last):
+        last = last[-1]
+    if type(loss).__name__ in _ENDS.get(type(last).__name__, ()):
+        warnings.warn(
+            f"the network ends in {type(last).__name__}, and {type(loss).__name__} applies one itself: leave it out, or little is "
+            "learned",
+            LipdpNotice,
+            stacklevel=3,
+        )
+
+
 def check_method(method: str, max_grad_norm: float | Mapping[str, float] | None) -> None:
     """Refuse an unknown method, and a clipping norm that is missing or has no meaning."""
     if method not in get_args(Method):
@@ -150,7 +194,7 @@ def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: 
     """Refuse sizes and lengths that can't be meant."""
     for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r}")
+            raise ConfigurationError(f"{name} must be a whole number of at least 1, not {shown(value)}")
     if batch_size > dataset_size:
         raise ConfigurationError(
             f"batch_size={batch_size} is larger than dataset_size={dataset_size}: the sampling rate would exceed 1. Use at most "

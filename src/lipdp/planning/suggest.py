@@ -18,12 +18,44 @@ import warnings
 
 import torch
 
-from lipdp._checks import is_number, positive
+from lipdp._checks import instance, is_number, positive
 from lipdp._numerics import whole_tensor
 from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import check_model
 
-__all__ = ["check_optimizer", "suggest_optimizer"]
+__all__ = ["check_optimizer", "check_parts", "check_scheduler", "suggest_optimizer"]
+
+
+def check_parts(model: object, plan: object, optimizer: object = None) -> None:
+    """Refuse a class in the place of its object, a path, a name, arguments in another order: by name, before anything is done."""
+    check_model(model)
+    instance("plan", plan, PrivacyPlan, "what lipdp.plan(…) gives, or PrivacyPlan.from_json(text) of a stored one")
+    if optimizer is not None:
+        instance(
+            "optimizer",
+            optimizer,
+            torch.optim.Optimizer,
+            "one of torch.optim over model.parameters(); or optimizer, scheduler = lipdp.suggest_optimizer(model, plan)",
+        )
+
+
+def check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a scheduler that moves another optimiser's rates, or asks for a metric after each step."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, type) or not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
+        instance("scheduler", scheduler, torch.optim.lr_scheduler.LRScheduler, "one of torch.optim.lr_scheduler, for the optimiser")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigurationError(
+            "scheduler is ReduceLROnPlateau, which follows a figure of the records after each step: of training records nobody has "
+            "paid for one. Take a schedule of the steps alone, CosineAnnealingLR(optimizer, plan.steps) for example"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigurationError(
+            f"scheduler is a {type(scheduler).__name__} of another optimiser: it would leave the rates of this one as they are. "
+            "Make it of the optimiser that is passed"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -75,6 +107,7 @@ def suggest_optimizer(
         >>> 0.5 < optimizer.param_groups[0]["lr"] * plan.sensitivity < 5
         True
     """
+    check_parts(model, plan)
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigurationError(f"momentum must lie in [0, 1), not {momentum!r}")
     share = positive("noise_to_weights", noise_to_weights)

@@ -13,7 +13,7 @@ from lipdp._texts import REPRODUCIBLE, bound, guarantee, number, percent, upward
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures
 from lipdp.report.run import HISTORY, PLAN, RESULT, About, RunRecord, read_run, write_about
-from lipdp.report.words import declared_public, not_covered, promises, statement, together
+from lipdp.report.words import declared_public, in_short, not_covered, promises, statement, together
 from lipdp.training import History, PrivacyPlan
 
 __all__ = ["HTML", "MARKDOWN", "html", "markdown", "write", "write_run"]
@@ -115,7 +115,7 @@ def _summary(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
 def _run(run: RunRecord, *, alone: bool) -> str:
     parts = [] if alone else [f"<h2>{escape(run.name)}</h2>"]
     parts += [f'<p class="danger">{escape(text)}</p>' for text in _alarms(run)]
-    parts.append(f"<p>{escape(_headline(run))}</p>")
+    parts.append(f'<p>{escape(_headline(run))}</p><p class="short">{escape(in_short(run))}</p>')
     heading: Callable[[str], str] = (lambda text: f"<h2>{text}</h2>") if alone else (lambda text: f"<h3>{text}</h3>")
     parts += [heading("What is promised"), _facts(promises(run))]
     parts += [heading("What was declared public"), _list(declared_public(run))]
@@ -126,7 +126,9 @@ def _run(run: RunRecord, *, alone: bool) -> str:
         parts += [heading("On records outside the guarantee"), judged]
     parts += [heading("Again"), _again(run)]
     signature = '<div class="line"><span>place, date</span><span>name</span><span>signature</span></div>'
-    parts += [heading("For the data-protection officer"), f'<div class="sign"><p>{escape(statement(run))}</p>{signature}</div>']
+    said = "".join(f"<p>{escape(text)}</p>" for text in statement(run))
+    outside = f"<p>The guarantee does not cover:</p>{_list(not_covered(run))}" if run.private else ""
+    parts += [heading("For the data-protection officer"), f'<div class="sign">{said}{outside}{signature}</div>']
     return f"<section>{''.join(parts)}</section>"
 
 
@@ -253,6 +255,8 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
     parts += [
         _plain(_headline(run)),
         "",
+        _plain(in_short(run)),
+        "",
         f"{level} What is promised",
         "",
         *_pipes(list(facts[0]), [list(fact) for fact in facts[1:]]),
@@ -276,8 +280,10 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
         parts += [f"{level} Certified accuracy ({judged.examples} examples)", "", *_pipes(["radius (L2)", "certified"], rows), ""]
     parts += [f"{level} Again", "", f"    {_plain(run.about.command) or '(not stored)'}", ""]
     parts += [*(f"- {_plain(name)}: {_plain(value)}" for name, value in run.about.environment.items()), ""]
-    return [*parts, f"{level} For the data-protection officer", "", _plain(statement(run)), "", "Not covered:", "",
-            *(f"- {_plain(item)}" for item in not_covered(run)), ""]  # fmt: skip
+    parts += [f"{level} For the data-protection officer", ""]
+    for text in statement(run):
+        parts += [_plain(text), ""]
+    return [*parts, "The guarantee does not cover:", "", *(f"- {_plain(item)}" for item in not_covered(run)), ""]
 
 
 def _history_rows(run: RunRecord) -> tuple[list[str], list[list[str]]] | None:

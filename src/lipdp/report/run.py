@@ -6,6 +6,8 @@ Every file is read field by field; what can be derived is derived again.
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hashlib
 import json
 import math
 import platform
@@ -126,7 +128,7 @@ def evaluate_run(model: torch.nn.Module, records: Any, classes: Sequence[str], *
 
 
 def this_environment(device: str = "cpu") -> dict[str, str]:
-    """Versions and machine, as far as results may depend on them.
+    """The day, versions and machine, as far as results may depend on them.
 
     Args:
         device: where the run computed.
@@ -135,6 +137,7 @@ def this_environment(device: str = "cpu") -> dict[str, str]:
 
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "lipdp": __version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
@@ -167,6 +170,7 @@ class RunRecord:
         epsilon: of the steps that were taken, by the accountant from the plan, and of ranges of columns that were released before;
             or what the result says, where that is more.
         contradictions: where files say other things than follow from the plan.
+        model: the file of the model and its digest, so that it is known what a report is of; empty where there is none.
     """
 
     name: str
@@ -176,6 +180,7 @@ class RunRecord:
     about: About
     epsilon: float
     contradictions: tuple[str, ...]
+    model: str = ""
 
     @property
     def private(self) -> bool:
@@ -225,7 +230,7 @@ def read_run(folder: str | Path) -> RunRecord:
         epsilon += float(released)
     if isinstance(said, int | float) and said > epsilon * (1 + 1e-6):  # more than the steps cost is believed, less is not
         epsilon = float(said)
-    return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions)
+    return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions, _model_in(place))
 
 
 def _steps(plan: PrivacyPlan, history: History, result: dict[str, Any]) -> int:
@@ -233,6 +238,11 @@ def _steps(plan: PrivacyPlan, history: History, result: dict[str, Any]) -> int:
     said = result.get("steps")
     taken = int(history.last.get("step", 0))
     return min(taken, plan.steps) if said == taken else plan.steps
+
+
+def _model_in(place: Path) -> str:
+    file = place / MODEL
+    return f"{MODEL}, SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}" if file.is_file() else ""
 
 
 def _text(path: Path) -> str:

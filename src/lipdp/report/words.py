@@ -9,7 +9,7 @@ from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, guarantee, upwards
 from lipdp.report.run import RunRecord
 from lipdp.training import PrivacyPlan
 
-__all__ = ["declared_public", "not_covered", "promises", "statement", "together"]
+__all__ = ["declared_public", "in_short", "not_covered", "promises", "statement", "together"]
 
 _SAMPLING = {
     "poisson": "Poisson: each record independently",
@@ -22,6 +22,8 @@ def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What is promised, and under which description of the run."""
     plan = run.plan
     yield "guarantee", guarantee(run.epsilon, run.plan.delta) if run.private else f"none: {REPRODUCIBLE}"
+    if run.model:
+        yield "model", run.model
     yield "neighbouring datasets", NEIGHBOURS[plan.adjacency]
     yield "accountant", f"{plan.accountant.upper()} of dp-accounting, an upper bound"
     yield (
@@ -71,9 +73,11 @@ def declared_public(run: RunRecord) -> Iterator[str]:
     yield f"the number of records, {plan.dataset_size:,}, of steps, {plan.steps:,}, and in a batch, {plan.batch_size:,} expected"
     yield f"the network's architecture, fixed features and initial weights; the bounds on its inputs; the loss ({plan.loss})"
     yield "clipping norms, temperatures, learning rates and every other setting of the run"
-    if run.figure("accuracy") is not None or run.figure("classes") is not None or run.about.evaluation is not None:
+    own = [fact for fact in run.about.public if not fact.startswith("the number of rows")]  # N is told above
+    judged = run.figure("accuracy") is not None or run.figure("classes") is not None or run.about.evaluation is not None
+    if judged and not any(" classes, " in fact for fact in own):
         yield "the set of classes"
-    yield from run.about.public
+    yield from own
 
 
 def not_covered(run: RunRecord) -> Iterator[str]:
@@ -91,22 +95,36 @@ def not_covered(run: RunRecord) -> Iterator[str]:
     yield "what is collected or stored before training, and who may use the model for what"
 
 
-def statement(run: RunRecord) -> str:
-    """A paragraph for whoever answers for the data."""
+def in_short(run: RunRecord) -> str:
+    """The promise in one sentence, for who reads no further."""
+    if not run.private:
+        return "Nothing is promised: the randomness of this run can be repeated."
+    what = "what one given record held" if run.plan.adjacency == "replace_one" else "whether one given record was used"
+    return (
+        f"In short: whatever else somebody knows, seeing this model changes their odds on {what} by a factor of at most "
+        f"{_odds('e^ε', run.epsilon)} (but for a probability of about {run.plan.delta:g})."
+    )
+
+
+def statement(run: RunRecord) -> list[str]:
+    """Paragraphs for whoever answers for the data; what is not covered follows them (:func:`not_covered`)."""
     plan, dataset = run.plan, str(run.result.get("dataset", "the dataset"))
     if not run.private:
-        return (
+        return [
             "This run is not private. Its randomness follows from a chosen seed, so whoever knows or guesses it can take the noise "
             f"away. Nothing about the {plan.dataset_size:,} records of {dataset} is protected, and neither the model nor its "
             "figures may be published on the strength of this report."
-        )
-    return (
-        f"A model was trained on {plan.dataset_size:,} records of {dataset} with ({guarantee(run.epsilon, plan.delta)}) "
-        f"differential privacy for {NEIGHBOURS[plan.adjacency]}. Whatever else somebody knows, seeing the model and all that is in "
-        f"this report changes the odds of any conclusion {_meaning(run)}. The noise was drawn from a cryptographic generator under "
-        f"a key that only the run had; sensitivities were {_sources(plan)}. The guarantee does not cover: "
-        f"{'; '.join(not_covered(run))}."
-    )
+        ]
+    date = f" on {run.about.environment['date']}" if "date" in run.about.environment else ""
+    return [
+        f"A model was trained{date} on {plan.dataset_size:,} records of {dataset} with ({guarantee(run.epsilon, plan.delta)}) "
+        f"differential privacy for {NEIGHBOURS[plan.adjacency]}.",
+        "What that means: whatever else somebody knows, seeing the model and all that is in this report changes the odds of any "
+        f"conclusion {_meaning(run)}.",
+        f"Why it holds: sensitivities were {_sources(plan)}, and the noise was drawn from a cryptographic generator under a key "
+        "that only the run had. It holds on one condition, which whoever signs has to know of: what was declared public above was "
+        "not read off these records.",
+    ]
 
 
 def _meaning(run: RunRecord) -> str:

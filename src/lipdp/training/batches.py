@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lipdp._discreet import discreet
+from lipdp._discreet import discreet, kind_of
 from lipdp._sums import MOST_ROWS
 from lipdp.data.records import Stored
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
@@ -96,6 +97,12 @@ def check_dataset(dataset: Any) -> int:
             "a DataLoader brings its own sampling (shuffled, weighted …), and the guarantee is for Poisson sampling. Pass its "
             "dataset: loader.dataset."
         )
+    kind = _what_is_no_dataset(dataset)
+    if kind:
+        raise ConfigurationError(
+            f"the dataset is {kind}, and records are pairs (input, target): torch.utils.data.TensorDataset(inputs, targets) makes "
+            "a dataset of two tensors (torch.as_tensor makes them). lipdp.PrivateClassifier takes arrays, DataFrames and folders"
+        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigurationError(
             f"{type(dataset).__name__} can't be sampled record by record: pass a dataset with __len__ and __getitem__, e.g. a "
@@ -107,8 +114,19 @@ def check_dataset(dataset: Any) -> int:
             "parts, e.g. dataset['train']."
         )
     if len(dataset) == 0:
-        raise DataError("the dataset is empty: there is nothing to train on")
+        raise DataError("the dataset is empty: it has no records")
+    if isinstance(dataset, Subset) and len(dataset.indices) and max(dataset.indices) >= len(dataset.dataset):  # type: ignore[arg-type]
+        raise DataError(f"a Subset has numbers of records beyond the {len(dataset.dataset)} of its dataset")  # type: ignore[arg-type]
     return len(dataset)
+
+
+def _what_is_no_dataset(given: Any) -> str:
+    """What people have in the place of a dataset: arrays, a pair of them, a table, a path. Nothing, where it may be one."""
+    if isinstance(given, torch.Tensor | np.ndarray | str | os.PathLike) or hasattr(given, "iloc"):
+        return kind_of(given)
+    if isinstance(given, tuple | list) and len(given) == 2 and all(getattr(part, "ndim", 0) > 0 for part in given):
+        return f"a {type(given).__name__} of two arrays"
+    return ""
 
 
 def gather(dataset: Dataset[Any], indices: torch.Tensor) -> Batch:

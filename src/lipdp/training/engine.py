@@ -18,6 +18,7 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, UnsupportedError
 from lipdp.inputs import plain
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.suggest import check_parts
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.sampling import sample_indices
 from lipdp.training.account import data_marks
@@ -114,6 +115,7 @@ class PrivacyEngine:
         budget: AnyBudget = None,
         book: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_parts(model, plan, optimizer)
         options = Options(
             seed, reproducible, microbatch_size, device, ema_decay, tail_average, augmentation, public, input_shape, budget, book
         )
@@ -237,7 +239,7 @@ class PrivacyEngine:
         if abs(size - self.plan.dataset_size) > 0.01 * self.plan.dataset_size:
             warnings.warn(
                 f"the dataset has {size} records, the plan says {self.plan.dataset_size}: batches will have "
-                f"{self.plan.sampling_rate * size:.0f} records on average instead of {self.plan.batch_size}. The guarantee holds, "
+                f"{self.plan.sampling_rate * size:.3g} records on average instead of {self.plan.batch_size}. The guarantee holds, "
                 "but the learning rate was probably chosen for the other size.",
                 LipdpWarning,
                 stacklevel=3,

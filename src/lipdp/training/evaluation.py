@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.data import Subset, TensorDataset
 
 from lipdp.bounds import program_of
 from lipdp.bounds.calculus import has_rule
 from lipdp.bounds.propagate import way_out
-from lipdp.errors import DataError, LipdpError
+from lipdp.errors import DataError, LipdpError, LipdpWarning
 from lipdp.inputs import Inputs, call, logits_of, loss_of, mapped
 from lipdp.losses import predict
 from lipdp.planning.settings import per_example_loss
@@ -23,7 +25,7 @@ from lipdp.training.guards import Undoing
 from lipdp.training.held import HeldState
 from lipdp.training.watch import read_flags
 
-__all__ = ["check_of_targets", "evaluate", "outputs_of"]
+__all__ = ["check_of_targets", "evaluate", "note_trained_records", "outputs_of"]
 
 _COMPARED = (1, 3)  # numbers of random examples on which a program is compared with its model
 _ENTRIES = 2**22  # outputs that a loss is tried on at a time
@@ -108,6 +110,45 @@ def outputs_of(model: torch.nn.Module, inputs: Inputs) -> Callable[[Any], Any]:
         except LipdpError:
             pass
     return lambda batch: call(model, batch)
+
+
+def note_trained_records(train: Any, validation: Any) -> None:
+    """Warn of records for validation that are visibly trained on: the same dataset, rows of it, the same memory."""
+    base, rows = _base_of(train)
+    other, others = _base_of(validation)
+    shared = base is other or _share_memory(base, other)
+    if shared and rows is not None and others is not None:
+        shared = not rows.isdisjoint(others)
+    if shared:
+        warnings.warn(
+            "validation holds records of train: figures of training records, as they are, are a release that this run's epsilon "
+            "does not cover. Hold others out, rest, held_out = torch.utils.data.random_split(data, [0.9, 0.1]), and plan for the "
+            "rest; for data that are public say public=True",
+            LipdpWarning,
+            stacklevel=3,
+        )
+
+
+def _base_of(dataset: Any) -> tuple[Any, set[int] | None]:
+    """What a subset was taken of, and which of its records; ``None``: all."""
+    rows: list[int] | None = None
+    while isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        rows = [dataset.indices[row] for row in range(len(dataset))] if rows is None else [dataset.indices[row] for row in rows]
+        dataset = dataset.dataset
+    return dataset, None if rows is None else {int(row) for row in rows}
+
+
+def _share_memory(train: Any, validation: Any) -> bool:
+    """Whether the inputs of two TensorDatasets lie over each other."""
+    if not (isinstance(train, TensorDataset) and isinstance(validation, TensorDataset)):
+        return False
+    ends = []
+    for held in (train.tensors[0], validation.tensors[0]):
+        if held.device.type == "meta" or held.layout is not torch.strided or not held.is_contiguous():
+            return False
+        ends.append((held.device, held.data_ptr(), held.data_ptr() + held.numel() * held.element_size()))
+    (one, start, end), (two, first, last) = ends
+    return one == two and max(start, first) < min(end, last)
 
 
 def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callable[[torch.Tensor], None] | None:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Subset
 
-from lipdp._checks import positive, whole
+from lipdp._checks import instance, positive, whole
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError, LipdpWarning, RepeatedStepError
 from lipdp.planning.decide import STATISTICS
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.suggest import check_parts, check_scheduler
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
@@ -26,7 +27,7 @@ from lipdp.training.callbacks import Callback, Run
 from lipdp.training.checkpoint import book_path, load_checkpoint, locked_checkpoint, previous_path, save_checkpoint
 from lipdp.training.distributed import Ranks, check_unwrapped, present_ranks
 from lipdp.training.engine import PrivacyEngine
-from lipdp.training.evaluation import check_of_targets, evaluate
+from lipdp.training.evaluation import check_of_targets, evaluate, note_trained_records
 from lipdp.training.guards import Interrupts
 from lipdp.training.history import History
 from lipdp.training.known import Progress
@@ -82,7 +83,8 @@ def fit(
             a tuple or dict of them (the model's arguments, in order or by name), see :class:`lipdp.data.Columns`. It is sampled by
             real Poisson sampling. Numbers of other types than the model's are converted (float64, pixels as bytes, booleans); token
             ids stay whole numbers.
-        validation: a dataset for the metrics in the history. Its records are not protected by the guarantee.
+        validation: a dataset for the metrics in the history, of records that are not in ``train``: the guarantee does not
+            protect them.
         callbacks: :class:`~lipdp.training.Callback` objects, e.g. :class:`~lipdp.training.ProgressBar`.
         seed: what a reproducible run is repeated from. Alone it decides nothing: the run's key is the operating system's.
         device: where to compute.
@@ -115,7 +117,11 @@ def fit(
     Returns:
         The history; ``history.epsilon`` is what was really spent.
     """
-    ranks, hooks = present_ranks(), list(callbacks)
+    check_parts(model, plan, optimizer)
+    check_scheduler(scheduler, optimizer)
+    if resume and checkpoint is None:
+        raise ConfigurationError("resume=True continues from a file: give checkpoint=FILE, too")
+    ranks, hooks = present_ranks(), _checked(callbacks)
     hooks = hooks if ranks.is_first else []
     with ranks.together():
         check_unwrapped(model)
@@ -125,6 +131,8 @@ def fit(
         check_finite(train, types=Types(asked, loss), progress=_told_to(hooks), check_targets=labels)
         if validation is not None:
             check_dataset(validation)
+            if not (public or reproducible):
+                note_trained_records(train, validation)
         positive("checkpoint_every", checkpoint_every)
         if cache is not None and not settle:
             raise ConfigurationError("cache keeps the outputs of the fixed layers, and nothing is stored of them: pass settle=True")
@@ -159,6 +167,16 @@ def fit(
             raise
         engine.close()
         return history
+
+
+def _checked(callbacks: Iterable[Callback]) -> list[Callback]:
+    """The callbacks, each of them one."""
+    advice = "objects of lipdp.training.Callback or of a class made from it, in a list: callbacks=[lipdp.training.ProgressBar()]"
+    instance("callbacks", callbacks, Iterable, advice)
+    hooks = list(callbacks)
+    for hook in hooks:
+        instance("a callback", hook, Callback, advice)
+    return hooks
 
 
 @contextmanager

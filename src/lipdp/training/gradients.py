@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lipdp._backward import gradients
+from lipdp._checks import no_gradient
 from lipdp._numerics import arithmetic, wide
 from lipdp.errors import DataError, UnsupportedError
 from lipdp.losses import Loss
@@ -199,7 +200,7 @@ def microbatch_sum(
         )
     total = torch.where(mask, values, torch.zeros_like(values)).sum()
     if not total.requires_grad:
-        raise DataError("the loss does not depend on any trainable parameter")
+        raise no_gradient()
     gradient_of = gradients(total, list(parameters.values()), len(mask))
     sums = {
         name: zeros_like_sum(p) if g is None else g.detach().to(wide(p))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lipdp._checks import known_device
 from lipdp._numerics import keep_freed_memory
 from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError
@@ -151,7 +152,7 @@ class Run:
         self.check_plan()
         check_optimizer(self.optimizer, self.shards.given)
         if options.device is not None:
-            model.to(_known_device(options.device))
+            model.to(known_device(options.device))
         self.device = next(iter(self.parameters.values())).device
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -278,11 +279,3 @@ class Run:
             self.plan.batch_size, self.device, query.entries, query.products, whole=whole, ranks=self.ranks.count
         )
         self.microbatch_size = min(rows, query.most_rows)
-
-
-def _known_device(device: torch.device | str) -> torch.device:
-    """The device of this name; torch lists all that it was ever built for where there is none."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigurationError(f"there is no device {device!r}: take 'cpu', 'cuda' or 'cuda:1', or leave device out") from error
