@@ -203,7 +203,8 @@ def _decorrelating(covariance: torch.Tensor, share: float) -> torch.Tensor:
     """((1 − share)·Σ + share·I)^(-1/2)."""
     values, vectors = torch.linalg.eigh(covariance)
     shrunk = (1 - share) * values.clamp_min(0) + share
-    return (vectors * shrunk.rsqrt() @ vectors.T).float()
+    mixing: torch.Tensor = (vectors * shrunk.rsqrt() @ vectors.T).float()
+    return mixing
 
 
 def channel_weights(transform: Scattering2d, weights: tuple[float, float, float, float]) -> torch.Tensor:
