@@ -41,7 +41,7 @@ from .test_run_budget import steps_paid
 
 EVERYTHING = os.environ.get("LIPDP_KILLS", "") == "all"
 MANY = int(os.environ.get("LIPDP_HISTORIES", "6"))
-LENGTH, STEPS, SIZE = 40, 9, 64
+LENGTH, STEPS, SIZE = 60, 9, 64
 
 
 def records(seed: int = 0) -> TensorDataset:
@@ -122,7 +122,7 @@ class World:
 
     def engine(self) -> lipdp.PrivacyEngine:
         """One of them; mostly the one that was there last, so that something comes of it."""
-        return self.engines[-1] if self.draw.random() < 0.6 else self.draw.choice(self.engines)
+        return self.engines[-1] if self.draw.random() < 0.8 else self.draw.choice(self.engines)
 
     def new(self, book: Path | None = None) -> lipdp.PrivacyEngine:
         if book is None and self.kept:
@@ -179,7 +179,7 @@ class World:
     def load(self) -> None:
         """Into an engine of its own, or into one that has come further."""
         if self.states:
-            file, book = self.draw.choice(self.states[-4:])
+            file, book = self.draw.choice(self.states[-3:])
             engine = self.new(book) if self.draw.random() < 0.7 else self.engine()
             engine.load_state_dict(load_checkpoint(file))
 
@@ -275,11 +275,11 @@ class World:
             self.new()
         if len(self.engines) > 4:
             self.gone()
-        usual = [self.step] * 8 + [self.several, self.fetch, self.fetch, self.late, self.save, self.save, self.load, self.load]
+        usual = [self.step] * 5 + [self.several, self.fetch, self.fetch, self.late, self.save, self.save, self.load, self.load]
         rare = [self.own, self.copied, self.closed, self.given_up, self.gone, self.killed, self.new, self.other_weights]
         rare += [self.other_rate, self.other_data, self.same_data, self.same_data]
         rare += [self.harmed_book, self.torn_book, self.replaced_book] if self.kept else []
-        action = self.draw.choice(usual + rare)
+        action = self.draw.choice(usual if self.draw.random() < 0.75 else rare)
         self.log.append(action.__name__)
         try:
             action()

@@ -272,6 +272,48 @@ def test_a_copy_that_lives_keeps_the_run_paid(tmp_path):
     assert steps_paid(budget) == 2
 
 
+@pytest.mark.parametrize("account", ["the same object", "the same file"])
+def test_an_engine_that_is_found_to_be_gone_in_the_middle_of_a_charge_is_given_back_behind_it(tmp_path, monkeypatch, account):
+    """Garbage is collected anywhere. What it gives back must not wait for a lock that the charge has."""
+    budget = begun(tmp_path / "a")
+    engine = engine_of(small(), budget=budget if account == "the same object" else tmp_path / "a")
+    loop(engine, 2)
+    engine.itself = engine  # only the collector finds it
+    afford, collected = Budget._afford, []
+
+    def collecting(*arguments):
+        if not collected:
+            collected.append(gc.collect())
+        return afford(*arguments)
+
+    monkeypatch.setattr(Budget, "_afford", collecting)
+    del engine
+    budget.charge(0.1, "meanwhile")
+    assert collected
+    assert [entry["kind"] for entry in budget.entries()] == ["run", "charge", "end"]
+    assert steps_paid(budget) == 2
+
+
+def test_a_charge_that_interrupts_another_one_is_refused_and_waits_for_nobody(tmp_path, monkeypatch):
+    """As in a handler of a signal: the call that was interrupted can't go on while this one waits for it."""
+    budget, inner = begun(tmp_path / "a"), []
+    afford = Budget._afford
+
+    def interrupted(*arguments):
+        if not inner:
+            inner.append("once")
+            for account in (budget, Budget.__new__(Budget)):
+                account.__dict__.update(budget.__dict__)
+                with pytest.raises(BudgetError, match="has interrupted another one"):
+                    account.charge(0.2, "inner")
+        return afford(*arguments)
+
+    monkeypatch.setattr(Budget, "_afford", interrupted)
+    budget.charge(0.1, "outer")
+    budget.charge(0.1, "outer")
+    assert [entry["what"] for entry in budget.entries()] == ["outer", "outer"]
+
+
 @pytest.mark.parametrize("given_up", [True, False])
 def test_steps_that_were_made_without_the_budget_count_once_it_pays(tmp_path, given_up):
     """Nothing comes back of what was released, whoever released it, also where the engine that pays makes no step."""

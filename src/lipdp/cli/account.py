@@ -200,10 +200,8 @@ def show(file: File, as_json: options.Json = False) -> None:
     if as_json:
         return
     entries = [entry for entry in budget.entries() if entry["kind"] != "end"]
-    from rich.markup import escape
-
     runs = budget.runs()
-    rows = [(entry["time"], escape(entry["what"]), _cost(entry, runs)) for entry in entries[-_SHOWN:]]
+    rows = [(entry["time"], entry["what"], _cost(entry, runs)) for entry in entries[-_SHOWN:]]
     if len(entries) > _SHOWN:
         console().print(f"[dim]the last {_SHOWN} of {len(entries)} entries; `lipdp budget export` has all[/dim]")
     if rows:

@@ -21,7 +21,8 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 
 from lipdp.errors import BudgetError, ConfigurationError, DataError
 
-__all__ = ["Journal", "Session", "has_locks", "is_at", "lock", "opened", "sync_folder", "unlock", "write_all"]
+__all__ = ["Journal", "Session", "has_locks", "is_at", "lock", "opened", "sync_folder", "unlock", "when_free", "write_all"]
 
 
 _CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
@@ -60,7 +61,8 @@ def unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-_open: set[int] = set()  # descriptors of files that are locked by this process
+_open: dict[int, tuple[int, Path]] = {}  # descriptors of files that are locked by this process: by which thread, and where
+_waiting: list[tuple[tuple[int, Path], Callable[[], object]]] = []  # what is done by which thread once it lets a file go
 
 
 def _forked() -> None:
@@ -68,18 +70,34 @@ def _forked() -> None:
     for descriptor in _open:
         os.close(descriptor)
     _open.clear()
+    _waiting.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
+def when_free(path: Path, work: Callable[[], object]) -> None:
+    """Do it now; or, where this thread is at work with the file at ``path``, right after.
+
+    For what is called in the middle of anything, as garbage is collected: a thread that waits for a lock of its own waits for ever.
+    """
+    here = threading.get_ident(), path
+    if here in list(_open.values()):
+        _waiting.append((here, work))
+    else:
+        work()
+
+
 @contextmanager
 def opened(path: Path, flags: int, *, shared: bool = False, wait: bool = True) -> Iterator[int]:
     """The file at ``path``, locked: the one that is there once the lock is had, were it replaced meanwhile."""
+    here = threading.get_ident(), path
+    if wait and here in list(_open.values()):
+        raise OSError(errno.EDEADLK, "this call has interrupted another one that is at work with it (a signal handler?)")
     while True:
         descriptor = os.open(path, flags | _CLOSED_ON_EXEC, 0o666)
-        _open.add(descriptor)
+        _open[descriptor] = here
         try:
             lock(descriptor, shared=shared, wait=wait)
             if is_at(descriptor, path):
@@ -87,8 +105,11 @@ def opened(path: Path, flags: int, *, shared: bool = False, wait: bool = True) -
                 return
         finally:
             if descriptor in _open:  # a process that was forked in the block has closed it
-                _open.discard(descriptor)
+                del _open[descriptor]
                 os.close(descriptor)
+            for each in [each for each in _waiting if each[0] == here]:
+                _waiting.remove(each)
+                each[1]()
 
 
 def is_at(descriptor: int, path: Path) -> bool:

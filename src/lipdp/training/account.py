@@ -24,6 +24,7 @@ import torch
 from lipdp._numerics import Undrawn
 from lipdp.errors import BudgetError, CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
+from lipdp.privacy._journal import when_free
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
@@ -124,9 +125,12 @@ class RunAccount:
     def _abandon(self) -> None:
         """:meth:`close` for a run that nobody holds any longer; where that fails, all of it stays reserved."""
         self._engines -= 1
-        if not self._engines:
-            with suppress(LipdpError):
-                self.close()
+        if not self._engines and self.budget is not None:
+            when_free(self.budget.path, self._close_quietly)  # engines may be found to be gone anywhere, in a charge, too
+
+    def _close_quietly(self) -> None:
+        with suppress(LipdpError):
+            self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunAccount:
         return self
