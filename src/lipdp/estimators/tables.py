@@ -244,8 +244,8 @@ class PrivateClassifier(Classifier, _PrivateTable):
     Example:
         >>> import lipdp, numpy as np
         >>> x = np.random.default_rng(0).uniform(0, 10, (500, 2)); y = np.where(x[:, 0] > x[:, 1], "yes", "no")
-        >>> model = lipdp.PrivateClassifier(epsilon=2.0, schema=lipdp.estimators.Numeric(0, 10)).fit(x, y)
-        >>> model.epsilon_ <= 2.0, model.score(x, y) > 0.8
+        >>> model = lipdp.PrivateClassifier(epsilon=2.0, schema=lipdp.estimators.Numeric(0, 10)).fit(x[:400], y[:400])
+        >>> model.epsilon_ <= 2.0, model.score(x[400:], y[400:]) > 0.8
         (True, True)
     """
 
@@ -364,8 +364,8 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
     Example:
         >>> import lipdp, numpy as np
         >>> x = np.random.default_rng(0).uniform(0, 10, (2000, 2)); y = x[:, 0] - x[:, 1]
-        >>> model = lipdp.PrivateRegressor(epsilon=2.0, schema=lipdp.estimators.Numeric(0, 10), target=(-10, 10)).fit(x, y)
-        >>> model.score(x, y) > 0.8
+        >>> model = lipdp.PrivateRegressor(epsilon=2.0, schema=lipdp.estimators.Numeric(0, 10), target=(-10, 10))
+        >>> model.fit(x[:1600], y[:1600]).score(x[1600:], y[1600:]) > 0.8
         True
     """
 

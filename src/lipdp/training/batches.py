@@ -115,8 +115,10 @@ def check_dataset(dataset: Any) -> int:
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: it has no records")
-    if isinstance(dataset, Subset) and len(dataset.indices) and max(dataset.indices) >= len(dataset.dataset):  # type: ignore[arg-type]
-        raise DataError(f"a Subset has numbers of records beyond the {len(dataset.dataset)} of its dataset")  # type: ignore[arg-type]
+    if isinstance(dataset, Subset) and len(dataset.indices):
+        held = len(dataset.dataset)  # type: ignore[arg-type]
+        if int(torch.as_tensor(dataset.indices).max()) >= held:
+            raise DataError(f"a Subset has numbers of records beyond the {held} of its dataset")
     return len(dataset)
 
 

@@ -131,11 +131,12 @@ def note_trained_records(train: Any, validation: Any) -> None:
 
 def _base_of(dataset: Any) -> tuple[Any, set[int] | None]:
     """What a subset was taken of, and which of its records; ``None``: all."""
-    rows: list[int] | None = None
+    rows: torch.Tensor | None = None
     while isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
-        rows = [dataset.indices[row] for row in range(len(dataset))] if rows is None else [dataset.indices[row] for row in rows]
+        own = torch.as_tensor(dataset.indices)
+        rows = own if rows is None else own[rows]
         dataset = dataset.dataset
-    return dataset, None if rows is None else {int(row) for row in rows}
+    return dataset, None if rows is None else set(rows.tolist())
 
 
 def _share_memory(train: Any, validation: Any) -> bool:
