@@ -36,6 +36,8 @@ def test_every_script_answers_a_question_and_says_what_it_does(runner: ModuleTyp
     for name, about in runner.scripts().items():
         assert len(about) > 20, name
         assert f"{name.split('/')[0]}/" in page
+        end = name.rpartition("_")[2]  # `out_of_the_box.py`, `…_pilots.py`
+        assert f"`{name.split('/')[1]}.py`" in page or f"/{name.split('/')[1]}.py`" in page or f"…_{end}.py`" in page, name
 
 
 def test_figures_have_their_data_and_their_place(runner: ModuleType) -> None:

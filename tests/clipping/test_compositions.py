@@ -18,13 +18,7 @@ from tests.many import examples
 FAST = ("reweight", "ghost", "bookkeeping")
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 class Apply(nn.Module):

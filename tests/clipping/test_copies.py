@@ -18,13 +18,7 @@ from tests.clipping.helpers import METHODS, assert_close, clipped, norm, quadrat
 EXAMPLES = 3
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 class Scaled(nn.Module):

@@ -12,14 +12,7 @@ import lipdp.clipping as clipping
 from lipdp.errors import LipdpNotice, UnsupportedError
 from tests.clipping.helpers import check_all, quadratic
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 class Scale(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 
 import torch
@@ -20,6 +21,16 @@ def toy(count=SIZE, seed=0):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 6, generator=draw)
     return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Restless(torch.utils.data.Dataset):
+    """Records that are never the same twice."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return torch.tensor(list(os.urandom(6))).float() / 256, index % 3
 
 
 def small(seed=0, dropout=0.0, clip=None):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import lipdp
 from lipdp import losses
@@ -16,7 +15,7 @@ from lipdp.privacy import Budget
 from lipdp.training import Callback
 from lipdp.training.account import data_marks, forget_runs, several_runs
 
-from .common import BATCH, SIZE, engine_of, planned, small, toy
+from .common import BATCH, SIZE, Restless, engine_of, planned, small, toy
 
 pytestmark = [pytest.mark.counts_runs, pytest.mark.filterwarnings("error::lipdp.errors.RepeatedRunWarning")]
 LOSS = losses.CrossEntropy(tau=4.0)
@@ -85,16 +84,6 @@ def test_data_that_are_mostly_alike_are_not_told_apart_by_their_records():
     fit(TensorDataset(x, y))
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))
     fit(TensorDataset(x[order], y))
-
-
-class Restless(Dataset):
-    """Records that are never the same twice."""
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return torch.tensor(list(os.urandom(6))).float() / 256, index % 3
 
 
 @pytest.mark.filterwarnings("ignore:the records of this Restless change")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from dp_accounting import dp_event, pld
 from dp_accounting.pld import common, privacy_loss_distribution
-from torch.utils.data import Dataset
 
 import lipdp
 from lipdp import losses, nn
@@ -21,7 +20,7 @@ from lipdp.privacy import Budget, Pure
 from lipdp.training import Callback
 from tests.failpoints import Failpoint, die, in_child, points
 
-from .common import BATCH, SIZE, engine_of, free, planned, same, small, toy, weights
+from .common import BATCH, SIZE, Restless, engine_of, free, planned, same, small, toy, weights
 
 EVERYTHING = os.environ.get("LIPDP_KILLS", "") == "all"
 LOSS = losses.CrossEntropy(tau=4.0)
@@ -167,16 +166,6 @@ def test_a_run_that_began_without_a_budget_is_paid_for_whole(tmp_path):
         fit(None, callbacks=[Stop(8, CrashError())], checkpoint=file, checkpoint_every=1e-9)
     fit(budget, callbacks=[Stop(9)], checkpoint=file, resume=True)
     assert steps_paid(budget) == 9
-
-
-class Restless(Dataset):
-    """Records that are never the same twice."""
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return torch.tensor(list(os.urandom(6))).float() / 256, index % 3
 
 
 @pytest.mark.filterwarnings("ignore:the records of this Restless change")

@@ -177,22 +177,34 @@ def _constants(
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], torch.Tensor | None]:
     """Of the response to textures: levels of compression, means and deviations by channel, and what decorrelates channels."""
     transform = Scattering2d(shape, J, L, order, colour, padding)
-    with torch.no_grad():
-        response = torch.cat([transform(part) for part in torch.split(texture_images(shape), 32)])
-        level = response.abs().mean((0, 2, 3))
-        # A channel that textures leave at 0 (colour differences of grey ones, say) is not blown up.
-        levels = (_LEVELS.get(compress, 1.0) * level).clamp_min(1e-6 * float(level.max()))
-        if compress != "none":
-            response = Compress(levels.tolist(), compress)(response)
-        mean, std = response.mean((0, 2, 3)), response.std((0, 2, 3))
-        std = std.clamp_min(1e-3 * float(std.max()))
-        mixing = None
-        if whiten:
-            even = ((response - mean[:, None, None]) / std[:, None, None]).movedim(1, -1).flatten(0, 2).double()
-            values, vectors = torch.linalg.eigh(even.T @ even / len(even))
-            shrunk = (1 - whiten) * values.clamp_min(0) + whiten
-            mixing = (vectors * shrunk.rsqrt() @ vectors.T).float()
+    levels, mean, std, even = _response(transform, texture_images(shape), 32, compress)
+    rows = even.flatten(0, 2).double()
+    mixing = _decorrelating(rows.T @ rows / len(rows), whiten) if whiten else None
     return tuple(levels.tolist()), tuple(mean.tolist()), tuple(std.tolist()), mixing
+
+
+@torch.no_grad()
+def _response(
+    extractor: torch.nn.Module, images: torch.Tensor, rows: int, compress: Compression
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """To drawn images: levels of compression, means and deviations by channel, and what is left, evened out, channels last."""
+    response = torch.cat([extractor(part) for part in torch.split(images, rows)])
+    level = response.abs().mean((0, 2, 3))
+    # A channel that drawn images leave at 0 (colour differences of grey ones, say) is not blown up.
+    levels = (_LEVELS.get(compress, 1.0) * level).clamp_min(1e-6 * float(level.max()))
+    if compress != "none":
+        response = Compress(levels.tolist(), compress)(response)
+    mean, std = response.mean((0, 2, 3)), response.std((0, 2, 3))
+    std = std.clamp_min(1e-3 * float(std.max()))
+    return levels, mean, std, ((response - mean[:, None, None]) / std[:, None, None]).movedim(1, -1)
+
+
+def _decorrelating(covariance: torch.Tensor, share: float) -> torch.Tensor:
+    """((1 − share)·Σ + share·I)^(-1/2)."""
+    values, vectors = torch.linalg.eigh(covariance)
+    shrunk = (1 - share) * values.clamp_min(0) + share
+    mixing: torch.Tensor = (vectors * shrunk.rsqrt() @ vectors.T).float()
+    return mixing
 
 
 def channel_weights(transform: Scattering2d, weights: tuple[float, float, float, float]) -> torch.Tensor:
@@ -422,20 +434,9 @@ def _block_constants(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock
 
 
 def _measured(shape: tuple[int, ...], block: PatchBlock | ScatteringBlock) -> dict[str, torch.Tensor]:
-    extractor = block.extractor(shape)
-    with torch.no_grad():
-        response = torch.cat([extractor(part) for part in torch.split(block.drawn(shape), 16)])
-        level = response.abs().mean((0, 2, 3))
-        # A channel that drawn images leave at 0 (colour differences of grey ones, say) is not blown up.
-        levels = (_LEVELS.get(block.compress, 1.0) * level).clamp_min(1e-6 * float(level.max()))
-        if block.compress != "none":
-            response = Compress(levels.tolist(), block.compress)(response)
-        mean, std = response.mean((0, 2, 3)), response.std((0, 2, 3))
-        std = std.clamp_min(1e-3 * float(std.max()))
-        constants = {"shape": torch.tensor(response.shape[1:]), "levels": levels, "mean": mean, "std": std}
-        if block.decorrelate:
-            even = ((response - mean[:, None, None]) / std[:, None, None]).movedim(1, -1).flatten(0, 2)
-            values, vectors = torch.linalg.eigh((even.T @ even).double() / len(even))
-            shrunk = (1 - block.decorrelate) * values.clamp_min(0) + block.decorrelate
-            constants["mixing"] = (vectors * shrunk.rsqrt() @ vectors.T).float()
+    levels, mean, std, even = _response(block.extractor(shape), block.drawn(shape), 16, block.compress)
+    constants = {"shape": torch.tensor((even.shape[-1], *even.shape[1:-1])), "levels": levels, "mean": mean, "std": std}
+    if block.decorrelate:
+        rows = even.flatten(0, 2)
+        constants["mixing"] = _decorrelating((rows.T @ rows).double() / len(rows), block.decorrelate)
     return constants
