@@ -1211,3 +1211,24 @@ def test_a_pass_that_failed_leaves_no_attribute(beside, batches):
             norms.append(clipped.norms[:5])
         assert model[0].largest == 10.0
     assert torch.equal(norms[0], norms[-1])
+
+
+class LargestInADict(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"largest": 10.0}
+
+    def forward(self, x):
+        self.seen["largest"] = max(self.seen["largest"], float(x.detach().max()))
+        return x / self.seen["largest"]
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+def test_a_pass_that_failed_and_wrote_into_a_dict_is_refused():
+    model = torch.nn.Sequential(LargestInADict(), torch.nn.Linear(3, 2))
+    x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.long)
+    clip = clipping.Clipper(model, torch.nn.CrossEntropyLoss(reduction="none"))
+    clip(x, y, 1.0)  # nothing was written
+    x[5] += 100
+    with pytest.raises(UnsupportedError, match=r"changes what it holds"):
+        clipping.Clipper(model, torch.nn.CrossEntropyLoss(reduction="none"))(x, y, 1.0)

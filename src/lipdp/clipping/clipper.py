@@ -400,6 +400,12 @@ class Clipper:
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
             raise UnsupportedError(f"{type(self.model).__name__} or its loss uses {reason}. Make it a function of its inputs.")
+        if self._watched() != self._number:  # what its attributes hold was written to, and can't be put back
+            raise UnsupportedError(
+                f"{type(self.model).__name__} or its loss changes what it holds (a list, a dict, an object of its own) in a pass "
+                f"that may let the records of a batch meet: {reason}. A record by itself would find there what was seen of others. "
+                "Make it a function of its inputs, or take method='naive'."
+            )
         with eager(self._compiled):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone, self._alone_with = reason, state_of(self._untrained)
