@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lipdp import models
+from lipdp.cli.output import make_run_folder
+from lipdp.errors import ConfigurationError
 from lipdp.training import PrivacyPlan, ProgressBar
 
 # The recipe as these tests know it, however it may be tuned.
@@ -202,3 +204,12 @@ def test_budget_too_small(lipdp):
     assert refused.code == 3
     assert refused.json["kind"] == "BudgetError"
     assert "Even one step costs" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["model.pt", "schema.json", "about.json", "report.html", "report.md"])
+def test_no_file_is_overwritten(name, tmp_path):
+    (tmp_path / name).write_text("somebody's own")
+    with pytest.raises(ConfigurationError, match=f"already holds {name}"):
+        make_run_folder(tmp_path)
+    make_run_folder(tmp_path, resume=True)
+    assert (tmp_path / name).read_text() == "somebody's own"

@@ -436,3 +436,10 @@ def test_a_target_or_y_that_can_not_be_meant() -> None:
         for y in ([[1, 2], [3, 4]], [[1], [2, 3]]):
             with pytest.raises(DataError, match="no column"):
                 estimator.fit(x, y)
+
+
+def test_what_was_declared_is_told_in_all_of_its_digits() -> None:
+    """Who signs compares ranges with what is public: 1.7e+09 to 1.7e+09 is none, and a comma in a category no two of them."""
+    assert numeric(1_700_000_000, 1_700_086_400).said == "from 1700000000 to 1700086400"
+    assert numeric(-0.1, 1e16 + 2, missing=True).said == "from -0.1 to 1.0000000000000002e+16, or missing"
+    assert categorical(["Ulm", "a, b", "", 3, 2**60 + 1, True]).said == f"one of Ulm, 'a, b', '', 3, {2**60 + 1}, True"

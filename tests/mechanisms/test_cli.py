@@ -209,3 +209,11 @@ def test_it_says_what_it_does_and_for_how_long_but_not_between_json(monkeypatch:
     code, text = invoke(*words, "--json")
     assert code == 0, text
     assert json.loads(text)["query"] == "mean"
+
+
+def test_a_column_may_be_called_what_looks_like_markup(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("[/b]age\n" + "".join(f"{i % 90}\n" for i in range(40)))
+    words = ("--query", "mean", "--low", 0, "--high", 90, "--epsilon", 1, "--quick")
+    code, text = invoke("answer", tmp_path / "d.csv", "--column", "[/b]age", *words)
+    assert code == 0, text
+    assert "planning [/b]age: mean" in text

@@ -203,7 +203,7 @@ def show(file: File, as_json: options.Json = False) -> None:
     runs = budget.runs()
     rows = [(entry["time"], entry["what"], _cost(entry, runs)) for entry in entries[-_SHOWN:]]
     if len(entries) > _SHOWN:
-        console().print(f"[dim]the last {_SHOWN} of {len(entries)} entries; `lipdp budget export` has all[/dim]")
+        console().print(f"the last {_SHOWN} of {len(entries)} entries; `lipdp budget export` has all", style="dim")
     if rows:
         console().print(table(("when", "what", "cost"), rows))
 
@@ -253,7 +253,7 @@ def export(
     if as_json:
         print_json({**_summary(budget), "written": str(output)})
         return
-    console().print(f"{len(content['entries'])} entries written to {output}", markup=False, soft_wrap=True)
+    console().print(f"{len(content['entries'])} entries written to {output}", soft_wrap=True)
 
 
 _SHOWN = 20

@@ -94,7 +94,7 @@ def audit(
     if as_json:
         print_json(audit.to_dict())
     else:
-        console().print(str(audit), markup=False, soft_wrap=True)
+        console().print(str(audit), soft_wrap=True)
     if audit.refuted:
         typer.echo("error: the audit refutes the guarantee", err=True)
         raise typer.Exit(REFUTED)
@@ -235,7 +235,7 @@ def certify(
     ]
     out = console()
     out.print(
-        f"[bold]{file}[/bold] on {len(x):,} test examples of {info.name}; L2 radii in the units of its inputs (pixels: [0, 1])",
+        f"{file} on {len(x):,} test examples of {info.name}; L2 radii in the units of its inputs (pixels: [0, 1])",
         soft_wrap=True,
     )
     headers = ("radius", *columns)

@@ -39,11 +39,11 @@ _WIDTH = 100  # where there is no terminal to ask
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or 100 columns into a pipe."""
+    """A console as wide as the terminal, or 100 columns into a pipe; brackets are no markup but where that is asked for."""
     from rich.console import Console
 
-    own = Console(stderr=stderr, highlight=False)
-    return own if own.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+    own = Console(stderr=stderr, highlight=False, markup=False)
+    return own if own.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=_WIDTH)
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
         batches = f"batches of {plan.batch_size:,} without replacement"
     elif plan.largest_batch is not None:
         batches += f" and {plan.largest_batch:,} at most"
-    where.print("[bold]Privacy plan[/bold]")
+    where.print("Privacy plan", style="bold")
     print_fields(
         where,
         (
@@ -110,7 +110,7 @@ def print_plan(where: Console, plan: PrivacyPlan) -> None:
         ),
     )
     where.print(table(**columns(plan)))
-    where.print("[dim]X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise goes on the sum.[/dim]")
+    where.print("X, G: bounds on activations and cotangents; Δ: on one example's gradient; noise goes on the sum.", style="dim")
 
 
 _UNEXPECTED, _REFUSED, _BUDGET, _REFUTED = 1, 2, 3, 4
@@ -160,12 +160,16 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def make_run_folder(folder: Path, *, resume: bool = False) -> None:
-    """The folder of ``--output``; one that holds another run is refused, unless that is to be continued."""
-    from lipdp.report.run import FILES
+    """The folder of ``--output``; one that holds a file that would be written is refused, unless its run is to be continued."""
+    from lipdp.report.page import HTML, MARKDOWN
+    from lipdp.report.run import ABOUT, FILES, SCHEMA
 
-    present = [name for name in FILES if (folder / name).exists()]
+    present = [name for name in (*FILES, SCHEMA, ABOUT, HTML, MARKDOWN) if (folder / name).exists()]
     if present and not resume:
-        raise ConfigurationError(f"'{folder}' already holds {', '.join(present)} of another run. Choose another --output folder.")
+        raise ConfigurationError(
+            f"'{folder}' already holds {', '.join(present)}, of another run perhaps, and nothing is overwritten. Choose another "
+            "--output folder."
+        )
     make_folder(folder, "--output")
 
 

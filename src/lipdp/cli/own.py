@@ -16,7 +16,6 @@ from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["train_images", "train_table"]
 
-_SCHEMA = "schema.json"
 _SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
 
 
@@ -177,14 +176,14 @@ def _finish(
         return
     out = console()
     of = "" if classes is None else f" of {len(classes)} classes"
-    out.print(f"{len(x):,} records{of}; {model.choice_.method}: {model.choice_.why}", markup=False, soft_wrap=True)
+    out.print(f"{len(x):,} records{of}; {model.choice_.method}: {model.choice_.why}", soft_wrap=True)
     shown = ", ".join(f"{part} {_NAMES[name]} {100 * value:.1f}%" for name, value in figures.items())
     told = shown or "nothing was held out: give --test or --validation-fraction"
     out.print(f"{told}, with ({guarantee(model.epsilon_, model.delta_)}), in {duration(report['seconds'])}", soft_wrap=True)
     if not model.private_:
-        out.print(f"[bold red]{REPRODUCIBLE}[/bold red]", soft_wrap=True)
+        out.print(REPRODUCIBLE, style="bold red", soft_wrap=True)
     if output is not None:
-        out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
+        out.print(f"saved {', '.join(report['files'])} in {output}", soft_wrap=True)
 
 
 _HOW_LONG = {
@@ -215,14 +214,14 @@ def _save(
     import numpy as np
 
     from lipdp.report import About, Evaluation, this_environment, write_run
-    from lipdp.report.run import MODEL
+    from lipdp.report.run import MODEL, SCHEMA
     from lipdp.saved import save_model
 
     save_model(model.model_, folder / MODEL)
     written = [MODEL]
     if hasattr(model, "schema_"):
-        (folder / _SCHEMA).write_text(json.dumps(as_json(model.schema_), indent=2) + "\n", encoding="utf-8")
-        written.append(_SCHEMA)
+        (folder / SCHEMA).write_text(json.dumps(as_json(model.schema_), indent=2) + "\n", encoding="utf-8")
+        written.append(SCHEMA)
     evaluation = None
     if judged is not None and part is not None and hasattr(model, "classes_") and len(model.classes_) <= 30:
         places = {name: number for number, name in enumerate(model.classes_.tolist())}

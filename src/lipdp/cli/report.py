@@ -50,11 +50,11 @@ def report(
         return
     out = console()
     for run in records:
-        promise = guarantee(run.epsilon, run.plan.delta) if run.private else "[bold red]NOT PRIVATE[/bold red]"
-        out.print(f"{run.name}: {promise}")
+        promise = guarantee(run.epsilon, run.plan.delta) if run.private else "NOT PRIVATE"
+        out.print(f"{run.name}: {promise}", style=None if run.private else "bold red")
         for text in run.contradictions:
-            out.print(f"[bold red]contradiction[/bold red]: {text}", soft_wrap=True)
-    out.print(f"wrote {', '.join(written)} in {place}", markup=False, soft_wrap=True)
+            out.print(f"contradiction: {text}", style="bold red", soft_wrap=True)
+    out.print(f"wrote {', '.join(written)} in {place}", soft_wrap=True)
 
 
 PARETO_EXAMPLE = """Example: lipdp pareto mnist.journal.jsonl --output front/ --epsilons 1,3,8
@@ -113,7 +113,7 @@ def pareto(
     out.print(f"{len(dots):,} dots, {evaluated_on}, {plain[0].dataset}" if plain else f"{len(dots):,} dots, {evaluated_on}")
     out.print(table(headers, rows, right=("ε up to", f"{metric} %", "ε spent")))
     if output is not None:
-        out.print(f"wrote {', '.join(files)} in {output}", markup=False, soft_wrap=True)
+        out.print(f"wrote {', '.join(files)} in {output}", soft_wrap=True)
 
 
 def _field(name: str) -> Any:

@@ -68,13 +68,13 @@ def plan(
     out = console()
     print_plan(out, decided)
     if output is not None:
-        out.print(f"written to {output}", markup=False, soft_wrap=True)
+        out.print(f"written to {output}", soft_wrap=True)
 
 
 def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_json: options.Json = False) -> None:
     """The calculus of bounds, layer by layer: X forward, G backward, Δ for each parameter."""
     chosen = configured(recipe, settings)
-    from rich.markup import escape
+    from rich.text import Text
 
     from lipdp import recipes
     from lipdp.bounds import analyse
@@ -100,7 +100,7 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
         )
         return
     out = console()
-    out.print(f"[bold]{chosen.name}[/bold]: {escape(str(ready.loss))}, Lipschitz constant {number(analysis.loss_lipschitz)}")
+    out.print(Text(chosen.name, "bold"), f": {ready.loss}, Lipschitz constant {number(analysis.loss_lipschitz)}", sep="")
     out.print(
         table(
             ("operation", "output", "X", "G"),
@@ -120,8 +120,9 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
     )
     out.print(f"one example's whole gradient: at most {number(total)}")
     out.print(
-        "[dim]X: bound on what leaves an operation (for a parameter, on what reaches it); G: on its cotangent; Δ: on one "
-        "example's gradient, for every input, every target and all weights inside their constraints.[/dim]"
+        "X: bound on what leaves an operation (for a parameter, on what reaches it); G: on its cotangent; Δ: on one "
+        "example's gradient, for every input, every target and all weights inside their constraints.",
+        style="dim",
     )
 
 
@@ -193,7 +194,7 @@ def _describe_dataset(name: str, root: Path | None, download: bool, as_json: boo
         print_json({**dataclasses.asdict(info), "on_disk": True, "path": where and str(where), "verified": True})
         return
     out = console()
-    out.print(f"[bold]{info.name}[/bold]: verified")
+    out.print(f"{info.name}: verified", style="bold")
     print_fields(
         out,
         (
@@ -243,10 +244,11 @@ def recipes(
     out = console()
     out.print(table(headers, rows, right=("ε", "memory"), whole=headers[:3]))
     out.print(
-        f"[dim]* what {', '.join(sorted(set(short.values())))} alone mean, at the nearest budget. By dataset and ε, best first.\n"
+        f"* what {', '.join(sorted(set(short.values())))} alone mean, at the nearest budget. By dataset and ε, best first.\n"
         "Accuracy: mean on the test set ± deviation over seeds; (…): on held-out records alone; AUROC for adbench-….\n"
         "Time: features and training of one run.\n"
-        "`lipdp recipes NAME` shows one with its settings, `lipdp recipes WORD …` those with the words in their names.[/dim]"
+        "`lipdp recipes NAME` shows one with its settings, `lipdp recipes WORD …` those with the words in their names.",
+        style="dim",
     )
 
 
@@ -287,7 +289,7 @@ def _describe_recipe(recipe: Recipe, alias: str | None, as_json: bool) -> None:
         print_json(_as_fields(recipe, alias))
         return
     out = console()
-    out.print(f"[bold]{recipe.name}[/bold]" + ("" if alias is None else f", also {alias}"))
+    out.print(recipe.name + ("" if alias is None else f", also {alias}"), style="bold")
     elsewhere = ("name", "options", "provenance")
     fields = [(field.name, getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.name not in elsewhere]
     fields += [(f"options.{name}", value) for name, value in recipe.options.items()]

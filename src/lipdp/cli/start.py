@@ -52,7 +52,7 @@ def doctor(data: options.DataRoot = None, as_json: options.Json = False) -> None
     else:
         out = console()
         out.print(table(("", "verdict", "detail"), [tuple(finding) for finding in findings]))
-        out.print(f"broken: {', '.join(broken)}" if broken else "All that lipdp needs works here.", markup=False)
+        out.print(f"broken: {', '.join(broken)}" if broken else "All that lipdp needs works here.")
     if broken:
         raise typer.Exit(2)
 
@@ -208,9 +208,7 @@ def new(
     if as_json:
         print_json({"folder": str(name), "files": list(content)})
         return
-    console().print(
-        f"made {name} with {', '.join(content)}. Next: cd {shlex.quote(str(name))} && python train.py", markup=False, soft_wrap=True
-    )
+    console().print(f"made {name} with {', '.join(content)}. Next: cd {shlex.quote(str(name))} && python train.py", soft_wrap=True)
 
 
 features = typer.Typer(name="features", no_args_is_help=True, help="Public features: networks that learn from drawings.")
@@ -271,4 +269,4 @@ def train(
         print_json({"network": name, "steps": lesson.steps, "files": written})
         return
     for file_name, digest in written.items():
-        console().print(f"wrote '{file_name}', sha256 {digest}", markup=False, soft_wrap=True)
+        console().print(f"wrote '{file_name}', sha256 {digest}", soft_wrap=True)

@@ -235,7 +235,7 @@ def train(
     account = open_budget(budget_file)
     place = _device(device)
     audited = _audited(chosen, epsilon, noise_multiplier, validation_fraction) if audit else None
-    from rich.markup import escape
+    from rich.text import Text
 
     from lipdp import recipes
     from lipdp.training import ProgressBar
@@ -248,8 +248,9 @@ def train(
             given = "".join(f", {key}={value}" for key, value in chosen.options.items())
             several = f", {ranks.count} processes" if ranks.count > 1 else ""
             out.print(
-                f"[bold]{chosen.name}[/bold]: {chosen.model} on {size:,} records of {chosen.dataset}{escape(given)}; "
-                f"{place}{several}"
+                Text(chosen.name, "bold"),
+                f": {chosen.model} on {size:,} records of {chosen.dataset}{given}; {place}{several}",
+                sep="",
             )
             callbacks.insert(0, _plan_printer(out))
         try:
@@ -296,19 +297,20 @@ def train(
     out.print(
         f"{report['evaluated_on']} accuracy [bold]{100 * result.accuracy:.1f}%[/bold]{area} with ({promise}), "
         f"{result.steps:,} steps in {duration(report['seconds'])}, {result.method}",
+        markup=True,
         soft_wrap=True,
     )
     if account is not None:
-        out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent", markup=False)
+        out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent")
     if not result.private:
-        out.print(f"[bold red]{REPRODUCIBLE}[/bold red]", soft_wrap=True)
+        out.print(REPRODUCIBLE, style="bold red", soft_wrap=True)
     if audited is not None:
         bound = audited.epsilon
         out.print(
             f"audited: nothing refutes the plan; one step leaks ε ≥ {bound.epsilon:.3g} of {bound.claimed:.3g}", soft_wrap=True
         )
     if output is not None:
-        out.print(f"saved {', '.join(report['files'])} in {output}", markup=False, soft_wrap=True)
+        out.print(f"saved {', '.join(report['files'])} in {output}", soft_wrap=True)
 
 
 def _plan_printer(out: Console) -> Callback:

@@ -58,7 +58,7 @@ class Numeric:
     @property
     def said(self) -> str:
         """What is public of it, in words."""
-        return f"from {self.low:g} to {self.high:g}{_MISSING if self.missing else ''}"
+        return f"from {_exactly(self.low)} to {_exactly(self.high)}{_MISSING if self.missing else ''}"
 
     def encode(self, name: str, values: Any) -> Floats:
         """(rows, width), every row of norm at most 1."""
@@ -109,7 +109,7 @@ class Categorical:
     @property
     def said(self) -> str:
         """What is public of it, in words."""
-        listed = ", ".join(map(str, self.values[:_LISTED]))
+        listed = ", ".join(map(_exactly, self.values[:_LISTED]))
         more = f" and {len(self.values) - _LISTED} more" if len(self.values) > _LISTED else ""
         return f"one of {listed}{more}{', or another' if self.other else ''}"
 
@@ -365,6 +365,13 @@ def is_boolean(values: Any) -> bool:
 def is_numeric(values: Any) -> bool:
     """Whether a column's type is one of numbers; texts, objects, dates and categories are not."""
     return _kind_of_type(values) in tuple("biuf")
+
+
+def _exactly(value: Any) -> str:
+    """A number in all of its digits, a text as it is: in quotes where it could be taken for two, or for none."""
+    if isinstance(value, str):
+        return value if value.strip() == value != "" and not set(value) & set(",;\"'") else repr(value)
+    return repr(float(value)).removesuffix(".0") if is_number(value) and not isinstance(value, int) else str(value)
 
 
 def _kind_of_type(values: Any) -> str:

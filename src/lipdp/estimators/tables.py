@@ -413,7 +413,7 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         self.schema_ = Schema(tuple(columns), tuple({**known, **ranges}[name] for name in columns))
         self.public_ = (
             *_public_facts(len(values), known),
-            *([] if given is None else [f"the range of y, {given.low:g} to {given.high:g}, as declared"]),
+            *([] if given is None else [f"the range of y, {given.said}, as declared"]),
         )
         self._run(ready, columns, self.target_.encode("y", values).astype(np.float32))
         return self

@@ -34,6 +34,7 @@ __all__ = [
     "MODEL",
     "PLAN",
     "RESULT",
+    "SCHEMA",
     "WEIGHTS",
     "About",
     "Evaluation",
@@ -44,7 +45,7 @@ __all__ = [
     "write_about",
 ]
 
-ABOUT = "about.json"
+ABOUT, SCHEMA = "about.json", "schema.json"
 _RADII = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 _CERTIFIED = 1000  # examples at most: certificates of whole test sets take their time
 _MOST_CLASSES = 30
