@@ -232,9 +232,9 @@ class PrivacyEngine:
 
         Each batch is for one step. It is a function of the run's secret key and its number, so a resumed run sees the same
         ones, and no number is drawn twice: batches may be fetched ahead or left out (from a state it goes on behind the last one
-        that a step was made with: hand steps the batches as they are. What a copy, by ``.to(device)`` say, is a copy of, nobody knows;
-        steps move batches themselves). With Poisson sampling ``train`` may differ in size from ``plan.dataset_size`` (neighbouring
-        datasets do): q stays the plan's.
+        that a step was made with). Hand steps the batches as they are: of a copy, by ``.to(device)`` for instance, nobody knows
+        which one it is, and steps move them themselves. With Poisson sampling ``train`` may differ in size from
+        ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
         for number, chosen in self._draws(train):
             batch = gather(train, chosen)
