@@ -155,7 +155,9 @@ class PrivacyEngine:
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far, at the plan's δ."""
+        """ε of the :attr:`steps` so far, at the plan's δ. Of an engine that was rewound that is less than what was spent, if steps
+        behind the state were released: :meth:`give_up` counts those, too.
+        """
         return self.ledger.epsilon
 
     @_alone
