@@ -349,3 +349,28 @@ def test_microbatches_are_even_and_neither_tiny_nor_huge(batch, entries, product
 def test_seats_are_divided_evenly(seats, limit, rows):
     assert divided(seats, limit) == rows
     assert divided(seats, rows) == rows  # a state that says so is not divided again
+
+
+class Windows(Subset):
+    """Its numbers are those of windows, of which each record has ten."""
+
+    def __getitem__(self, index):
+        return self.dataset[self.indices[index] // 10]
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Unsized(Dataset):
+    """It does not say how many records it has."""
+
+    def __getitem__(self, index):
+        return torch.full((6,), float(index)), index % 3
+
+
+def test_subsets_may_number_as_they_like_of_datasets_that_need_no_length():
+    for data, expected in ((Windows(marked(20), range(10, 200, 10)), [2, 5, 8]), (Subset(Unsized(), range(1, 20)), [2, 5, 8])):
+        assert check_dataset(data) == 19
+        assert gather(data, torch.tensor([1, 4, 7]))[0][:, 0].tolist() == expected
+    with pytest.raises(DataError, match="beyond the 20 of its dataset"):
+        check_dataset(Subset(marked(20), [3, 20]))

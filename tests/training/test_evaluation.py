@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import lipdp
 from lipdp import losses, nn
+from lipdp.errors import LipdpWarning
 from lipdp.program import Program
-from lipdp.training.evaluation import outputs_of
+from lipdp.training.evaluation import note_trained_records, outputs_of
 
 LOSS = losses.CrossEntropy(tau=4.0)
 
@@ -97,3 +100,19 @@ def test_validation_in_a_run_is_by_the_program() -> None:
     )
     assert 90 not in model.sizes
     assert history.last["validation_loss"] == pytest.approx(by_hand(model, records(90))["loss"], rel=1e-5)
+
+
+def test_validation_warns_of_records_that_are_trained_on_and_of_no_others():
+    x, y = torch.randn(40, 6), torch.zeros(40)
+    whole, again, first, rest = (TensorDataset(x[part], y[part]) for part in (slice(40), slice(40), slice(30), slice(30, 40)))
+    train = Subset(whole, range(30))
+    for validation in (whole, again, first, Subset(whole, [29, 30]), Subset(again, [29, 30]), Subset(first, [3])):
+        with pytest.warns(LipdpWarning, match="validation holds records of train"):
+            note_trained_records(train, validation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for validation in (rest, Subset(whole, range(30, 40)), Subset(again, range(30, 40)), Subset(rest, [0, 3])):
+            note_trained_records(train, validation)
+            note_trained_records(validation, train)
+        note_trained_records(first, rest)
+        note_trained_records(train, TensorDataset(x.clone(), y))

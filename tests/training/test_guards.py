@@ -6,6 +6,9 @@ import concurrent.futures
 import contextlib
 import copy
 import gc
+import os
+import signal
+import threading
 import time
 import weakref
 from unittest import mock
@@ -317,3 +320,86 @@ def test_many_batches_leave_no_memory_behind():
     for batch, _ in zip(engine.batches(toy()), range(600), strict=False):
         assert len(batch) == 2
     assert len(guards._batches) < 300
+
+
+def test_two_threads_that_fetch_batches_get_no_number_twice():
+    class Slow(lipdp.PrivacyEngine):
+        @property
+        def steps(self):
+            found = super().steps
+            time.sleep(0.002)
+            return found
+
+    model = free()
+    engine = Slow(model, LOSS, Spy(model), planned(model))
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        drawn = [one for part in pool.map(lambda _: list(engine.samples(toy())), range(3)) for one in part]
+    assert len({tuple(one.tolist()) for one in drawn}) == len(drawn) == engine.plan.steps
+
+
+def test_many_batches_may_be_fetched_ahead_by_several_threads(monkeypatch):
+    """They were looked through whenever one more was drawn: slow, and an error from inside of a dictionary with two threads."""
+    model, looks = free(), []
+    engine = engine_of(model, planned(model, steps=600), seed=None)
+    monkeypatch.setattr(guards, "_batches", {})
+    monkeypatch.setattr(guards, "_look_at", guards._MANY)
+
+    class Ref(guards._weak):
+        def expired(self):
+            looks.append(1)
+            time.sleep(0)
+            return super().expired()
+
+    monkeypatch.setattr(guards, "_weak", Ref)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        kept = [one for part in pool.map(lambda _: list(engine.batches(toy())), range(2)) for one in part]
+    assert len(kept) == 600
+    assert len(guards._batches) == 1200
+    assert len(looks) < 2500
+
+
+def test_inputs_and_targets_of_two_batches_are_refused():
+    engine = engine_of(free(), seed=None)
+    drawn = engine.batches(toy())
+    (x, _), (_, y) = next(drawn), next(drawn)
+    count = min(len(x), len(y))
+    with pytest.raises(ConfigurationError, match="parts of two batches, number 0 and number 1"):
+        engine.step(x[:count], y[:count])
+    assert engine.steps == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_fork_beside_a_step_does_not_wait_for_the_step_of_its_parent():
+    stepping, go = threading.Event(), threading.Event()
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure=None):
+            stepping.set()
+            go.wait(60)
+            return super().step(closure)
+
+    model = free()
+    engine = engine_of(model, None, Waiting(model.parameters(), lr=0.1), seed=None)
+    batch = next(engine.batches(toy()))
+    thread = threading.Thread(target=engine.step, args=batch)
+    thread.start()
+    assert stepping.wait(60)
+    child = os.fork()
+    if not child:  # the child: nothing of the tests' may go on here
+        with contextlib.suppress(BudgetError):
+            engine.step(*batch)
+            os._exit(1)
+        engine.close()
+        os._exit(0)
+    ended = (0, 0)
+    for _ in range(600):
+        ended = os.waitpid(child, os.WNOHANG)
+        if ended[0]:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    go.set()
+    thread.join()
+    assert ended == (child, 0)

@@ -10,6 +10,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lipdp
 from lipdp import losses
+from lipdp._texts import upwards
 from lipdp.errors import LipdpWarning, RepeatedRunWarning
 from lipdp.privacy import Budget
 from lipdp.training import Callback
@@ -33,7 +34,7 @@ def test_the_composed_epsilon_is_said():
     with pytest.warns(LipdpWarning, match=r"this is run 2 over the same data .* in this process, and no budget") as caught:
         fit(data)
     together = lipdp.privacy.epsilon(noise_multiplier=3.0, sampling_rate=BATCH / SIZE, steps=8, delta=1e-4)
-    assert f"epsilon {together:.4g} at delta 0.0001" in str(caught[0].message)
+    assert f"epsilon {upwards(together)} at delta 0.0001" in str(caught[0].message)
     with pytest.warns(RepeatedRunWarning, match="run 3"):
         fit(data)
 

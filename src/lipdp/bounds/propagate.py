@@ -234,12 +234,13 @@ _SIZES = {"in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_d
 def _fits(weight: torch.Tensor, name: str, value: Any, settings: Mapping[str, Any]) -> bool:
     """Whether a size is that of the weight; of transposed convolutions the two change places, of several groups one is a part.
 
-    Convolutions may keep something else in its place, of two dimensions, that kernels are made of.
+    Convolutions may keep something else in its place, of other dimensions than a kernel, that kernels are made of.
     """
     dim, groups = _SIZES[name], settings.get("groups", 1)
     if settings.get("transposed", False):
         dim = 1 - dim
-    return weight.ndim < 2 + name.endswith("channels") or weight.shape[dim] * (groups if dim == 1 else 1) == value
+    dims = 2 + len(settings["kernel_size"]) if name.endswith("channels") else 2
+    return weight.ndim != dims or weight.shape[dim] * (groups if dim == 1 else 1) == value
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
-from lipdp._texts import guarantee, table
+from lipdp._texts import guarantee, table, upwards
 from lipdp.cli import options
 from lipdp.cli.output import console, make_folder, print_json
 from lipdp.errors import ConfigurationError
@@ -106,7 +106,7 @@ def pareto(
         return
     out = console()
     rows = [
-        (f"{budget:g}", f"{100 * dot.score:.2f}", f"{dot.epsilon:.3g}", dot.recipe, dot.model, dot.method)
+        (f"{budget:g}", f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
         for budget, dot in best.items()
     ]
     headers = ("ε up to", f"{metric} %", "ε spent", "recipe", "model", "method")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipdp._texts import guarantee
+from lipdp._texts import guarantee, upwards
 from lipdp.cli import options
 from lipdp.cli.options import configured
 from lipdp.cli.output import console, duration, print_fields, print_json
@@ -235,7 +235,8 @@ def _tune(
     fields = [
         (
             "guarantee",
-            f"({guarantee(finding.epsilon, finding.delta)}) for settings, model and score; one run alone {finding.run_epsilon:.3g}",
+            f"({guarantee(finding.epsilon, finding.delta)}) for settings, model and score; one run alone "
+            f"{upwards(finding.run_epsilon)}",
         ),
         ("best", f"held-out accuracy {100 * finding.score:.2f}%, of which noise about ±{100 * finding.score_noise:.2g}"),
         ("settings", _settings(finding.settings)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from lipdp._texts import upwards
 from lipdp.errors import BudgetError
 from lipdp.privacy.accounting import Accountant, Adjacency, run_epsilon
 from lipdp.privacy.runs import PrivateRun
@@ -39,7 +40,7 @@ class Ledger:
         """Pay for one step, or refuse it."""
         if self.remaining <= 0:
             raise BudgetError(
-                f"the plan's {self.run.steps} steps (epsilon {self.planned_epsilon:.4g} at delta {self.delta:g}) are spent: "
+                f"the plan's {self.run.steps} steps (epsilon {upwards(self.planned_epsilon)} at delta {self.delta:g}) are spent: "
                 "another step would exceed the budget. Make a new plan with more steps; its noise will be larger."
             )
         self.steps += 1

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lipdp._numerics import Undrawn
+from lipdp._texts import upwards
 from lipdp.errors import BudgetError, CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
 from lipdp.privacy._journal import when_free
@@ -240,11 +241,11 @@ def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
 def _warn(before: list[RunRecord], run: RunRecord) -> None:
     ledger = run.ledger
     together = _composed([other.ledger for other in before], ledger)
-    alone = f"epsilon {ledger.planned_epsilon:.4g} alone"
+    alone = f"epsilon {upwards(ledger.planned_epsilon)} alone"
     unpaid = "no budget adds them up" if run.budget is None else f"the budget {run.budget} was not charged for all of them"
     warnings.warn(
         f"this is run {len(before) + 1} over the same data (or some of them) in this process, and {unpaid}: together they spend "
-        f"epsilon {together:.4g} at delta {ledger.delta:g} ({alone}). Charge them all to one account, "
+        f"epsilon {upwards(together)} at delta {ledger.delta:g} ({alone}). Charge them all to one account, "
         "budget=lipdp.privacy.Budget(…), which refuses what is too much; or report the composed epsilon.",
         RepeatedRunWarning,
         stacklevel=5,

@@ -115,8 +115,10 @@ def check_dataset(dataset: Any) -> int:
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: it has no records")
-    if isinstance(dataset, Subset) and len(dataset.indices):
-        held = len(dataset.dataset)  # type: ignore[arg-type]
+    # Another class may number its records as it likes, and a dataset need not know how many it has.
+    plain = isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__
+    if plain and len(dataset.indices) and hasattr(dataset.dataset, "__len__"):
+        held = len(dataset.dataset)
         if int(torch.as_tensor(dataset.indices).max()) >= held:
             raise DataError(f"a Subset has numbers of records beyond the {held} of its dataset")
     return len(dataset)

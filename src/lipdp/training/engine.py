@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -39,6 +40,20 @@ from lipdp.training.watch import project_trained
 __all__ = ["PrivacyEngine"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+_numbering = threading.RLock()  # batches may be fetched by several threads, while a step is computed
+_engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Another thread of the parent's may have held their locks: it is not here to let them go."""
+    global _numbering
+    _numbering = threading.RLock()
+    for engine in _engines:
+        engine._turn = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _alone(method: Method) -> Method:
@@ -124,6 +139,7 @@ class PrivacyEngine:
         self.model, self.loss, self.optimizer, self.plan = run.model, run.loss, run.optimizer, run.plan
         self.ledger, self.average, self.device = run.ledger, run.average, run.device
         run.account.belong_to(self)
+        _engines.add(self)
 
     @property
     def microbatch_size(self) -> int:
@@ -173,7 +189,8 @@ class PrivacyEngine:
 
         A step that was made before, by an engine that was rewound or by a process that was killed, is the same release where its
         sums are the same to the last bit, and refused by RepeatedStepError where they are not (another machine, another
-        ``microbatch_size``). Batches that were drawn until now are refused: they were those of other steps.
+        ``microbatch_size``). Batches that were drawn until now are refused: they were those of other steps. (What
+        :meth:`samples` has given ahead is to be thrown away.)
 
         Returns:
             The number of steps that are done now.
@@ -244,8 +261,12 @@ class PrivacyEngine:
                 LipdpWarning,
                 stacklevel=3,
             )
-        while (number := max(run.drawn, run.used, self.steps)) < self.plan.steps:
-            run.drawn = number + 1
+        while True:
+            with _numbering:
+                number = max(run.drawn, run.used, self.steps)
+                run.drawn = max(run.drawn, min(number + 1, self.plan.steps))
+            if number >= self.plan.steps:
+                return
             yield number, sample_indices(size, self.plan.sampling_rate, run.streams.sample(number), sampler)
 
     @_alone
@@ -473,6 +494,7 @@ class PrivacyEngine:
             memo[id(self)], memo[id(self._turn)] = twin, threading.RLock()  # its weights are its own
         twin.__dict__.update(how(self.__dict__))
         twin._run.account.belong_to(twin)
+        _engines.add(twin)
         return twin
 
     @_alone

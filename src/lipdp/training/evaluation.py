@@ -116,10 +116,7 @@ def note_trained_records(train: Any, validation: Any) -> None:
     """Warn of records for validation that are visibly trained on: the same dataset, rows of it, the same memory."""
     base, rows = _base_of(train)
     other, others = _base_of(validation)
-    shared = base is other or _share_memory(base, other)
-    if shared and rows is not None and others is not None:
-        shared = not rows.isdisjoint(others)
-    if shared:
+    if _share(base, rows, other, others):
         warnings.warn(
             "validation holds records of train: figures of training records, as they are, are a release that this run's epsilon "
             "does not cover. Hold others out, rest, held_out = torch.utils.data.random_split(data, [0.9, 0.1]), and plan for the "
@@ -139,17 +136,28 @@ def _base_of(dataset: Any) -> tuple[Any, set[int] | None]:
     return dataset, None if rows is None else set(rows.tolist())
 
 
-def _share_memory(train: Any, validation: Any) -> bool:
-    """Whether the inputs of two TensorDatasets lie over each other."""
-    if not (isinstance(train, TensorDataset) and isinstance(validation, TensorDataset)):
-        return False
-    ends = []
-    for held in (train.tensors[0], validation.tensors[0]):
-        if held.device.type == "meta" or held.layout is not torch.strided or not held.is_contiguous():
+def _share(base: Any, rows: set[int] | None, other: Any, others: set[int] | None) -> bool:
+    """Whether rows of two datasets are the same ones: of one dataset, or of two TensorDatasets whose inputs lie over each other."""
+    shift = 0
+    if base is not other:
+        if not (isinstance(base, TensorDataset) and isinstance(other, TensorDataset)):
             return False
-        ends.append((held.device, held.data_ptr(), held.data_ptr() + held.numel() * held.element_size()))
-    (one, start, end), (two, first, last) = ends
-    return one == two and max(start, first) < min(end, last)
+        ends = []
+        for held in (base.tensors[0], other.tensors[0]):
+            if held.device.type == "meta" or held.layout is not torch.strided or not held.is_contiguous():
+                return False
+            ends.append((held.device, held.data_ptr(), held.data_ptr() + held.numel() * held.element_size()))
+        (one, start, end), (two, first, last) = ends
+        if one != two or max(start, first) >= min(end, last):
+            return False
+        widths = [(end - start) // len(base), (last - first) // len(other)]
+        if widths[0] != widths[1] or (first - start) % widths[0]:
+            return True
+        shift = (first - start) // widths[0]
+    elif rows is None or others is None:
+        return True
+    mine = range(len(base)) if rows is None else rows
+    return any(number + shift in mine for number in (range(len(other)) if others is None else others))
 
 
 def check_of_targets(model: torch.nn.Module, loss: Any, dataset: Any) -> Callable[[torch.Tensor], None] | None:

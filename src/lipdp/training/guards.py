@@ -120,22 +120,27 @@ class _Drawn:
 
 _batches: dict[int, _Drawn] = {}
 _MANY = 256
+_noting = threading.RLock()  # batches may be fetched by several threads
+_look_at = _MANY  # at so many of them it is looked at which are gone
 _weak: Any = reductions.StorageWeakRef  # it is what torch's own queues know a tensor's memory by
 
 
 def note_batch(batch: tuple[Any, torch.Tensor], owner: str, number: int) -> None:
     """Remember that ``owner`` drew this batch as its ``number``."""
-    if len(_batches) > _MANY:
-        for memory in [memory for memory, drawn in _batches.items() if all(part.expired() for part in drawn.memory)]:
-            del _batches[memory]
+    global _look_at
     storages = [part.untyped_storage() for part in leaves(batch)]
     drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner, number)
-    for storage in storages:
-        _batches[storage._cdata] = drawn
+    with _noting:
+        if len(_batches) > _look_at:
+            for memory in [memory for memory, other in _batches.items() if all(part.expired() for part in other.memory)]:
+                del _batches[memory]
+            _look_at = max(_MANY, 2 * len(_batches))  # somebody may keep all of them
+        for storage in storages:
+            _batches[storage._cdata] = drawn
 
 
 def claim_batch(parts: tuple[Any, Any], owner: str) -> int | None:
-    """Refuse a batch that was used, or that is not this owner's. Its number; ``None`` for those that no engine has drawn."""
+    """Refuse a batch that was used, is not this owner's, or is two. Its number; ``None`` for those that no engine has drawn."""
     number = None
     for drawn in _known(parts):
         if drawn.used:
@@ -147,6 +152,11 @@ def claim_batch(parts: tuple[Any, Any], owner: str) -> int | None:
             raise ConfigurationError(
                 "this batch was drawn by another engine, whose sampling and secret are not this one's. Take batches of "
                 "engine.batches(train) of the same engine."
+            )
+        if number not in (None, drawn.number):
+            raise ConfigurationError(
+                f"these are parts of two batches, number {number} and number {drawn.number} of this run: a record that is in both "
+                "would move two rows of the sum. Pass inputs and targets as one batch of engine.batches(train) gives them."
             )
         number = drawn.number
     return number
@@ -160,8 +170,9 @@ def spend_batch(parts: tuple[Any, Any]) -> None:
 
 def spend_all(owner: str) -> None:
     """From now on all batches that ``owner`` has drawn are used."""
-    for drawn in _batches.values():
-        drawn.used = drawn.used or drawn.owner == owner
+    with _noting:
+        for drawn in _batches.values():
+            drawn.used = drawn.used or drawn.owner == owner
 
 
 def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
