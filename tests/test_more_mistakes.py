@@ -317,3 +317,11 @@ def test_pictures_of_pillow_and_columns_of_arrays() -> None:
     for given in ([image.fromarray(one) for one in pixels], column):
         assert pictures(given).shape_ == (1, 9, 9)
         forget_rows()
+
+
+@pytest.mark.parametrize("mode", ["P", "HSV", "YCbCr"])
+def test_places_in_a_palette_are_no_pixels(mode) -> None:
+    image = pytest.importorskip("PIL.Image")
+    colours = np.random.default_rng(0).integers(0, 255, (N, 9, 9, 3)).astype(np.uint8)
+    with pytest.raises(LipdpError, match=r"convert\('RGB'\)"):
+        pictures([image.fromarray(one).convert(mode) for one in colours])

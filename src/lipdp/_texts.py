@@ -110,8 +110,10 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[str]], **columns:
     """:func:`table` as plain text."""
     from rich.console import Console
 
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(table(headers, rows, **columns))
+    text, grid = io.StringIO(), table(headers, rows, **columns)
+    own = Console(file=text, width=10**5, highlight=False, markup=False, color_system=None)
+    own.width = max(_WIDTH, own.measure(grid).minimum)  # what may not be folded is not cut off either
+    own.print(grid)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 

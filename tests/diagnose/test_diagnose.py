@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import losses, nn
+from lipdp._texts import text_table
 from lipdp.diagnose import Diagnosis, DiagnosisCallback, diagnose, measure_gradients
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning
 from lipdp.models import mixer, mlp
@@ -241,3 +242,12 @@ def test_normalised_cotangents_make_a_gnp_network_tight() -> None:
     found = diagnose(model, losses.CrossEntropy(), _batch(8), float64=True)
     assert min(row.tightness for row in found.rows) > 0.9
     assert found["7.weight"].tightness == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_table_of_many_steps_is_as_wide_as_it_has_to_be() -> None:
+    headers = ["parameter", *(f"step {100 * number}" for number in range(40))]
+    row = ["0.weight", *(f"12.{number:02d}% (1.3)" for number in range(40))]
+    first, *_, last = text_table(headers, [row], right=headers[1:], whole=headers).splitlines()
+    assert " ".join(first.split()) == " ".join(headers)
+    assert " ".join(last.split()) == " ".join(row)
+    assert max(map(len, text_table(["what"], [["words " * 100]]).splitlines())) <= 140  # what may be folded is folded

@@ -403,3 +403,20 @@ def test_a_fork_beside_a_step_does_not_wait_for_the_step_of_its_parent():
     go.set()
     thread.join()
     assert ended == (child, 0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BudgetError("closed")])
+def test_what_is_saved_behind_a_step_that_was_charged_and_not_made_can_be_loaded(error):
+    model = free()
+    engine = engine_of(model, seed=None)
+    drawn = engine.batches(toy())
+    engine.step(*next(drawn))
+    with mock.patch.object(type(engine._run.account), "note", side_effect=error), pytest.raises((KeyboardInterrupt, BudgetError)):
+        engine.step(*next(drawn))
+    assert engine.steps == 2
+    state = engine.state_dict()
+    other = engine_of(free(seed=1), engine.plan, seed=None)
+    other.load_state_dict(state)
+    assert same(weights(other.model), weights(model))
+    other.step(*next(other.batches(toy())))
+    assert other.steps == 3

@@ -41,6 +41,7 @@ from lipdp.training import PrivacyPlan
 __all__ = ["PrivateImageClassifier", "is_images"]
 
 _SIDE = 32  # pixels along each side that features are made of
+_NO_PIXELS = ("P", "HSV", "YCbCr", "LAB")  # modes of Pillow with as many bytes as grey or colour has
 _SMALLEST, _LARGEST = 8, 1024
 _STEPS, _CLIP, _MOMENTUM, _AVERAGE = 150, 0.1, 0.9, 0.9
 _NOISE = 3.0  # κ
@@ -253,6 +254,11 @@ def _channels_first(given: Any) -> torch.Tensor:
     """Images as (N, channels, height, width), of the type that they came in; checked."""
     if _holds_arrays(given):
         given = list(given)
+    if isinstance(given, list | tuple) and any(getattr(picture, "mode", None) in _NO_PIXELS for picture in given):
+        raise DataError(
+            "the bytes of some of Pillow's pictures here are places in a palette, or hue and the like, and no pixels: "
+            "[picture.convert('RGB') for picture in X]"
+        )
     try:
         images = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(given))
     except (TypeError, ValueError):

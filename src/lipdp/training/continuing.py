@@ -26,7 +26,7 @@ def state_of(run: Run) -> dict[str, Any]:
                 "format": STATE_FORMAT,
                 "plan": run.plan.to_json(),
                 "steps": run.ledger.steps,
-                "batches": run.used,
+                "batches": max(run.used, run.ledger.steps),  # a step that was interrupted is charged, and made with no batch
                 "one_off": list(run.ledger.one_off),
                 "rows": run.microbatch_size if run.ledger.steps or run.rows is not None else None,
                 "run": run.account.nonce,

@@ -155,7 +155,9 @@ class PrivacyEngine:
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far, at the plan's δ."""
+        """ε of the :attr:`steps` so far, at the plan's δ. Of an engine that was rewound that is less than what was spent, if steps
+        behind the state were released: :meth:`give_up` counts those, too.
+        """
         return self.ledger.epsilon
 
     @_alone
@@ -232,8 +234,9 @@ class PrivacyEngine:
 
         Each batch is for one step. It is a function of the run's secret key and its number, so a resumed run sees the same
         ones, and no number is drawn twice: batches may be fetched ahead or left out (from a state it goes on behind the last one
-        that a step was made with). With Poisson sampling ``train`` may differ in
-        size from ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
+        that a step was made with). Hand steps the batches as they are: of a copy, by ``.to(device)`` for instance, nobody knows
+        which one it is, and steps move them themselves. With Poisson sampling ``train`` may differ in size from
+        ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
         for number, chosen in self._draws(train):
             batch = gather(train, chosen)

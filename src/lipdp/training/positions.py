@@ -109,9 +109,9 @@ class _Run:
         """Refuse, for a step that was not made yet, a batch whose sample may be that of another step."""
         if (batch < self.batches or (batch != position and self.knows(batch))) and not self.knows(position):
             raise ConfigurationError(
-                f"this batch, number {batch} of this run, was passed over: a step was made with it or with a later one, by this "
-                "engine before it was rewound, a copy of it, or another iterator. Two steps on one sample are not what is "
-                "accounted for. Take the next one of engine.batches(train)."
+                f"this batch, number {batch} of this run, was passed over: a step was made with it or with a later one, or step "
+                f"{batch} with a copy or one of your own; by this engine (before it was rewound?), a copy of it, or another "
+                "iterator. Two steps on one sample are not what is accounted for. Take the next one of engine.batches(train)."
             )
 
     def write_batch(self, batch: int) -> None:
