@@ -23,7 +23,18 @@ import torch
 from lipdp._discreet import named
 from lipdp.errors import LipdpError, UnsupportedError
 
-__all__ = ["Watched", "fingerprint", "generator_states", "nothing_kept", "reachable_tensors", "reached", "readable", "storages"]
+__all__ = [
+    "Watched",
+    "attributes_of",
+    "fingerprint",
+    "generator_states",
+    "nothing_kept",
+    "put_attributes_back",
+    "reachable_tensors",
+    "reached",
+    "readable",
+    "storages",
+]
 
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
@@ -297,17 +308,28 @@ def readable() -> Iterator[None]:
 
 
 @contextmanager
-def nothing_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Attributes that its forward sets are as they were afterwards: what is run again is no pass, and leaves nothing."""
-    before = [(part, dict(part.__dict__)) for part in model.modules()]
+def nothing_kept(*objects: Any) -> Iterator[None]:
+    """Attributes that they set meanwhile are as they were afterwards: what is run again is no pass, and leaves nothing."""
+    owned = attributes_of(*objects)
+    before = [dict(attributes) for attributes in owned]
     try:
         yield
     finally:
-        for part, attributes in before:
-            present = part.__dict__
-            if present.keys() != attributes.keys() or any(present[name] is not value for name, value in attributes.items()):
-                present.clear()
-                present.update(attributes)
+        put_attributes_back(owned, before)
+
+
+def attributes_of(*objects: Any) -> list[dict[str, Any]]:
+    """The attributes of each module, and of what is none, as the objects hold them: to be copied, and put back."""
+    parts = [part for one in objects for part in (one.modules() if isinstance(one, torch.nn.Module) else (one,))]
+    return [part.__dict__ for part in parts if isinstance(getattr(part, "__dict__", None), dict)]
+
+
+def put_attributes_back(owned: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> None:
+    """What :func:`attributes_of` gave is again what it was when it was copied."""
+    for present, attributes in zip(owned, before, strict=True):
+        if present.keys() != attributes.keys() or any(present[name] is not value for name, value in attributes.items()):
+            present.clear()
+            present.update(attributes)
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

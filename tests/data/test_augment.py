@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import math
+import random
+import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +16,8 @@ from lipdp import losses, nn
 from lipdp.bounds import analyse
 from lipdp.clipping import per_example_norms
 from lipdp.data import Augmentation, Compose, Flip, Identity, PrecomputedCopies, RandomCrop, Shifts, TestTimeAverage
-from lipdp.data.augment import FixedAugmentation, Shift
-from lipdp.errors import ConfigurationError, DataError
+from lipdp.data.augment import FixedAugmentation, Shift, copies_of
+from lipdp.errors import ConfigurationError, DataError, LipdpNotice
 
 SIX = Shifts([(0, 0), (2, 2), (-2, -2)], flip=True)
 
@@ -232,6 +235,9 @@ APART = {
     "cut out": Own(lambda x, g: x * (torch.rand(len(x), 1, *x.shape[2:], generator=g) > 0.2)),
     "brightness": Own(lambda x, g: x * (1 + 0.2 * torch.rand(len(x), 1, 1, 1, generator=g))),
     "normalised": Own(lambda x, g: (x - x.mean((1, 2, 3), keepdim=True)) / (x.std((1, 2, 3), keepdim=True) + 1e-3)),
+    "one by one": Compose(
+        Flip(), Own(lambda x, g: torch.stack([one.roll(int(torch.randint(4, (), generator=g)), 2) for one in x]))
+    ),
     "each among others": Compose(Own(lambda x, g: x.flip(3)), Flip(), RandomCrop(1, 2)),
 }
 
@@ -256,3 +262,125 @@ def test_copies_depend_on_their_own_example_alone(name: str, method: str) -> Non
         else:
             with pytest.raises(DataError, match=r"may mix examples"):
                 engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3)
+
+
+def _cropped(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    crops = []
+    for picture in F.pad(x, (1, 1, 1, 1)):
+        i, j = torch.randint(0, 3, (2,), generator=draw).tolist()
+        crops.append(picture[:, i : i + 4, j : j + 4])
+    return torch.stack(crops)
+
+
+def _cut_out(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    for picture in x:
+        at = int(torch.randint(0, 3, (), generator=draw))
+        picture[:, at : at + 2] = 0
+    return x
+
+
+def _noisy_where_bright(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """How many numbers an example draws is told by what is in it."""
+    rows = [one + torch.randn(one.shape, generator=draw) if float(one.sum()) > 50 else one for one in x]
+    return torch.stack([row + torch.rand((), generator=draw) + random.random() + np.random.rand() for row in rows]).to(x.dtype)  # noqa: NPY002
+
+
+LOOPS = {
+    "mirrored": lambda x, g: torch.stack([one.flip(-1) if torch.rand((), generator=g) < 0.5 else one for one in x]),
+    "mirrored by Python's numbers": lambda x, g: torch.stack([one.flip(-1) if random.random() < 0.5 else one for one in x]),
+    "cropped": _cropped,
+    "cut out in place": _cut_out,
+    "by numpy": lambda x, g: torch.from_numpy(np.ascontiguousarray(x.numpy()[..., ::-1])),
+    "noisy where it is bright": _noisy_where_bright,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_over_examples_are_given_them_one_by_one(name: str) -> None:
+    """Whatever the others are, an example's copies are the same; once a notice says so."""
+    own, x = Own(LOOPS[name]), torch.rand(6, 1, 4, 4)
+    others = torch.cat([x[:1], x[1:] + 60])
+    with pytest.warns(LipdpNotice, match=r"by itself, more slowly"):
+        first = copies_of(own, x.clone(), _generator(3))
+    torch.rand(5)
+    assert torch.equal(first, copies_of(own, x.clone(), _generator(3)))
+    assert torch.equal(first[:1], copies_of(own, others, _generator(3))[:1])
+    assert first.shape == (6, 1, 1, 4, 4)
+    if name != "by numpy":
+        assert not torch.equal(first, copies_of(own, x.clone(), _generator(4)))
+        same = copies_of(own, x[:1].repeat(32, 1, 1, 1), _generator(3))
+        assert len({tuple(one.flatten().tolist()) for one in same}) > 1  # each draws for itself
+
+
+class Remembering:
+    """Each example with a part of the one before it."""
+
+    copies = 1
+
+    def __init__(self) -> None:
+        self.before = [0.0]
+
+    def __call__(self, x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        rows = []
+        for one in x:
+            rows.append(one + self.before[0])
+            self.before[0] = float(one.sum())
+        return torch.stack(rows)[:, None]
+
+
+def test_loops_that_keep_something_are_refused() -> None:
+    own = Remembering()
+    for _ in range(2):
+        with pytest.warns(LipdpNotice), pytest.raises(DataError, match=r"keeps something from one to the next"):
+            copies_of(own, torch.rand(4, 1, 4, 4), _generator())
+
+
+def test_one_example_of_a_batch_leads_to_no_other() -> None:
+    reaching = Own(lambda x, g: x + (x if x._base is None else x._base).mean())
+    batch = torch.rand(4, 1, 4, 4)
+    first = copies_of(reaching, batch[:1], _generator())
+    batch[1:] += 5
+    assert torch.equal(first, copies_of(reaching, batch[:1], _generator()))
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(DataError, match=r"Own gives ndarray, not a tensor"):
+        copies_of(Own(lambda x, g: x.numpy()), torch.rand(4, 1, 4, 4), _generator())
+
+
+@pytest.mark.parametrize("key", ["FuncTorchBatched", "CPU"])
+def test_what_vmap_takes_instead_of_operations_replaces_none(key: str) -> None:
+    """torch registers its own where torch.vmap is first called, in the middle of a pass."""
+    library = torch.library.Library(f"lipdp_tests_{key.lower()}", "DEF")
+    library.define("same(Tensor x) -> Tensor")
+
+    def mirrored(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        if len(x) > 1:  # the made-up one is not followed
+            library.impl("same", lambda x: x, key)
+        return x.flip(-1)
+
+    if key == "CPU":
+        with pytest.raises(DataError, match=r"an operation is replaced"):
+            copies_of(Own(mirrored), torch.rand(4, 1, 4, 4), _generator())
+    else:
+        assert len(copies_of(Own(mirrored), torch.rand(4, 1, 4, 4), _generator())) == 4
+
+
+def test_what_is_called_again_begins_anew() -> None:
+    """A thread ran beside it by chance; it writes into the pictures that it gets."""
+    calls = []
+
+    def brighter(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        if len(x) > 1:
+            calls.append(len(x))
+            if len(calls) == 1:
+                thread = threading.Thread(target=sum, args=([1],))
+                thread.start()
+                thread.join()
+        return x.add_(1)
+
+    x = torch.rand(4, 1, 4, 4)
+    before = x.clone()
+    assert torch.equal(copies_of(Own(brighter), x, _generator()), before[:, None] + 1)
+    assert calls == [4, 4]
+    assert torch.equal(x, before)

@@ -60,7 +60,7 @@ from lipdp.clipping.record import check_supported, leave_off, recording
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
-from lipdp.fingerprint import Watched, generator_states
+from lipdp.fingerprint import Watched, attributes_of, generator_states, nothing_kept, put_attributes_back
 from lipdp.graphs import GraphedFunction, Staged, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
@@ -288,6 +288,7 @@ class Clipper:
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self._known: list[torch.Tensor] = []  # before a pass
+        self._owned: list[dict[str, object]] = []  # the attributes of the model and the loss
         self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._alone_with: Hashable = None  # the state that was so with
         self._pause, self._left = 1, 0  # where something ran beside: batches until it is tried again, and those left of them
@@ -377,9 +378,9 @@ class Clipper:
 
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
         """The records of a batch in one pass; it is begun anew, with the same random numbers, where another thread ran beside it:
-        that may have been by chance."""
+        that may have been by chance. Of a pass that did not keep them apart no attribute stays: a record alone would meet it."""
         device = device_of(batch.x)
-        before = random_states(device)
+        before, attributes = random_states(device), list(map(dict.copy, self._owned))
         for attempt in range(ATTEMPTS):
             if attempt:
                 set_random_states(before, device)
@@ -391,6 +392,7 @@ class Clipper:
                 computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
                 return computed.copied() if device.type == "cuda" else computed
             except NotApartError as error:
+                put_attributes_back(self._owned, attributes)
                 if BESIDE not in error.reason.what or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError
@@ -398,6 +400,12 @@ class Clipper:
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
             raise UnsupportedError(f"{type(self.model).__name__} or its loss uses {reason}. Make it a function of its inputs.")
+        if self._watched() != self._number:  # what its attributes hold was written to, and can't be put back
+            raise UnsupportedError(
+                f"{type(self.model).__name__} or its loss changes what it holds (a list, a dict, an object of its own) in a pass "
+                f"that may let the records of a batch meet: {reason}. A record by itself would find there what was seen of others. "
+                "Make it a function of its inputs, or take method='naive'."
+            )
         with eager(self._compiled):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone, self._alone_with = reason, state_of(self._untrained)
@@ -439,6 +447,7 @@ class Clipper:
             self._untrained = untrained_tensors(self.model, self.loss)
             self._checked.clear()
             self._known = known_before(self.model, self.loss)
+            self._owned = attributes_of(self.model, self.loss)
             self.alone = None
             self._number = number
         if self.alone is not None and self._alone_with != state_of(self._untrained):
@@ -451,7 +460,9 @@ class Clipper:
         if (*kind, state_of(self._untrained), generation(self.model)) in self._checked:
             return
         try:
-            if verify_once(self.model, self.loss, x, y):
+            with nothing_kept(self.model, self.loss):  # a scale, say, of the first records: the pass itself would not show it
+                seen = verify_once(self.model, self.loss, x, y)
+            if seen:
                 self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
         finally:
             self._know_again()

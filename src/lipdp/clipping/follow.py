@@ -53,6 +53,8 @@ from lipdp.inputs import Inputs, leaves, owned, rows_of
 
 __all__ = [
     "ATTEMPTS",
+    "TAKEN_OUT",
+    "UNKNOWN",
     "At",
     "Following",
     "Mixed",
@@ -197,7 +199,7 @@ class Following(TorchDispatchMode):
             return Mixed("a tensor without a memory of its own (sparse)", line())
         entry = self._memories.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            return Mixed(_UNKNOWN, line()) if tensor.numel() else None
+            return Mixed(UNKNOWN, line()) if tensor.numel() else None
         whose = entry.whose
         if whose is None or isinstance(whose, Mixed):
             return whose
@@ -205,7 +207,7 @@ class Following(TorchDispatchMode):
             return None  # no number at all, whatever the batch is
         found = _read_map(self.records, whose, _form(tensor))
         if found is None:
-            return Mixed("some of the batch's records are taken out of it, or put in another order", line())
+            return Mixed(TAKEN_OUT, line())
         return found
 
     def shows(self, tensor: torch.Tensor) -> bool:
@@ -543,7 +545,8 @@ _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as 
 
 _constants: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # made of nothing in passes before, and not written to since
 EARLIER = "numbers of an earlier batch, which the model has kept"
-_UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
+TAKEN_OUT = "some of the batch's records are taken out of it, or put in another order"
+UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
 
 
 def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True) -> Following:
@@ -561,16 +564,16 @@ def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answeri
 def kept_apart(function: Callable[..., Any], x: torch.Tensor, *more: Any) -> Any:
     """``function(x, *more)``, each row of which is known to depend on that row of ``x`` alone; else :class:`NotApartError`."""
     if len(x) < 2:
-        return function(x, *more)
-    x = owned(x)
+        return function(owned(x), *more)
     model, loss = (function, None) if isinstance(function, torch.nn.Module) else (torch.nn.Module(), function)
     drawn = [(part, part.get_state()) for part in more if isinstance(part, torch.Generator)]
     for left in reversed(range(ATTEMPTS)):
+        given = x.detach().clone()  # it may write into it, and be called again
         following = Following(len(x), known=known_before(model, loss))
-        following.declare(x, At(0, 1))
-        following._given.add(_key(x))
+        following.declare(given, At(0, 1))
+        following._given.add(_key(given))
         with torch.no_grad(), following.following():
-            rows = function(x, *more)
+            rows = function(given, *more)
         try:
             if isinstance(rows, torch.Tensor):
                 following.conclude(rows)

@@ -155,9 +155,11 @@ class Readings(TorchFunctionMode):
                 setattr(home, name, function)
 
     def _noting_library(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(library: Any, *args: Any, **kwargs: Any) -> Any:
-            self._of.reads.append(Reason("an operation is replaced by the model's own code", line()))
-            return function(library, *args, **kwargs)
+        def called(library: Any, name: Any, code: Any, dispatch_key: str = "", **more: Any) -> Any:
+            # What torch.vmap does in an operation's place (registered when it is first used) makes others, which are seen.
+            if (dispatch_key or getattr(library, "dispatch_key", "")) != "FuncTorchBatched":
+                self._of.reads.append(Reason("an operation is replaced by the model's own code", line()))
+            return function(library, name, code, dispatch_key, **more)
 
         return called
 

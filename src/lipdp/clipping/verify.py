@@ -136,7 +136,8 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
     def losses(part: torch.Tensor | slice) -> torch.Tensor:
         try:
             inputs, targets = owned(select((x, y), part))
-            return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
+            with nothing_kept(model, loss):
+                return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
         finally:
             put_back(buffers)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipdp._checks import whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
-from lipdp.clipping.follow import NotApartError, kept_apart
+from lipdp.data.alone import alone_or_together
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = [
@@ -60,17 +60,18 @@ class Augmentation(Protocol):
 
 
 def copies_of(augmentation: Augmentation, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """(batch, …) to (batch, K, …). One of the user's own is followed: each copy has to depend on its own example alone."""
+    """(batch, …) to (batch, K, …). One of the user's own is followed: each copy has to depend on its own example alone.
+
+    Where that can't be followed because it takes the examples out of the batch (a loop over pictures, numpy), it is given each by
+    itself, with random numbers of that example's own.
+    """
     if _is_ours(augmentation):
         return augmentation(x, generator)
-    try:
-        copies: Tensor = kept_apart(augmentation, x, generator)
-    except NotApartError as error:
+    copies = alone_or_together(augmentation, x, generator)
+    if not isinstance(copies, Tensor):
         raise DataError(
-            f"the augmentation {type(augmentation).__name__} may mix examples: {error.reason}. One of them would change what "
-            "others contribute, and no bound would hold. Let each copy depend on its own example alone (no mixup), by operations "
-            "along other dimensions than the first, and read no values."
-        ) from None
+            f"the augmentation {type(augmentation).__name__} gives {type(copies).__name__}, not a tensor (batch, copies, …)"
+        )
     return copies
 
 
