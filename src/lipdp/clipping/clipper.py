@@ -53,7 +53,7 @@ from lipdp.clipping.batch import (
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.follow import ATTEMPTS, EARLIER, NotApartError, Reason, distrust, follow, known_before
-from lipdp.clipping.kept import kept_elsewhere, names_anything
+from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, leave_off, recording
@@ -289,9 +289,6 @@ class Clipper:
         self._checked: set[Hashable] = set()
         self._known: list[torch.Tensor] = []  # before a pass
         self._owned: list[dict[str, object]] = []  # the attributes of the model and the loss
-        self._elsewhere: Hashable = None  # what is kept behind them, and whether anything is named there
-        self._names_anything = True
-        self._refused: str | None = None  # why nothing is clipped any more
         self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._alone_with: Hashable = None  # the state that was so with
         self._pause, self._left = 1, 0  # where something ran beside: batches until it is tried again, and those left of them
@@ -383,10 +380,7 @@ class Clipper:
         """The records of a batch in one pass; it is begun anew, with the same random numbers, where another thread ran beside it:
         that may have been by chance. Of a pass that did not keep them apart no attribute stays: a record alone would meet it."""
         device = device_of(batch.x)
-        if self._refused is not None:
-            raise UnsupportedError(self._refused)
         before, attributes = random_states(device), list(map(dict.copy, self._owned))
-        elsewhere = kept_elsewhere(self.model, self.loss) if self._names_anything else self._elsewhere
         for attempt in range(ATTEMPTS):
             if attempt:
                 set_random_states(before, device)
@@ -399,8 +393,6 @@ class Clipper:
                 return computed.copied() if device.type == "cuda" else computed
             except NotApartError as error:
                 put_attributes_back(self._owned, attributes)
-                if kept_elsewhere(self.model, self.loss) != elsewhere:
-                    raise self._keeps("what its functions and classes name (a global list, a counter)", error.reason) from None
                 if BESIDE not in error.reason.what or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError
@@ -409,7 +401,11 @@ class Clipper:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
             raise UnsupportedError(f"{type(self.model).__name__} or its loss uses {reason}. Make it a function of its inputs.")
         if self._watched() != self._number:  # what its attributes hold was written to, and can't be put back
-            raise self._keeps("what it holds (a list, a dict, an object of its own)", reason)
+            raise UnsupportedError(
+                f"{type(self.model).__name__} or its loss changes what it holds (a list, a dict, an object of its own) in a pass "
+                f"that may let the records of a batch meet: {reason}. A record by itself would find there what was seen of others. "
+                "Make it a function of its inputs, or take method='naive'."
+            )
         with eager(self._compiled):
             check_alone(self.model, self.loss, batch.x, batch.y, reason)
         self.alone, self._alone_with = reason, state_of(self._untrained)
@@ -420,14 +416,6 @@ class Clipper:
             LipdpNotice,
             stacklevel=5,
         )
-
-    def _keeps(self, what: str, reason: Reason) -> UnsupportedError:
-        """For good: what was seen of this batch is still there for the next."""
-        self._refused = (
-            f"{type(self.model).__name__} or its loss changes {what} in a pass that may let the records of a batch meet: {reason}. "
-            "A record by itself would find there what was seen of others. Make it a function of its inputs, or take method='naive'."
-        )
-        return UnsupportedError(self._refused)
 
     def _stays_alone(self) -> bool:
         """Whether the records of this batch are taken one by one, as those before were.
@@ -460,8 +448,6 @@ class Clipper:
             self._checked.clear()
             self._known = known_before(self.model, self.loss)
             self._owned = attributes_of(self.model, self.loss)
-            self._elsewhere = kept_elsewhere(self.model, self.loss)
-            self._names_anything = names_anything(self.model, self.loss)
             self.alone = None
             self._number = number
         if self.alone is not None and self._alone_with != state_of(self._untrained):

@@ -31,7 +31,7 @@ import torch
 
 from lipdp.fingerprint import fingerprint, generator_states, reachable_tensors, reached, readable
 
-__all__ = ["kept_elsewhere", "names_anything"]
+__all__ = ["kept_elsewhere"]
 
 # Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
 _NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
@@ -47,8 +47,6 @@ _FUNCTIONS = (types.FunctionType, _CACHES)
 # Of references from what was found to what that leads to; items of a container, bytes of an array.
 _DEPTH = 4
 _MANY, _LARGE = 4096, 2**20
-# Variables of the environment that torch sets when it comes to compile something.
-_TORCHS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
 def kept_elsewhere(*objects: Any) -> Hashable:
@@ -61,15 +59,7 @@ def kept_elsewhere(*objects: Any) -> Hashable:
     with readable():
         data, numbers = _found(objects)
     tensors = tuple(_contents(tensor) for tensor in reachable_tensors(*data))
-    environment = tuple(pair for pair in os.environ.items() if pair[0] not in _TORCHS)
-    return fingerprint(*data), tensors, generator_states(*data), tuple(numbers), environment
-
-
-def names_anything(*objects: Any) -> bool:
-    """Whether there is anything to look at in :func:`kept_elsewhere`."""
-    with readable():
-        data, numbers = _found(objects)
-    return bool(numbers) or any(not isinstance(part, dict) or bool(part) for part in data)
+    return fingerprint(*data), tensors, generator_states(*data), tuple(numbers), tuple(os.environ.items())
 
 
 def _found(objects: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:

@@ -111,7 +111,6 @@ def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
         known.clear()
     if _signature(model, loss, x, y) in known:
         return True
-    show_public(model, loss, x, y, rows_of(x))
     telling = telling_rows(model, loss, x, y)
     if not telling:  # what is refused in such a batch is refused, and no more is learned from it
         verify(model, loss, x, y, range(min(_EXAMPLES, rows_of(x))))
@@ -166,14 +165,13 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
                 )
 
 
-def show_public(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, rows: int = 1) -> None:
-    """A made-up record passes through before any other does: whoever keeps the first one it sees (a scale) has nobody's. So do as
-    many ``rows`` of them as a batch has, before the first of that size: tables for its size are then nobody's, too.
+def show_public(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor) -> None:
+    """A made-up record passes through before any other does: whoever keeps the first one it sees (a scale) has nobody's.
 
     What the model can't take is no concern here.
     """
     with checking(model, device_of(x)), nothing_kept(model), suppress(Exception):
-        inputs, targets = public_record(x, y, rows)
+        inputs, targets = public_record(x, y)
         loss_values(loss, call(model, fitting(model, inputs)), targets)
 
 
