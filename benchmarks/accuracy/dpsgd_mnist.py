@@ -26,7 +26,7 @@ from lipdp import data, models
 from lipdp.data import RandomCrop
 from lipdp.losses import CrossEntropy
 from lipdp.recipes import Recipe, train
-from lipdp.training.averaging import Average, make_average
+from lipdp.training.update import Average, make_average
 
 Config = dict[str, Any]
 EPSILON, DELTA, HELD_OUT = 3.0, 1e-5, 1 / 6

@@ -28,8 +28,7 @@ from lipdp.data import Stored
 from lipdp.privacy import Stream, poisson_indices
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import check_finite, gather
-from lipdp.training.known import digest_records
-from lipdp.training.reading import read_ahead
+from lipdp.training.known import digest_records, read_ahead
 
 ROUND = 16  # samples
 

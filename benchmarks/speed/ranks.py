@@ -25,7 +25,7 @@ import lipdp
 from lipdp import losses, nn
 from lipdp.privacy import Stream, add_noise
 from lipdp.training.distributed import present_ranks
-from lipdp.training.totals import carried, exact, floating, unit_of
+from lipdp.training.query import carried, exact, floating, unit_of
 
 
 def network(width: int) -> torch.nn.Module:

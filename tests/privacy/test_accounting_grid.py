@@ -85,7 +85,7 @@ def test_halving_the_grid_only_lowers_epsilon():
 
 def test_what_rounding_may_hide_is_added():
     """Errors that are planted in a transform stay below what is allowed for them."""
-    from lipdp.privacy import _convolution as module
+    from lipdp.privacy import _step_losses as module
 
     direction = compose_losses([(SampledGaussian(1.2, 0.02), 5000)], "add_remove", 1e-3, math.log(1e-20))._directions[0]
     window = compose_losses([(SampledGaussian(1.2, 0.02), 5000)], "add_remove", 1e-3, math.log(1e-20))._window(

@@ -17,8 +17,8 @@ from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.privacy import Budget
 from lipdp.privacy.noise import grid
 from lipdp.training.checkpoint import load_checkpoint
+from lipdp.training.query import carried, check_range, exact, floating, unit_of
 from lipdp.training.shards import shards_of_file, take_back
-from lipdp.training.totals import carried, check_range, exact, floating, unit_of
 from tests.training.common import engine_of, planned, small, toy, weights
 from tests.training.rank_tasks import (
     CASES,

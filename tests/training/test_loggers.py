@@ -14,7 +14,7 @@ import lipdp
 from lipdp import losses, nn
 from lipdp.errors import ConfigurationError, LipdpNotice
 from lipdp.training import Logger, MLflowLogger, TensorBoardLogger, WandbLogger
-from lipdp.training.loggers import safe_figures
+from lipdp.training.callbacks import safe_figures
 
 
 def _fit(*callbacks, public=False):

@@ -29,8 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lipdp.privacy._convolution import convolve, fast_length
-from lipdp.privacy._step_losses import MISPLACED, Array, Masses, Neighbours, SampledGaussian, step_masses
+from lipdp.privacy._step_losses import MISPLACED, Array, Masses, Neighbours, SampledGaussian, convolve, fast_length, step_masses
 
 __all__ = ["Composition", "Known", "Parts", "compose_losses"]
 

@@ -105,7 +105,7 @@ def grid_factor(multiplier: float, size: int) -> float:
     Rounding moves each number of two neighbours' sums by g/2 at most, so their distance by g_d·√p_d in group d, and in units of the
     noise, over all groups, by √(Σ p_d·g_d²/s_d²) ≤ 2⁻⁴¹·√p. Noise that is larger by a factor f brings 1/σ down to 1/(σf): both
     together stay at 1/σ for f = 1/(1 − σ·2⁻⁴¹·√p). Sums that come from several processes are rounded to a much finer grid before
-    (:mod:`lipdp.training.totals`), by 2⁻²³·g: the last factor.
+    (:mod:`lipdp.training.query`), by 2⁻²³·g: the last factor.
     """
     lost = multiplier * GRID_LOSS * math.sqrt(size) * (1 + 2.0**-22)
     return 1 / (1 - lost) if lost < 1 else math.inf

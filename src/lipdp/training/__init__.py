@@ -11,13 +11,11 @@ from lipdp.planning import (
     suggest_optimizer,
 )
 from lipdp.training.account import several_runs
-from lipdp.training.callbacks import Callback, ProgressBar, Run
+from lipdp.training.callbacks import Callback, History, Logger, MLflowLogger, ProgressBar, Run, TensorBoardLogger, WandbLogger
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import evaluate
 from lipdp.training.fit import fit
-from lipdp.training.history import History
-from lipdp.training.loggers import Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 
 __all__ = [
     "Callback",

@@ -16,12 +16,11 @@ from lipdp.privacy.randomness import Claim
 from lipdp.training.distributed import added_up
 from lipdp.training.guards import Undoing
 from lipdp.training.positions import Claims
-from lipdp.training.query import Answer, Sample
+from lipdp.training.query import Answer, Sample, Turn
 from lipdp.training.run import Run
 from lipdp.training.seats import Copies
 from lipdp.training.step_mechanism import StepSettings
 from lipdp.training.streams import Prepared
-from lipdp.training.totals import Turn
 from lipdp.training.update import Moved
 from lipdp.training.watch import Flag, ask_flags, read_flags
 

@@ -19,8 +19,8 @@ from lipdp.graphs import is_large, is_recording
 from lipdp.inputs import Inputs, leaves, mapped, per_row, plain, rows_of
 from lipdp.planning.settings import usual_seats
 from lipdp.program.dtypes import Types
+from lipdp.training.query import Turn
 from lipdp.training.seats import Shuffled
-from lipdp.training.totals import Turn
 
 __all__ = [
     "Batch",

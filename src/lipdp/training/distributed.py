@@ -25,8 +25,7 @@ from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import usual_seats
-from lipdp.training.query import Answer
-from lipdp.training.totals import Turn, carried, check_range, exact, floating, unit_of
+from lipdp.training.query import Answer, Turn, carried, check_range, exact, floating, unit_of
 
 __all__ = ["Ranks", "added_up", "check_unwrapped", "present_ranks"]
 

@@ -23,16 +23,14 @@ from lipdp.planning.suggest import check_parts, check_scheduler
 from lipdp.privacy.budget import AnyBudget
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
-from lipdp.training.callbacks import Callback, Run
+from lipdp.training.callbacks import Callback, History, Run
 from lipdp.training.checkpoint import book_path, load_checkpoint, locked_checkpoint, previous_path, save_checkpoint
 from lipdp.training.distributed import Ranks, check_unwrapped, present_ranks
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.evaluation import check_of_targets, evaluate, note_trained_records
 from lipdp.training.guards import Interrupts
-from lipdp.training.history import History
-from lipdp.training.known import Progress
+from lipdp.training.known import Progress, read_ahead
 from lipdp.training.preparing import find_standardize
-from lipdp.training.reading import read_ahead
 from lipdp.training.shards import Shards, put_aside, remove_shards, save_shards, shards_of_file, take_back
 from lipdp.training.state import check_scheduler_state
 

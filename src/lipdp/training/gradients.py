@@ -21,8 +21,8 @@ from lipdp.losses import Loss
 from lipdp.nn import ClipGradient
 from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.training.batches import Rows, microbatches, only_finite
+from lipdp.training.query import Turn
 from lipdp.training.seats import Copies
-from lipdp.training.totals import Turn
 
 __all__ = [
     "Backward",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,26 +23,71 @@ from lipdp.planning.settings import describe_loss, usual_seats
 from lipdp.planning.suggest import check_optimizer
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
-from lipdp.privacy.ledger import Ledger
+from lipdp.privacy.costs import Ledger
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, record_run
-from lipdp.training.averaging import make_average
 from lipdp.training.batches import Rows, divided, even_rows
-from lipdp.training.distributed import check_unwrapped, present_ranks
+from lipdp.training.book import BookFile
+from lipdp.training.distributed import Ranks, check_unwrapped, present_ranks
 from lipdp.training.front import Settled
 from lipdp.training.guards import Held
 from lipdp.training.held import HeldState, refuse_foreign_state
-from lipdp.training.kept_book import KeptBook
 from lipdp.training.methods import query_of
+from lipdp.training.positions import close_book, is_book_open, know_draws, open_book, sync_book
 from lipdp.training.seats import Copies, Seating
 from lipdp.training.shards import Shards
 from lipdp.training.step_mechanism import StepMechanism, StepSettings
 from lipdp.training.streams import Streams, derive_run_key, parts_of_run, secret_of
-from lipdp.training.update import Update
+from lipdp.training.update import Update, make_average
 from lipdp.training.watch import ModelWatch, Projection
 
-__all__ = ["Options", "Run"]
+__all__ = ["KeptBook", "Options", "Run"]
+
+
+class KeptBook:
+    """A run's book on disk (:mod:`lipdp.training.book`), or none where ``path`` is None.
+
+    Attributes:
+        path: its file.
+        since: how far it had come when the run was saved.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self.path = None if path is None else Path(path).absolute()
+        self.since: str | None = None
+        self._opened: bytes | None = None  # the run whose book is open
+        self._file: BookFile | None = None  # where this rank writes it
+
+    def open(self, run: bytes, ranks: Ranks) -> None:
+        """Keep the run's book in its file from here on; on all ranks what it says is known."""
+        path = self.path
+        if path is None or (self._opened == run and is_book_open(run)):
+            return
+
+        def read() -> bytes:
+            self._file = open_book(run, path, self.since)
+            return json.dumps([[*draw, tag.hex()] for draw, tag in self._file.draws.items()]).encode()
+
+        told = ranks.shared(ranks.by_first(read) or b"")
+        know_draws(run, {(position, number): bytes.fromhex(tag) for position, number, tag in json.loads(told)})
+        self._opened = run
+
+    def begin(self, run: bytes, ranks: Ranks) -> None:
+        """Open the file of a run that is saved before its first release: a state has to say how far its book had come."""
+        if self.path is not None and self.since is None and ranks.is_first:
+            self._file = open_book(run, self.path, self.since)
+
+    def sync(self, run: bytes) -> str | None:
+        """Have all of it on disk; how far it has come."""
+        self.since = sync_book(run) or self.since
+        return self.since
+
+    def close(self, run: bytes) -> None:
+        """Let the file go."""
+        self.since = close_book(run) or self.since
+        self._opened = self._file = None
+
 
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6

@@ -21,9 +21,9 @@ from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, LipdpError
 from lipdp.fields import Count, Range, Scale, Size, check_weights, read
 from lipdp.planning.plan import PrivacyPlan
-from lipdp.training.averaging import Average
 from lipdp.training.book import MARK
 from lipdp.training.shards import local
+from lipdp.training.update import Average
 
 __all__ = [
     "CLIP_RANGE",
