@@ -30,10 +30,10 @@ from torch import Tensor
 from lipdp import data
 from lipdp.features.drawings import leaf_images, texture_images
 from lipdp.features.kernels import RandomReLU
+from lipdp.features.layers import Straightening, straighten_layers
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
 from lipdp.features.stacks import channel_weights
-from lipdp.features.straighten import Straightening, straighten_layers
 
 Block = dict[str, Any]
 STATISTICS = 20.0

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import audit, recipes
-from lipdp.audit.curves import gaussian_mu
+from lipdp.audit.statistics import gaussian_mu
 
 RESULTS = Path(__file__).parent.parent / "results" / "audit"
 RECIPES = ("mnist-mlp", "mnist-mlp-bookkeeping")

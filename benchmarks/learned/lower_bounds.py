@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lipdp.mechanisms import Problem
 from lipdp.mechanisms.intervals import IntervalMechanism
-from lipdp.mechanisms.robust import noisy_query, truth_losses
+from lipdp.mechanisms.worst import noisy_query, truth_losses
 
 BOUNDS = RESULTS.with_name("lower_bounds.json")
 CELLS = 16  # between two neighbouring truths

@@ -42,8 +42,8 @@ from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.mechanism import AdditiveMechanism, SelectionMechanism
 from lipdp.mechanisms.noise import draw_noise
 from lipdp.mechanisms.postprocess import Plain
-from lipdp.mechanisms.robust import truth_losses
 from lipdp.mechanisms.statistics import QueryStatistic
+from lipdp.mechanisms.worst import truth_losses
 from lipdp.privacy.quantile import quantile_probabilities
 
 RESULTS = Path(__file__).parents[1] / "results" / "mechanisms" / "robustness.json"

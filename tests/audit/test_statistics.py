@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 from lipdp import privacy
 from lipdp.audit import statistics
-from lipdp.audit.curves import (
+from lipdp.audit.statistics import (
     GaussianCurve,
     ProfileCurve,
     gaussian_delta,

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lipdp.clipping as clipping
-from lipdp.clipping.contribution import Dense
-from lipdp.clipping.norm_rules import norm_rule
+from lipdp.clipping.contribution import Dense, norm_rule
 from lipdp.clipping.record import recording
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, quadratic

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.estimators.ranges import private_ranges, rank_error
+from lipdp.estimators.methods import private_ranges, rank_error
 from lipdp.estimators.schema import Categorical, Dates, Numeric, Schema, columns_of, read_schema
 
 

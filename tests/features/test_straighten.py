@@ -17,7 +17,7 @@ from lipdp import losses, models, nn
 from lipdp.bounds import analyse
 from lipdp.errors import ConfigurationError, DataError, UnboundedError
 from lipdp.features.front import extract_features, split_front
-from lipdp.features.straighten import Straighten, straighten_layers
+from lipdp.features.layers import Straighten, straighten_layers
 
 SIDE = 28
 PATCHES: dict[str, Any] = {"blocks": [{"kind": "patches", "patch": 3, "filters": 6, "grid": 2}], "centre": "private"}

@@ -11,7 +11,7 @@ from lipdp.mechanisms import Comparison, Mechanism, Mixture, Problem, Settings, 
 from lipdp.mechanisms.distributions import draw
 from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings
-from lipdp.mechanisms.robust import KINDS, noisy_query
+from lipdp.mechanisms.worst import KINDS, noisy_query
 
 N, BOUNDS = 20, (0.0, 10.0)
 

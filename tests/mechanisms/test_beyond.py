@@ -12,7 +12,7 @@ from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, World, learn
 from lipdp.mechanisms.beyond import CELLS, BeyondMechanism, candidate, counted, fitted
 from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.robust import truth_losses
+from lipdp.mechanisms.worst import truth_losses
 from lipdp.privacy.randomness import Stream
 from tests.many import examples
 from tests.mechanisms.common import plain_mechanisms

@@ -13,7 +13,7 @@ from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, learn
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.robust import truth_losses
+from lipdp.mechanisms.worst import truth_losses
 from tests.mechanisms.common import plain_mechanisms
 
 PLACES = 2**30

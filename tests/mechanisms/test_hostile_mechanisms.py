@@ -16,7 +16,7 @@ import torch
 
 from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, LipdpError
-from lipdp.mechanisms import BudgetLedger, Problem, learn_columns, learn_vector, load, load_columns, load_vector, squares
+from lipdp.mechanisms import BudgetLedger, Problem, learn_columns, learn_vector, load, load_columns, load_vector, truths
 from lipdp.mechanisms import mechanism as module
 from lipdp.mechanisms.experts import additive, constant, moments, rank_utility, selection
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
@@ -25,8 +25,8 @@ from lipdp.mechanisms.networks import LaplaceNetwork, UtilityNetwork
 from lipdp.mechanisms.paper import laplace_mechanism, utility_mechanism
 from lipdp.mechanisms.postprocess import Network, Plain, Sample, Table
 from lipdp.mechanisms.problem import Query
-from lipdp.mechanisms.squares import SquaresMechanism
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic
+from lipdp.mechanisms.truths import SquaresMechanism
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility
 from lipdp.mechanisms.vector import VectorMechanism
 
@@ -161,7 +161,7 @@ def harmless(monkeypatch, folder, mechanism):
     with monkeypatch.context() as patched:
         for name in ("release_noise", "release_selection"):
             patched.setattr(module, name, noted(getattr(module, name)))
-        patched.setattr(squares, "release_noise", noted(squares.release_noise))
+        patched.setattr(truths, "release_noise", noted(truths.release_noise))
         n, low, high = (getattr(parts[0].problem, name) for name in ("n", "low", "high"))
         if n <= 10**5:
             x = low + (high - low) * torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -20,15 +20,13 @@ from lipdp.mechanisms.beyond import BeyondMechanism
 from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import KINDS, draw
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
-from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.learning import robust_mechanism
 from lipdp.mechanisms.loading import from_content
 from lipdp.mechanisms.mechanism import AdditiveMechanism
-from lipdp.mechanisms.problem import Query
-from lipdp.mechanisms.robust import truth_losses
-from lipdp.mechanisms.squares import SquaresMechanism
+from lipdp.mechanisms.problem import COPIES, Lattice, Query
 from lipdp.mechanisms.statistics import QueryStatistic
-from lipdp.mechanisms.truths import on_the_query
+from lipdp.mechanisms.truths import SquaresMechanism, on_the_query
+from lipdp.mechanisms.worst import truth_losses
 from lipdp.privacy.quantile import quantile_probabilities
 from tests.many import examples
 from tests.mechanisms.common import lumps, plain_mechanisms

@@ -10,8 +10,8 @@ import torch
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Problem, Settings, answer, learn, load
 from lipdp.mechanisms.centred import CentredMechanism
-from lipdp.mechanisms.robust import KINDS, noisy_query, truth_losses
-from lipdp.mechanisms.squares import SquaresMechanism
+from lipdp.mechanisms.truths import SquaresMechanism
+from lipdp.mechanisms.worst import KINDS, noisy_query, truth_losses
 from tests.mechanisms.common import plain_mechanisms
 
 

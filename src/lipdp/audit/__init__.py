@@ -6,7 +6,7 @@
 - :func:`sensitivities`: an attack on every Δ.
 - :func:`membership`, :func:`train_shadows`: can a trained model's outputs tell its training records from others?
 
-The statistics behind them are in :mod:`lipdp.audit.statistics` and :mod:`lipdp.audit.curves`.
+The statistics behind them are in :mod:`lipdp.audit.statistics` and :mod:`lipdp.audit.statistics`.
 """
 
 from lipdp.audit.attack import ParameterAttack, SensitivityReport, sensitivities
@@ -15,7 +15,7 @@ from lipdp.audit.full import FullAudit, check
 from lipdp.audit.inference import AttackRow, MembershipReport, membership
 from lipdp.audit.release import Check, ReleaseReport, release_path
 from lipdp.audit.results import AuditResult, EpsilonBound
-from lipdp.audit.shadows import train_shadows
+from lipdp.audit.watching import train_shadows
 
 __all__ = [
     "AttackRow",

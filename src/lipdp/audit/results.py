@@ -12,14 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from lipdp._texts import text_table
-from lipdp.audit.curves import GaussianCurve, bisect, run_curve, scaled_run
 from lipdp.audit.statistics import (
+    GaussianCurve,
+    bisect,
     check_confidence,
     clopper_pearson,
     guess_p_value,
     many_run_epsilon,
     one_run_bound,
     one_run_epsilon,
+    run_curve,
+    scaled_run,
 )
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.accounting import privacy_profile, run_epsilon

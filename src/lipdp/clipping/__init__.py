@@ -2,8 +2,7 @@
 
 from lipdp.clipping import rules_conv, rules_layers, rules_sequence  # noqa: F401  (they register rules)
 from lipdp.clipping.clipper import Clipped, Clipper, Method, Pending, clip_batch, clipped_gradients, per_example_norms
-from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter
-from lipdp.clipping.norm_rules import norm_rule, refuse
+from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter, norm_rule, refuse
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.record import check_supported
 from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clipping_groups

@@ -1,7 +1,7 @@
 """Which layers of a model show their gradients themselves, and which modules are evaluated again for the others.
 
 A layer with a norm rule whose examples are where its rule expects them (:mod:`lipdp.clipping.layouts`) shows its own; so does one
-whose parameters can be given to each example (:mod:`lipdp.clipping.spread`), or are handed to functions that are known
+whose parameters can be given to each example (:mod:`lipdp.clipping.handed`), or are handed to functions that are known
 (:mod:`lipdp.clipping.handed`). Every other layer's gradients are those of a module
 that is evaluated for one example at a time: itself, or the smallest one around it for which that is possible.
 """
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lipdp.behaviour import ClassBodies
+from lipdp.clipping.contribution import NormRule, WatchedForward, find_norm_rule, find_watched_forward
 from lipdp.clipping.fallback import own_parameters
 from lipdp.clipping.layouts import Layouts, configs_of, generation
-from lipdp.clipping.norm_rules import NormRule, WatchedForward, find_norm_rule, find_watched_forward
 from lipdp.errors import UnsupportedError
 
 __all__ = ["Shown", "TrainedLayers", "Ways", "place_of_gradients", "take_larger", "trained_layers"]

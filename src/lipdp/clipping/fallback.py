@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lipdp._discreet import named
 from lipdp._numerics import HALF
-from lipdp.clipping.contribution import Contribution, Dense, flat
+from lipdp.clipping.contribution import Contribution, Contributions, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
 from lipdp.clipping.follow import At, Following, NotApartError
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, UnseenLayerError, Where
-from lipdp.clipping.norm_rules import Contributions
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import nothing_kept
 from lipdp.graphs import is_recording

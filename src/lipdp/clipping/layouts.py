@@ -28,8 +28,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lipdp.clipping.chosen import Suspects
-from lipdp.clipping.handed import Handing
-from lipdp.clipping.spread import Spreading, spreadable
+from lipdp.clipping.handed import Handing, Spreading, spreadable
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, call, leaves, mapped, named_leaves, rows_of, select
 
@@ -176,7 +175,7 @@ class Layouts:
         calls: the different calls of each, by name.
         repeated: names of modules whose rows for all examples may be repeated for each of them, with the same result.
         risen: by layer: how many modules around it would do, and did not.
-        spread: by module: how its own parameters are given to each example (:mod:`lipdp.clipping.spread`).
+        spread: by module: how its own parameters are given to each example (:mod:`lipdp.clipping.handed`).
         handed: modules whose uses of their own parameters show the gradients (:mod:`lipdp.clipping.handed`).
         answering: whether questions about all of a batch may be answered the same for every batch
             (:class:`lipdp.clipping.follow.Following`).

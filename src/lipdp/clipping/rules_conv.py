@@ -14,8 +14,7 @@ from lipdp._numerics import HALF, gamma, wide
 from lipdp._sums import convolution_sums
 from lipdp.clipping import kernels
 from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, squared
-from lipdp.clipping.contribution import Contribution, Form, PositionSum, runs, weighted, zeroed
-from lipdp.clipping.norm_rules import Contributions, norm_rule
+from lipdp.clipping.contribution import Contribution, Contributions, Form, PositionSum, norm_rule, runs, weighted, zeroed
 from lipdp.clipping.outer import OuterSum, kernel_margin, sum_rounding
 from lipdp.errors import UnsupportedError
 

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.clipping.arithmetic import Squares
-from lipdp.clipping.contribution import Contribution, PositionSum, Scatter, summed
-from lipdp.clipping.norm_rules import Contributions, norm_rule, refuse
+from lipdp.clipping.contribution import Contribution, Contributions, PositionSum, Scatter, norm_rule, refuse, summed
 from lipdp.clipping.outer import OuterSum
 from lipdp.errors import UnsupportedError
 

@@ -14,11 +14,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lipdp.clipping.contribution import Contribution, Dense
-from lipdp.clipping.norm_rules import refuse, watched_forward
+from lipdp.clipping.contribution import Contribution, Dense, refuse, watched_forward
+from lipdp.clipping.handed import ROW, copies_for_all
 from lipdp.clipping.outer import Rows
 from lipdp.clipping.rules_layers import affine
-from lipdp.clipping.spread import ROW, copies_for_all
 from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:

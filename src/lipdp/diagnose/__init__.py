@@ -13,8 +13,7 @@ Nothing here is private: it shows true gradients of the examples that it is give
 keep what it says to yourself.
 """
 
-from lipdp.diagnose.callback import DiagnosisCallback
-from lipdp.diagnose.diagnosis import Diagnosis, ParameterDiagnosis, diagnose
+from lipdp.diagnose.diagnosis import Diagnosis, DiagnosisCallback, ParameterDiagnosis, diagnose
 from lipdp.diagnose.norms import Measured, measure_gradients
 
 __all__ = ["Diagnosis", "DiagnosisCallback", "Measured", "ParameterDiagnosis", "diagnose", "measure_gradients"]

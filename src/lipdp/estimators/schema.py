@@ -1,7 +1,7 @@
 """What is public about a table: ranges of numbers, categories, and the rows of bounded numbers that they make of it.
 
 A range or a list of categories that was read off the private rows would be a release that nobody paid for. So both are declared
-here, or found privately (:mod:`lipdp.estimators.ranges`). Each row is encoded by itself: a number becomes 2(x − low)/(high − low)
+here, or found privately (:mod:`lipdp.estimators.methods`). Each row is encoded by itself: a number becomes 2(x − low)/(high − low)
 − 1, clipped to [−1, 1]; a date likewise; a category a block with a 1. So an encoded row of k columns has norm at most √k,
 whatever stands in it.
 """

@@ -6,11 +6,11 @@ Layers that turn images or rows into features, each with its proved bounds, and 
 from lipdp.features.drawings import draw_images
 from lipdp.features.front import FrozenFeatures, extract_features, split_front
 from lipdp.features.kernels import Asinh, Constant, Landmarks, RandomFourier, RandomReLU
+from lipdp.features.layers import Straighten
 from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
 from lipdp.features.stacks import feature_front, scattering_front
-from lipdp.features.straighten import Straighten
 
 __all__ = [
     "Asinh",

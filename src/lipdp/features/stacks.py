@@ -22,11 +22,21 @@ from lipdp.data.augment import Shifts, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import leaf_images, texture_images
 from lipdp.features.kernels import RandomReLU
-from lipdp.features.layers import Compress, Compression, FromGrid, Mix, SideBySide, ToGrid, Window, window
+from lipdp.features.layers import (
+    Compress,
+    Compression,
+    FromGrid,
+    Mix,
+    SideBySide,
+    Straightening,
+    ToGrid,
+    Window,
+    straighten_layers,
+    window,
+)
 from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import Dictionary, PatchFeatures, kept_constants
 from lipdp.features.scattering import Colour, Padding, Scattering2d
-from lipdp.features.straighten import Straightening, straighten_layers
 
 __all__ = [
     "AnyBlock",
@@ -105,7 +115,7 @@ def scattering_front(
         corner: weight of the image's corners relative to its middle.
         input_mode: "sphere" puts every example's features on the unit sphere, "ball" only shortens long ones.
         straighten: bring every image into one pose first, for handwriting; settings of
-            :class:`~lipdp.features.straighten.Straighten`, or ``True`` for its own.
+            :class:`~lipdp.features.layers.Straighten`, or ``True`` for its own.
     """
     if statistics not in ("none", "textures", "private"):
         raise ConfigurationError(f"statistics must be 'none', 'textures' or 'private', not {statistics!r}")
@@ -366,7 +376,7 @@ def feature_front(
         radius: for "private": a public bound on the length of an image's features, in units of the drawn images'.
         input_mode: "sphere" puts every example's features on the unit sphere, "ball" only shortens long ones.
         straighten: bring every image into one pose first, for handwriting; settings of
-            :class:`~lipdp.features.straighten.Straighten`, or ``True`` for its own.
+            :class:`~lipdp.features.layers.Straighten`, or ``True`` for its own.
         relu: blocks of random ReLU features of the bounded vector (:class:`~lipdp.features.kernels.RandomReLU`), put on the unit
             sphere again; 0: none.
     """

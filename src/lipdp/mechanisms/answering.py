@@ -23,10 +23,9 @@ from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_di
 from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
 from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.joint import JointQuantiles
-from lipdp.mechanisms.lattice import Lattice, check_step
 from lipdp.mechanisms.learning import Settings, learn, settings_or
 from lipdp.mechanisms.mechanism import Mechanism, SelectionMechanism
-from lipdp.mechanisms.problem import Problem, Query, least_of, rounded_down, share_of
+from lipdp.mechanisms.problem import Lattice, Problem, Query, check_step, least_of, rounded_down, share_of
 from lipdp.mechanisms.questions import (
     CONFIDENCE,
     Answer,

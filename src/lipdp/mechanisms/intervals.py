@@ -41,10 +41,9 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, check_fields, read
-from lipdp.mechanisms.lattice import COPIES, Lattice
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
-from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.problem import COPIES, Lattice, Problem
 
 __all__ = ["PARTS", "IntervalMechanism", "Profile"]
 

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Range, check_fields
-from lipdp.mechanisms.lattice import Lattice, Step, check_step
-from lipdp.mechanisms.problem import least_of
+from lipdp.mechanisms.problem import Lattice, Step, check_step, least_of
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.randomness import Stream
 

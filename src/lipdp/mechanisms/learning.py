@@ -21,8 +21,8 @@ from lipdp.mechanisms.learn_parts import SumSettings, UtilitySettings, learn_sum
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.ranked import by_depth, by_intervals
-from lipdp.mechanisms.robust import Robust, affordable, draws, noisy_query
 from lipdp.mechanisms.truths import by_mean_and_variance, by_records_beyond, on_the_query
+from lipdp.mechanisms.worst import Robust, affordable, draws, noisy_query
 
 __all__ = [
     "Comparison",
@@ -100,7 +100,7 @@ def learn(
     """Learn an ε-DP mechanism (pure, replace-one) that answers ``query`` about n numbers inside ``bounds``.
 
     Nothing private is read: training uses draws of ``distribution`` only. The mechanism gains from the belief, and on no dataset
-    loses more than 1 + τ times what a mechanism loses that assumes nothing (see :mod:`lipdp.mechanisms.robust` for what of this
+    loses more than 1 + τ times what a mechanism loses that assumes nothing (see :mod:`lipdp.mechanisms.worst` for what of this
     is proved); its report says its worst ratio and loss, and where.
 
     With ``robustness=None`` only the belief counts: a mechanism is trained and compared with the tuned expert on held-out draws,

@@ -17,7 +17,7 @@ from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, least_of, parse_query
-from lipdp.mechanisms.robust import largest
+from lipdp.mechanisms.worst import largest
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure

@@ -24,8 +24,20 @@ from torch import Tensor
 from lipdp.mechanisms.distributions import Distribution, World
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism, Profile
 from lipdp.mechanisms.problem import Problem
-from lipdp.mechanisms.robust import KINDS, MARGIN, NUMBERS, Robust, draws, noisy_query, truth_losses
-from lipdp.mechanisms.worst import Copies, Hostile, exceeded, some_exceeded, within_reach_of_a_proof
+from lipdp.mechanisms.worst import (
+    KINDS,
+    MARGIN,
+    NUMBERS,
+    Copies,
+    Hostile,
+    Robust,
+    draws,
+    exceeded,
+    noisy_query,
+    some_exceeded,
+    truth_losses,
+    within_reach_of_a_proof,
+)
 
 __all__ = ["by_depth", "by_intervals", "copies_of"]
 

@@ -27,9 +27,8 @@ from torch import Tensor
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.gaussian import split
 from lipdp.mechanisms.joint import JointQuantiles
-from lipdp.mechanisms.lattice import check_step
 from lipdp.mechanisms.noise import release_noise
-from lipdp.mechanisms.problem import Problem, as_numbers, least_of, rounded_down
+from lipdp.mechanisms.problem import Problem, as_numbers, check_step, least_of, rounded_down
 from lipdp.mechanisms.questions import (
     CONFIDENCE,
     Answer,

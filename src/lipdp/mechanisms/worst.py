@@ -1,9 +1,13 @@
-"""How much more than the plain mechanism can a mechanism by intervals lose on *any* dataset? A bound, proved by duality.
+"""What is lost at worst by mechanisms that gain from a belief: how much more than a plain one, on *any* dataset.
 
-A dataset enters by q, its quantile, and by f(r) = exp(−(ε/2)·dist(np, [#{x < r}, #{x ≤ r}])): at most 1, rising up to q and
-falling behind it, and at least φ = exp(−(ε/2)·np) below q and exp(−(ε/2)·(n − np)) above. The plain mechanism's loss is ℓ =
-∫f(r − q)² ÷ ∫f. The other one's is at most ρ·ℓ if and only if S = Σ weight·(loss − ρℓ) ≤ 0 over all its copies. As ∫f((r −
-q)² − ℓ) = 0,
+They gain where the belief is true and lose little where it is not: on no dataset more than 1 + τ times the loss of a mechanism that
+assumes nothing. Means and variances: :mod:`lipdp.mechanisms.truths`; quantiles: :mod:`lipdp.mechanisms.ranked`. What these share
+stands here: what is known of losses on all datasets, noise on the query, which assumes nothing, and draws of a belief.
+
+**By intervals**: how much more than the plain mechanism can a mechanism by intervals lose? A bound, proved by duality. A dataset
+enters by q, its quantile, and by f(r) = exp(−(ε/2)·dist(np, [#{x < r}, #{x ≤ r}])): at most 1, rising up to q and falling behind
+it, and at least φ = exp(−(ε/2)·np) below q and exp(−(ε/2)·(n − np)) above. The plain mechanism's loss is ℓ = ∫f(r − q)² ÷ ∫f. The
+other one's is at most ρ·ℓ if and only if S = Σ weight·(loss − ρℓ) ≤ 0 over all its copies. As ∫f((r − q)² − ℓ) = 0,
 
     S ≤ G = Σ weight·(loss − ρℓ) − μ·∫f((r − q)² − ℓ)   for any number μ.
 
@@ -24,12 +28,116 @@ count as LEAST, and sums are taken for integrals, which differ by a 120th of LEA
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST", "Copies", "Hostile", "exceeded", "some_exceeded", "within_reach_of_a_proof"]
+from lipdp.mechanisms.distributions import Distribution, draw
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
+from lipdp.mechanisms.noise import NoiseKind, draw_noise
+from lipdp.mechanisms.postprocess import Plain, Table
+from lipdp.mechanisms.problem import Problem
+from lipdp.mechanisms.statistics import QueryStatistic
+
+__all__ = [
+    "KINDS",
+    "LEAST",
+    "MARGIN",
+    "NUMBERS",
+    "Copies",
+    "Hostile",
+    "Robust",
+    "affordable",
+    "draws",
+    "exceeded",
+    "largest",
+    "noisy_query",
+    "some_exceeded",
+    "truth_losses",
+    "within_reach_of_a_proof",
+]
+
+MARGIN = 0.98
+"""Of τ is used: quadrature and the space between grid points get the rest."""
+NUMBERS = 4_000_000
+"""Records that are drawn at a time."""
+KINDS: tuple[NoiseKind, ...] = ("laplace", "staircase")
+_QUANTILES = 1500  # noise quantiles that an expectation is taken over
+
+
+@dataclass(frozen=True)
+class Robust:
+    """A mechanism with what is proved of its losses on all datasets.
+
+    Attributes:
+        mechanism: the one that gains from the belief, or the plain one.
+        plain: the mechanism without assumptions that it is held against (the best of them, under the belief).
+        ratio: the largest loss ÷ the plain one's, over datasets.
+        loss: the largest loss, unit scale; ``plain_loss``: that of the plain one.
+        ratio_at: a dataset where that ratio is reached, in words; ``loss_at`` likewise.
+    """
+
+    mechanism: Mechanism
+    plain: Mechanism
+    ratio: float
+    loss: float
+    plain_loss: float
+    ratio_at: str
+    loss_at: str
+
+    def of_plain(self) -> Robust:
+        """The same about the mechanism without assumptions: it loses nothing to itself."""
+        everywhere = "every dataset: it is the mechanism that assumes nothing"
+        return replace(self, mechanism=self.plain, ratio=1.0, ratio_at=everywhere, loss=self.plain_loss)
+
+    def report(self, robustness: float) -> dict[str, Any]:
+        """As plain values, losses in the user's units."""
+        return {
+            "robustness": robustness,
+            "worst_ratio": self.ratio,
+            "worst_ratio_at": self.ratio_at,
+            "worst_loss": self.loss * self.mechanism.problem.loss_scale,
+            "worst_loss_at": self.loss_at,
+            "worst_case": "of all datasets",
+            "plain": self.plain.title,
+        }
+
+
+def draws(belief: Distribution, problem: Problem, count: int, seed: int) -> Iterator[Tensor]:
+    """``count`` unit datasets, a few at a time: so that n costs no memory."""
+    rows = max(NUMBERS // problem.n, 1)
+    for place in range(0, count, rows):
+        yield draw(belief, problem, min(rows, count - place), seed + place)
+
+
+def affordable(count: int, n: int) -> int:
+    """So many datasets of n records, fewer where n is large: their truths differ less, too."""
+    return min(count, max(100, 5 * NUMBERS // n))
+
+
+def largest(problem: Problem) -> float:
+    """The largest that the query can be, for numbers of [0, 1]."""
+    return 0.25 if problem.query.kind == "variance" else 1.0
+
+
+def noisy_query(problem: Problem, noise: NoiseKind, shift: Table | None = None) -> AdditiveMechanism:
+    """Noise on the query, limited to its range: it assumes nothing, unless answers are shifted."""
+    title = f"{noise} noise on the query" + (", limited to the range" if shift is None else ", answers shifted by a belief")
+    return AdditiveMechanism(problem, title, QueryStatistic(problem.query, problem.n), noise, Plain(largest(problem), shift))
+
+
+def truth_losses(mechanism: AdditiveMechanism, truths: Tensor) -> Tensor:
+    """E(D(q + Z) − q)² for each q: the loss of every dataset that has this truth."""
+    size = mechanism.statistic.sensitivity * mechanism.statistic.unit
+    uniform = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
+    z = draw_noise(mechanism.noise, uniform, size, mechanism.epsilon)
+    released = (truths[:, None] + z).reshape(-1, 1)
+    answers = mechanism.decoder(released).reshape(truths.shape[0], -1)
+    return ((answers - truths[:, None]) ** 2).mean(1)
+
 
 LEAST = 1e-11
 """The loss (unit scale) that smaller ones count as."""

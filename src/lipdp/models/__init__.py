@@ -5,13 +5,12 @@ Fixed features live in :mod:`lipdp.features`; their names here (``Scattering2d``
 
 from lipdp.features.front import FrozenFeatures, extract_features, split_front
 from lipdp.features.kernels import RandomReLU
+from lipdp.features.layers import Straighten
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
-from lipdp.features.straighten import Straighten
 from lipdp.models.by_name import create, names, register
-from lipdp.models.heads import patches_linear, patches_mlp, scattering_certified, scattering_linear, scattering_mlp
-from lipdp.models.lipschitz import lenet, mlp, resnet, resnet6, resnet10, resnet18, vgg, vgg5, vgg8, vgg11
-from lipdp.models.mixer import mixer, transformer
+from lipdp.models.heads import patches_linear, patches_mlp, scattering_certified, scattering_linear, scattering_mlp, tabular
+from lipdp.models.lipschitz import lenet, mixer, mlp, resnet, resnet6, resnet10, resnet18, transformer, vgg, vgg5, vgg8, vgg11
 from lipdp.models.plain import (
     plain_cnn,
     plain_lstm,
@@ -23,7 +22,6 @@ from lipdp.models.plain import (
     resized,
     tanh_cnn,
 )
-from lipdp.models.tabular import tabular
 from lipdp.models.twins import boundary_twin, plain_dense, plain_lenet, plain_mixer, plain_resnet, plain_vgg
 
 __all__ = [

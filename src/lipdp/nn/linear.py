@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import weighted_transfer
-from lipdp.clipping.norm_rules import norm_rule, refuse
+from lipdp.clipping.contribution import norm_rule, refuse
 from lipdp.clipping.rules_layers import linear
 from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed

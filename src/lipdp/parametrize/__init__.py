@@ -6,7 +6,7 @@ import torch
 
 from lipdp.parametrize import constraint
 from lipdp.parametrize.constraint import Bjorck, Constraint, Spectral
-from lipdp.parametrize.convolution import CircularFFT, ConvGeometry, ConvParametrisation
+from lipdp.parametrize.convolution import AOC, BCOP, SOC, CircularFFT, ConvGeometry, ConvParametrisation
 from lipdp.parametrize.maps import (
     Cayley,
     DifferentiableBjorck,
@@ -18,7 +18,6 @@ from lipdp.parametrize.maps import (
     effective_leaves,
     pull_back,
 )
-from lipdp.parametrize.orthogonal_conv import AOC, BCOP, SOC
 
 __all__ = [
     "AOC",

@@ -16,9 +16,8 @@ import torch
 from lipdp._numerics import are_finite, is_deferring, unit_roundoff
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError
-from lipdp.parametrize.convolution import CircularFFT
+from lipdp.parametrize.convolution import AOC, BCOP, SOC, CircularFFT
 from lipdp.parametrize.maps import Cayley, DifferentiableBjorck, Householder, MatrixExp, Polar
-from lipdp.parametrize.orthogonal_conv import AOC, BCOP, SOC
 
 __all__ = [
     "AOC",
