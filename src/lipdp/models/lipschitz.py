@@ -10,7 +10,7 @@ import torch
 
 from lipdp import nn
 from lipdp.errors import ConfigurationError
-from lipdp.models.by_name import register
+from lipdp.models.by_name import Builder, register
 
 __all__ = [
     "MixerBlock",
@@ -50,6 +50,28 @@ def head(features: int, classes: int, clip: float | None, hidden: int | None = N
         features = hidden
     layers.append(nn.SpectralLinear(features, classes, bias=False))
     return layers if clip is None else [*layers, nn.ClipGradient(clip)]
+
+
+# How images have to be, where a network of a given depth says it.
+_VGG_IMAGES = "at least 2 pixels a side; stages pool only while there are pixels left"
+_RESNET_IMAGES = "of any size; sides are multiples of ``patch`` where that is given"
+
+
+def _of_depth(builder: Builder, depth: int, what: str, images: str) -> Builder:
+    """The builder at one depth, as a model of its own."""
+
+    def build(input_shape: tuple[int, ...], classes: int, **options: object) -> torch.nn.Module:
+        return builder(input_shape, classes, depth=depth, **options)
+
+    build.__name__ = build.__qualname__ = f"{builder.__name__}{depth}"
+    build.__doc__ = f""":func:`{builder.__name__}` {what}.
+
+    Args:
+        input_shape: (channels, height, width), {images}.
+        classes: number of outputs.
+        options: the other arguments of :func:`{builder.__name__}`, all but ``depth``.
+    """
+    return register(build.__name__)(build)
 
 
 @register("mlp")
@@ -193,40 +215,12 @@ def vgg(
     return nn.Sequential(*layers, *head(features, classes, clip))
 
 
-@register("vgg5")
-def vgg5(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`vgg` with 3 convolutions and 2 dense layers.
-
-    Args:
-        input_shape: (channels, height, width), at least 2 pixels a side; stages pool only while there are pixels left.
-        classes: number of outputs.
-        options: the other arguments of :func:`vgg`, all but ``depth``.
-    """
-    return vgg(input_shape, classes, depth=5, **options)  # type: ignore[arg-type]
-
-
-@register("vgg8")
-def vgg8(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`vgg` with 5 convolutions and 3 dense layers.
-
-    Args:
-        input_shape: (channels, height, width), at least 2 pixels a side; stages pool only while there are pixels left.
-        classes: number of outputs.
-        options: the other arguments of :func:`vgg`, all but ``depth``.
-    """
-    return vgg(input_shape, classes, depth=8, **options)  # type: ignore[arg-type]
-
-
-@register("vgg11")
-def vgg11(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`vgg` with 8 convolutions and 3 dense layers.
-
-    Args:
-        input_shape: (channels, height, width), at least 2 pixels a side; stages pool only while there are pixels left.
-        classes: number of outputs.
-        options: the other arguments of :func:`vgg`, all but ``depth``.
-    """
-    return vgg(input_shape, classes, depth=11, **options)  # type: ignore[arg-type]
+vgg5 = _of_depth(vgg, 5, "with 3 convolutions and 2 dense layers", _VGG_IMAGES)
+""":func:`vgg` with 3 convolutions and 2 dense layers."""
+vgg8 = _of_depth(vgg, 8, "with 5 convolutions and 3 dense layers", _VGG_IMAGES)
+""":func:`vgg` with 5 convolutions and 3 dense layers."""
+vgg11 = _of_depth(vgg, 11, "with 8 convolutions and 3 dense layers", _VGG_IMAGES)
+""":func:`vgg` with 8 convolutions and 3 dense layers."""
 
 
 # Residual networks of Lipschitz layers: the 1-Lipschitz residual average in place of the sum.
@@ -307,40 +301,12 @@ def resnet(
     return nn.Sequential(*layers, *head(channels if pooled else channels * rows * columns, classes, clip, hidden))
 
 
-@register("resnet6")
-def resnet6(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`resnet` with two blocks.
-
-    Args:
-        input_shape: (channels, height, width), of any size; sides are multiples of ``patch`` where that is given.
-        classes: number of outputs.
-        options: the other arguments of :func:`resnet`, all but ``depth``.
-    """
-    return resnet(input_shape, classes, depth=6, **options)  # type: ignore[arg-type]
-
-
-@register("resnet10")
-def resnet10(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`resnet` with four blocks.
-
-    Args:
-        input_shape: (channels, height, width), of any size; sides are multiples of ``patch`` where that is given.
-        classes: number of outputs.
-        options: the other arguments of :func:`resnet`, all but ``depth``.
-    """
-    return resnet(input_shape, classes, depth=10, **options)  # type: ignore[arg-type]
-
-
-@register("resnet18")
-def resnet18(input_shape: tuple[int, ...], classes: int, **options: object) -> nn.Sequential:
-    """:func:`resnet` with eight blocks.
-
-    Args:
-        input_shape: (channels, height, width), of any size; sides are multiples of ``patch`` where that is given.
-        classes: number of outputs.
-        options: the other arguments of :func:`resnet`, all but ``depth``.
-    """
-    return resnet(input_shape, classes, depth=18, **options)  # type: ignore[arg-type]
+resnet6 = _of_depth(resnet, 6, "with two blocks", _RESNET_IMAGES)
+""":func:`resnet` with two blocks."""
+resnet10 = _of_depth(resnet, 10, "with four blocks", _RESNET_IMAGES)
+""":func:`resnet` with four blocks."""
+resnet18 = _of_depth(resnet, 18, "with eight blocks", _RESNET_IMAGES)
+""":func:`resnet` with eight blocks."""
 
 
 class MixerBlock(torch.nn.Module):

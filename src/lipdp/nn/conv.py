@@ -18,9 +18,8 @@ from lipdp.clipping.contribution import Contributions, norm_rule, refuse
 from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed
-from lipdp.nn.linear import checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
-from lipdp.parametrize import Constrained, Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
-from lipdp.parametrize.constraint import project_ball
+from lipdp.nn.linear import BallBias, checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
+from lipdp.parametrize import Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, twin
 
@@ -31,11 +30,10 @@ AnyConstraint = Constraint | Parametrisation | ConvParametrisation
 _RKO = "RKO: K = Θ/√{m}, so ‖K∗‖ ≤ ‖Θ‖₂ ≤ 1; Δ = G·X"
 
 
-class _Spectral(Reparametrised, Constrained):
+class _Spectral(Reparametrised, BallBias):
     """What all of them share: the kernel's constraint, the bias's ball, K from Θ, the rule."""
 
     weight: Any
-    bias: Any
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
@@ -45,7 +43,6 @@ class _Spectral(Reparametrised, Constrained):
     transposed: bool
     in_channels: int
     out_channels: int
-    bias_norm: float
     constraint: AnyConstraint
 
     @property
@@ -94,8 +91,7 @@ class _Spectral(Reparametrised, Constrained):
         with torch.no_grad():
             if isinstance(self.constraint, Constraint):
                 self.weight.copy_(self.constraint.project(self._matrices(self.weight)).reshape(self.weight.shape))
-            if self.bias is not None:
-                self.bias.copy_(project_ball(self.bias, self.bias_norm))
+            self.project_bias_()
 
     def is_inside(self) -> bool:
         """Whether ‖Θ_g‖₂ ≤ 1 by a certificate, and the bias is in its ball; a reparametrised kernel only has to be finite."""
@@ -103,7 +99,7 @@ class _Spectral(Reparametrised, Constrained):
             fine = is_contraction(self._matrices(self.weight))
         else:
             fine = bool(torch.isfinite(self.weight).all())
-        return fine and (self.bias is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm)))
+        return fine and self.is_bias_inside()
 
     def multiplicity(self, *spatial: int) -> int:
         """m for inputs of this size: how often one of their elements is read."""
@@ -124,8 +120,7 @@ class _Spectral(Reparametrised, Constrained):
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
-        return f"{super().extra_repr()}{bias}, constraint={self.constraint}"  # type: ignore[misc]
+        return f"{super().extra_repr()}{self.bias_repr()}, constraint={self.constraint}"  # type: ignore[misc]
 
     def transfer(self, call: Call) -> Transfer:
         """The layer's row in the calculus.
@@ -149,7 +144,7 @@ class _Spectral(Reparametrised, Constrained):
             call.output_shape,
             gain=1.0,
             weight_factor=times(scale * math.sqrt(m), x.norm),
-            bias=None if self.bias is None else self.bias_norm,
+            bias=self.bias_bound,
             positions=math.prod(call.output_shape[1:]),
             exact=exact,
             note=note,

@@ -14,14 +14,12 @@ from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity,
 from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed
 from lipdp.nn.conv import plain_conv
-from lipdp.nn.linear import checked_bias_norm, orthogonal_
-from lipdp.parametrize import Constrained
-from lipdp.parametrize.constraint import project_ball
+from lipdp.nn.linear import BallBias, checked_bias_norm, orthogonal_
 
 __all__ = ["FourierConv2d"]
 
 
-class FourierConv2d(Constrained, torch.nn.Conv2d):
+class FourierConv2d(BallBias, torch.nn.Conv2d):
     """A 2-D convolution whose *stored* kernel K has sup_ω‖K̂(ω)‖₂ ≤ 1: its true norm on large images, not the RKO bound.
 
     RKO keeps √m·‖K‖₂ ≤ 1, which can be far above the true norm, so its kernels are smaller than they need be. Here K is
@@ -96,19 +94,17 @@ class FourierConv2d(Constrained, torch.nn.Conv2d):
             norm += 2 * unit_roundoff(self.weight.dtype) * math.sqrt(taps) * float(torch.linalg.vector_norm(wide))
             if norm > 1:
                 self.weight.copy_((wide / norm).to(self.weight.dtype))
-            if self.bias is not None:
-                self.bias.copy_(project_ball(self.bias, self.bias_norm))
+            self.project_bias_()
 
     def is_inside(self) -> bool:
         """Whether sup_ω‖K̂(ω)‖₂ ≤ 1 by the certificate, and the bias is in its ball."""
         norm = conv_norm_fft(self.weight.detach().to(torch.float64), self.grid, self.groups)
-        return norm <= 1 and (self.bias is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm)))
+        return norm <= 1 and self.is_bias_inside()
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
         arguments: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{arguments}{bias}, grid={self.grid}"
+        return f"{arguments}{self.bias_repr()}, grid={self.grid}"
 
 
 @rule(FourierConv2d)
@@ -130,7 +126,7 @@ def _fourier_conv(layer: FourierConv2d, call: Call) -> Transfer:
         call.output_shape,
         gain=1.0,
         weight_factor=times(math.sqrt(m), x.norm),
-        bias=None if layer.bias is None else layer.bias_norm,
+        bias=layer.bias_bound,
         positions=math.prod(call.output_shape[1:]),
         exact=False,
         note=f"Fourier norm on {layer.grid} frequencies an axis: within a factor {factor:.3f} of the true norm on large images",

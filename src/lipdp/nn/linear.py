@@ -24,6 +24,31 @@ from lipdp.twins import Decision, Where, keep_trained, twin
 __all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
 
 
+class BallBias(Constrained):
+    """What layers share whose bias, where they have one, is kept in the ball of radius ``bias_norm``."""
+
+    bias: Any
+    bias_norm: float
+
+    @property
+    def bias_bound(self) -> float | None:
+        """‖b‖ at most; ``None`` without a bias."""
+        return None if getattr(self, "bias", None) is None else self.bias_norm
+
+    def project_bias_(self) -> None:
+        """Back to ‖b‖₂ ≤ bias_norm."""
+        if self.bias_bound is not None:
+            self.bias.copy_(project_ball(self.bias, self.bias_norm))
+
+    def is_bias_inside(self) -> bool:
+        """Whether projecting leaves every bit of it."""
+        return self.bias_bound is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm))
+
+    def bias_repr(self) -> str:
+        """What is shown of it, behind torch's own arguments."""
+        return "" if self.bias_bound is None else f", bias_norm={self.bias_norm:g}"
+
+
 def checked_bias_norm(value: float) -> float:
     """The radius of the bias's ball."""
     if not (isinstance(value, int | float) and 0 < value < float("inf")):
@@ -55,7 +80,7 @@ def checked_constraint(value: Any, *, convolution: bool = False) -> Any:
     return value
 
 
-class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
+class SpectralLinear(Reparametrised, BallBias, torch.nn.Linear):
     """``y = Wx + b`` with ‖W‖₂ ≤ 1 and ‖b‖₂ ≤ ``bias_norm``.
 
     Bounds, at T positions (tokens): ``X_out = X + √T·bias_norm``, ``G_in = G``, ``Δ_W = G·X``, ``Δ_b = √T·G``.
@@ -103,8 +128,7 @@ class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
         with torch.no_grad():
             if not isinstance(self.constraint, Parametrisation):
                 self.weight.copy_(self.constraint.project(self.weight))
-            if self.bias is not None:
-                self.bias.copy_(project_ball(self.bias, self.bias_norm))
+            self.project_bias_()
 
     def is_inside(self) -> bool:
         """Whether ‖W‖₂ ≤ 1 by a certificate, and the bias is in its ball; a reparametrised weight only has to be finite."""
@@ -112,7 +136,7 @@ class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
             fine = bool(torch.isfinite(self.weight).all())
         else:
             fine = is_contraction(self.weight)
-        return fine and (self.bias is None or torch.equal(self.bias, project_ball(self.bias, self.bias_norm)))
+        return fine and self.is_bias_inside()
 
     def maps(self) -> dict[str, Map]:
         """π, where the constraint is a parametrisation."""
@@ -124,15 +148,13 @@ class SpectralLinear(Reparametrised, Constrained, torch.nn.Linear):
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
-        return f"{super().extra_repr()}{bias}, constraint={self.constraint}"
+        return f"{super().extra_repr()}{self.bias_repr()}, constraint={self.constraint}"
 
 
 def _transfer(layer: SpectralLinear | L1Linear, call: Call, gain: float) -> Transfer:
     x = call.inputs[0]
-    bias = None if layer.bias is None else layer.bias_norm
     shape, positions = call.output_shape, x.positions()
-    return weighted_transfer(x, shape, gain=gain, weight_factor=x.norm, bias=bias, positions=positions, rows=True)
+    return weighted_transfer(x, shape, gain=gain, weight_factor=x.norm, bias=layer.bias_bound, positions=positions, rows=True)
 
 
 @rule(SpectralLinear)
@@ -166,7 +188,7 @@ class FrobeniusLinear(SpectralLinear):
         super().__init__(in_features, out_features, bias, bias_norm=bias_norm, constraint=Frobenius(), device=device, dtype=dtype)
 
 
-class L1Linear(Constrained, torch.nn.Linear):
+class L1Linear(BallBias, torch.nn.Linear):
     """``y = Wx + b`` with ‖W‖₁→₁ ≤ 1 (absolute sums of columns): 1-Lipschitz in the L1 norm, what learned mechanisms need.
 
     What it means in L2, where cotangents are bounded: columns have ‖·‖₂ ≤ ‖·‖₁ ≤ 1, so ‖W‖₂ ≤ ‖W‖_F ≤ √in_features, which
@@ -204,13 +226,11 @@ class L1Linear(Constrained, torch.nn.Linear):
         """Back to absolute sums ≤ 1 and ‖b‖₂ ≤ bias_norm."""
         with torch.no_grad():
             self.weight.copy_(AbsoluteSums().project(self.weight) if self.rows else project_columns(self.weight))
-            if self.bias is not None:
-                self.bias.copy_(project_ball(self.bias, self.bias_norm))
+            self.project_bias_()
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
-        bias = f", bias_norm={self.bias_norm:g}" if self.bias is not None else ""
-        return f"{super().extra_repr()}, rows={self.rows}{bias}"
+        return f"{super().extra_repr()}, rows={self.rows}{self.bias_repr()}"
 
 
 @rule(L1Linear)

@@ -12,8 +12,8 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.bounds.rules_norms import Affine, centred_rows, channel_groups, normalised_transfer, plain_rows
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering, placed
-from lipdp.parametrize import Constrained
-from lipdp.parametrize.constraint import project_ball, project_box
+from lipdp.nn.linear import BallBias
+from lipdp.parametrize.constraint import project_box
 from lipdp.twins import Decision, Where, twin
 
 __all__ = ["GroupNorm", "LayerCentering", "LayerNorm", "Normalize", "RMSNorm", "Standardize"]
@@ -28,34 +28,27 @@ def _checked(name: str, eps: float, scale: float, bias_norm: float) -> tuple[flo
     return float(scale), float(bias_norm)
 
 
-class _Bounded(Constrained):
+class _Bounded(BallBias):
     """What the three share: γ in the box [−scale, scale], β in the ball of radius bias_norm."""
 
     weight: Any
     scale: float
-    bias_norm: float
 
     def project_(self) -> None:
         """Back to ‖γ‖∞ ≤ scale and ‖β‖₂ ≤ bias_norm."""
         with torch.no_grad():
             if self.weight is not None:
                 self.weight.copy_(project_box(self.weight, -self.scale, self.scale))
-            bias = getattr(self, "bias", None)
-            if bias is not None:
-                bias.copy_(project_ball(bias, self.bias_norm))
+            self.project_bias_()
 
     def _affine(self) -> Affine:
-        has_weight, has_bias = self.weight is not None, getattr(self, "bias", None) is not None
-        return Affine(
-            self.scale if has_weight else 1.0,
-            self.bias_norm if has_bias else 0.0,
-            "weight" if has_weight else None,
-            "bias" if has_bias else None,
-        )
+        weight = (1.0, None) if self.weight is None else (self.scale, "weight")
+        bias = (0.0, None) if self.bias_bound is None else (self.bias_norm, "bias")
+        return Affine(weight[0], bias[0], weight[1], bias[1])
 
-    def _bounds_repr(self) -> str:
-        bias = f", bias_norm={self.bias_norm:g}" if getattr(self, "bias", None) is not None else ""
-        return f"scale={self.scale:g}{bias}"
+    def extra_repr(self) -> str:
+        """Arguments, as in torch.nn."""
+        return f"{super().extra_repr()}, scale={self.scale:g}{self.bias_repr()}"  # type: ignore[misc]
 
 
 class LayerNorm(_Bounded, torch.nn.LayerNorm):
@@ -92,10 +85,6 @@ class LayerNorm(_Bounded, torch.nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self.project_()
 
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return f"{super().extra_repr()}, {self._bounds_repr()}"
-
 
 @rule(LayerNorm)
 def _layer_norm(layer: LayerNorm, call: Call) -> Transfer:
@@ -129,10 +118,6 @@ class RMSNorm(_Bounded, torch.nn.RMSNorm):
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         self.project_()
-
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return f"{super().extra_repr()}, {self._bounds_repr()}"
 
 
 @rule(RMSNorm)
@@ -170,10 +155,6 @@ class GroupNorm(_Bounded, torch.nn.GroupNorm):
         self.scale, self.bias_norm = _checked("GroupNorm", eps, scale, bias_norm)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.project_()
-
-    def extra_repr(self) -> str:
-        """Arguments, as in torch.nn."""
-        return f"{super().extra_repr()}, {self._bounds_repr()}"
 
 
 @rule(GroupNorm)
