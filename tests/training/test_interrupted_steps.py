@@ -164,7 +164,7 @@ def test_a_step_that_ends_anywhere_releases_no_more_than_was_charged(build):
     )
 
 
-ROOMS = "account", "asking", "engine", "positions", "preparing", "run", "streams"
+ROOMS = "account", "asking", "continuing", "engine", "positions", "preparing", "run", "streams"
 ACCOUNT = ("/privacy/", *(f"/training/{room}.py" for room in ROOMS))
 
 

@@ -23,7 +23,7 @@ from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import Range, Size, check_fields, parse_json, read
 from lipdp.inputs import call, logits_of, mapped
 from lipdp.losses import predict
-from lipdp.privacy.costs import Ledger
+from lipdp.privacy.ledger import Ledger
 from lipdp.training import History, PrivacyPlan
 from lipdp.training.batches import gather
 

@@ -28,7 +28,8 @@ from lipdp.inputs import leaves, rows_of
 from lipdp.privacy._journal import when_free
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.composition import Composition, Totals
-from lipdp.privacy.costs import Ledger, parts, to_key
+from lipdp.privacy.costs import parts, to_key
+from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import gather, slices
 from lipdp.training.known import stored_tensors
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from lipdp._texts import REPRODUCIBLE, figure, saved, text_table, upwards
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
 from lipdp.fields import Probability, Range, read
-from lipdp.privacy.costs import Ledger
+from lipdp.privacy.ledger import Ledger
 from lipdp.training.engine import PrivacyEngine
 
 __all__ = [

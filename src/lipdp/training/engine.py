@@ -25,11 +25,12 @@ from lipdp.privacy.sampling import sample_indices
 from lipdp.training.account import data_marks
 from lipdp.training.asking import Asked, ask
 from lipdp.training.batches import Batch, check_batch, check_dataset, gather
+from lipdp.training.continuing import load_state, places_of, state_of
 from lipdp.training.front import applicable_layers
 from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch
 from lipdp.training.known import Progress
 from lipdp.training.positions import refuse_forked
-from lipdp.training.preparing import bind, load_state, places_of, release_statistics, settle_records, shuffle_records, state_of
+from lipdp.training.preparing import bind, release_statistics, settle_records, shuffle_records
 from lipdp.training.query import Sample
 from lipdp.training.run import Options, Run
 from lipdp.training.shards import Places

@@ -23,7 +23,7 @@ from lipdp.planning.settings import describe_loss, usual_seats
 from lipdp.planning.suggest import check_optimizer
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
-from lipdp.privacy.costs import Ledger
+from lipdp.privacy.ledger import Ledger
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, record_run
