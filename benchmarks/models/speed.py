@@ -255,6 +255,6 @@ if __name__ == "__main__":
         main()
     else:  # what a run costs is no part of what a step takes
         with ExitStack() as stack:
-            for place in ("lipdp.planning.decide", "lipdp.training.run", "lipdp.privacy.costs"):
+            for place in ("lipdp.planning.decide", "lipdp.training.run", "lipdp.privacy.ledger"):
                 stack.enter_context(mock.patch(f"{place}.run_epsilon", return_value=1.0))
             main()
