@@ -165,7 +165,7 @@ def test_a_step_that_ends_anywhere_releases_no_more_than_was_charged(build):
 
 
 ROOMS = "account", "asking", "continuing", "engine", "positions", "preparing", "run", "streams"
-ACCOUNT = ("/privacy/", *(f"/training/{room}.py" for room in ROOMS))
+ACCOUNT = ("/privacy/", "/_files.py", *(f"/training/{room}.py" for room in ROOMS))
 
 
 def account_points(work) -> list[Point]:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from lipdp._files import when_free
 from lipdp._numerics import Undrawn
 from lipdp._texts import upwards
 from lipdp.errors import BudgetError, CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
-from lipdp.privacy._journal import when_free
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key

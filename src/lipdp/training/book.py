@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lipdp._files import has_locks, is_at, lock, sync_folder, unlock, write_all
 from lipdp.errors import CheckpointError
-from lipdp.privacy._journal import has_locks, is_at, lock, sync_folder, unlock, write_all
 
 __all__ = ["MARK", "BookFile", "Draw"]
 

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 
+from lipdp._files import has_locks, opened, write_all, written_whole
 from lipdp.errors import CheckpointError
-from lipdp.privacy._journal import has_locks, opened, sync_folder, write_all
 
 __all__ = ["book_path", "load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
 
@@ -105,27 +104,11 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
     The file holds a digest of its content, so damage is noticed. It is readable by its owner only: it contains the run's
     secret key.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
+    buffer, path = io.BytesIO(), Path(path)
     torch.save(state, buffer)
     content = buffer.getvalue()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(content).digest() + content)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            backup = previous_path(path)
-            backup.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # file systems without hard links do without a backup
-                os.link(path, backup)
-        Path(name).replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with written_whole(path, previous=previous_path(path)) as file:
+        file.write(_MAGIC + hashlib.sha256(content).digest() + content)
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
