@@ -9,13 +9,14 @@ whose methods were replaced on the instance.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["ByClass", "ClassBodies", "changed_methods", "is_code"]
+__all__ = ["ByClass", "ClassBodies", "changed_methods", "entered", "is_code"]
 
+F = TypeVar("F")
 V = TypeVar("V")
 # What a subclass may redefine and still compute the same thing.
 _HARMLESS = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "__annotate__", "__annotate_func__"})
@@ -66,6 +67,17 @@ class ByClass(Generic[V]):
         """What is said of :meth:`class_of` the module."""
         cls = self.class_of(module)
         return None if cls is None else self._values[cls]
+
+
+def entered(store: ByClass[Any] | MutableMapping[Any, Any], *keys: Any) -> Callable[[F], F]:
+    """A decorator that enters its function for each of the keys."""
+
+    def enter(function: F) -> F:
+        for key in keys:
+            store[key] = function
+        return function
+
+    return enter
 
 
 class ClassBodies:

@@ -27,7 +27,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from lipdp._numerics import Undrawn
-from lipdp.behaviour import ByClass
+from lipdp.behaviour import ByClass, entered
 from lipdp.bounds.calculus import Shape
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.program import TABLES, describe, find_input_dtype, find_input_shape, trace_graph
@@ -76,17 +76,11 @@ _lowerings: ByClass[Lowering] = ByClass()
 def lowering(*classes: type[torch.nn.Module]) -> Callable[[L], L]:
     """Register the decorated function as the lowering of these classes, and of subclasses with the same forward."""
 
-    def register(function: L) -> L:
-        for cls in classes:
-            _lowerings[cls] = function
-        return function
-
-    return register
+    return entered(_lowerings, *classes)
 
 
-def find_lowering(module: torch.nn.Module) -> Lowering | None:
-    """The lowering of the module's class or nearest base class that computes the same, see :mod:`lipdp.behaviour`."""
-    return _lowerings.find(module)
+# The lowering of a module's class or nearest base class that computes the same, see :mod:`lipdp.behaviour`.
+find_lowering = _lowerings.find
 
 
 P = TypeVar("P", bound=torch.nn.Module)

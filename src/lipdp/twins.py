@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from lipdp.behaviour import entered
 from lipdp.bounds.calculus import Shape
 
 __all__ = ["Decision", "Outcome", "Twin", "Where", "find_twin", "keep_trained", "twin"]
@@ -62,12 +63,7 @@ _twins: dict[type[torch.nn.Module], Twin] = {}
 def twin(*classes: type[torch.nn.Module]) -> Callable[[T], T]:
     """Register the decorated function: it decides what takes the place of layers of these classes."""
 
-    def register(function: T) -> T:
-        for cls in classes:
-            _twins[cls] = function
-        return function
-
-    return register
+    return entered(_twins, *classes)
 
 
 def find_twin(module: torch.nn.Module) -> Twin | None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from lipdp.behaviour import ByClass
+from lipdp.behaviour import ByClass, entered
 from lipdp.errors import UnsupportedError
 
 __all__ = [
@@ -143,6 +143,7 @@ class Transfer:
 
 ModuleRule = Callable[[Any, "Call"], Transfer]
 R = TypeVar("R", bound=ModuleRule)
+F = TypeVar("F")
 FunctionRule = Callable[["Call"], Transfer]
 
 _module_rules: ByClass[ModuleRule] = ByClass()
@@ -239,13 +240,7 @@ def rule(*classes: type[torch.nn.Module], rounds: Rounds = "sums") -> Callable[[
     ``rounds``: how its arithmetic rounds, see :data:`Rounds`.
     """
 
-    def register(function: R) -> R:
-        for cls in classes:
-            _module_rules[cls] = function
-        _rounds[function] = rounds
-        return function
-
-    return register
+    return _entered(_module_rules, classes, rounds)
 
 
 def rule_for_function(*targets: Any, rounds: Rounds = "sums") -> Callable[[FunctionRule], FunctionRule]:
@@ -254,35 +249,24 @@ def rule_for_function(*targets: Any, rounds: Rounds = "sums") -> Callable[[Funct
     ``rounds``: how their arithmetic rounds, see :data:`Rounds`.
     """
 
-    def register(function: FunctionRule) -> FunctionRule:
-        for target in targets:
-            _function_rules[target] = function
+    return _entered(_function_rules, targets, rounds)
+
+
+def _entered(store: Any, keys: tuple[Any, ...], rounds: Rounds) -> Callable[[F], F]:
+    def enter(function: F) -> F:
         _rounds[function] = rounds
-        return function
+        return entered(store, *keys)(function)
 
-    return register
-
-
-def rounds_like(function: ModuleRule | FunctionRule) -> Rounds:
-    """How the arithmetic rounds of what this rule is for."""
-    return _rounds[function]
+    return enter
 
 
-def rule_class(module: torch.nn.Module) -> type[torch.nn.Module] | None:
-    """The class whose rule holds for ``module``, see :mod:`lipdp.behaviour`."""
-    return _module_rules.class_of(module)
-
-
-def find_module_rule(module: torch.nn.Module) -> ModuleRule | None:
-    """The rule that holds for the module."""
-    return _module_rules.find(module)
+# How the arithmetic rounds of what a rule is for; the class whose rule holds for a module (:mod:`lipdp.behaviour`), and that
+# rule; the rule of a torch function or operator, or of a tensor method given by its name.
+rounds_like = _rounds.__getitem__
+rule_class, find_module_rule = _module_rules.class_of, _module_rules.find
+find_function_rule = _function_rules.get
 
 
 def has_rule(module: torch.nn.Module) -> bool:
     """Whether the module is one step of the calculus, instead of being traced into."""
     return rule_class(module) is not None
-
-
-def find_function_rule(target: Any) -> FunctionRule | None:
-    """The rule of a torch function or operator, or of a tensor method given by its name."""
-    return _function_rules.get(target)

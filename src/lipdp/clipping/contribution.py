@@ -35,7 +35,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lipdp._numerics import gamma, wide
 from lipdp._sums import contract
-from lipdp.behaviour import ByClass
+from lipdp.behaviour import ByClass, entered
 from lipdp.clipping.arithmetic import Squares, accumulating, matmuls, squared
 
 __all__ = [
@@ -334,12 +334,7 @@ def watched_forward(*classes: type[torch.nn.Module]) -> Callable[[WatchedForward
     It is called with the :class:`lipdp.clipping.record.Recording` and the layer's name.
     """
 
-    def register(factory: WatchedForward) -> WatchedForward:
-        for cls in classes:
-            _watched_forwards[cls] = factory
-        return factory
-
-    return register
+    return entered(_watched_forwards, *classes)
 
 
 def find_watched_forward(module: torch.nn.Module) -> WatchedForward | None:
@@ -354,25 +349,18 @@ def norm_rule(*classes: type[torch.nn.Module], at_once: bool = False) -> Callabl
     as the backward pass has the cotangent, and both are let go.
     """
 
-    def register(function: R) -> R:
-        for cls in classes:
-            _rules[cls] = function
+    def enter(function: R) -> R:
         if at_once:
             _at_once.add(function)
-        return function
+        return entered(_rules, *classes)(function)
 
-    return register
+    return enter
 
 
 def refuse(*classes: type[torch.nn.Module]) -> Callable[[Refusal], Refusal]:
     """Register a function that says why an instance of these classes can't be trained by clipping (None: it can)."""
 
-    def register(function: Refusal) -> Refusal:
-        for cls in classes:
-            _refusals[cls] = function
-        return function
-
-    return register
+    return entered(_refusals, *classes)
 
 
 def find_norm_rule(module: torch.nn.Module) -> NormRule | None:

@@ -37,7 +37,7 @@ class BallBias(Constrained):
 
     def project_bias_(self) -> None:
         """Back to ‖b‖₂ ≤ bias_norm."""
-        if self.bias_bound is not None:
+        if getattr(self, "bias", None) is not None:
             self.bias.copy_(project_ball(self.bias, self.bias_norm))
 
     def is_bias_inside(self) -> bool:
