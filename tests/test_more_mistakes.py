@@ -17,7 +17,7 @@ import lipdp
 from lipdp import nn
 from lipdp.errors import LipdpError, LipdpNotice, LipdpWarning
 from lipdp.estimators import numeric
-from lipdp.estimators.repeats import forget_rows
+from lipdp.estimators.reading import forget_rows
 from tests.test_mistakes import LOSS, data, fit, model, plan
 
 pandas = pytest.importorskip("pandas")

@@ -21,7 +21,7 @@ import lipdp
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice, LipdpWarning, RepeatedRunWarning
 from lipdp.estimators import Categorical, Numeric, categorical, numeric
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer
-from lipdp.estimators.repeats import forget_rows
+from lipdp.estimators.reading import forget_rows
 from lipdp.estimators.schema import Schema
 
 UNIT = Numeric(0, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lipdp
-import lipdp.mechanisms.loading
+import lipdp.mechanisms.mechanism
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.mechanisms import Settings, learn
 from lipdp.mechanisms.centred import CentredMechanism
@@ -122,7 +122,7 @@ def test_saved_and_read(tmp_path):
         content = mechanism.content()
         content["state"] = {**content["state"], **broken}
         with pytest.raises((ConfigurationError, CheckpointError)):
-            lipdp.mechanisms.loading.from_content(content)
+            lipdp.mechanisms.mechanism.from_content(content)
 
 
 def test_other_sizes_and_other_queries():

@@ -14,7 +14,7 @@ from lipdp.errors import ConfigurationError
 from lipdp.mechanisms import noise
 from lipdp.mechanisms.noise import density, draw_noise, opendp_installed, release_noise, release_selection, staircase_step
 from lipdp.mechanisms.utilities import probabilities
-from lipdp.privacy import exact
+from lipdp.privacy import randomness
 
 DRAWS = 20_000
 
@@ -30,7 +30,7 @@ def check(counts: Counter[int], pmf: dict[int, float], draws: int) -> None:
 def test_bernoulli_exp() -> None:
     below = random.Random(1).randrange
     for gamma in (Fraction(0), Fraction(1, 3), Fraction(1), Fraction(5, 2)):
-        p = sum(exact.bernoulli_exp(gamma, below) for _ in range(DRAWS)) / DRAWS
+        p = sum(randomness.bernoulli_exp(gamma, below) for _ in range(DRAWS)) / DRAWS
         want = math.exp(-gamma)
         assert abs(p - want) <= 5 * math.sqrt(want * (1 - want) / DRAWS) + 1e-12
 
@@ -38,7 +38,7 @@ def test_bernoulli_exp() -> None:
 @pytest.mark.parametrize("scale", [Fraction(3), Fraction(7, 3)])
 def test_discrete_laplace(scale: Fraction) -> None:
     below = random.Random(2).randrange
-    counts = Counter(exact.discrete_laplace(scale, below) for _ in range(DRAWS))
+    counts = Counter(randomness.discrete_laplace(scale, below) for _ in range(DRAWS))
     weights = {z: math.exp(-abs(z) / float(scale)) for z in range(-80, 81)}
     total = sum(weights.values())
     check(counts, {z: w / total for z, w in weights.items()}, DRAWS)
@@ -50,7 +50,7 @@ def level(z: int, sensitivity: int, step: int) -> int:
 
 def test_discrete_staircase() -> None:
     below, epsilon, sensitivity, step = random.Random(3).randrange, Fraction(3, 4), 5, 2
-    counts = Counter(exact.discrete_staircase(sensitivity, step, epsilon, below) for _ in range(DRAWS))
+    counts = Counter(randomness.discrete_staircase(sensitivity, step, epsilon, below) for _ in range(DRAWS))
     weights = {z: math.exp(-float(epsilon) * level(z, sensitivity, step)) for z in range(-200, 201)}
     total = sum(weights.values())
     check(counts, {z: w / total for z, w in weights.items()}, DRAWS)
@@ -70,7 +70,7 @@ def test_staircase_levels_move_by_at_most_one_under_every_shift(sensitivity: int
 @pytest.mark.parametrize("method", ["exponential", "permute_and_flip"])
 def test_selection_frequencies(method: str) -> None:
     below, utilities, epsilon = random.Random(4).randrange, [0, 3, 10, 9, 4, 10], Fraction(3, 2)
-    draw = exact.exponential_mechanism if method == "exponential" else exact.permute_and_flip
+    draw = randomness.exponential_mechanism if method == "exponential" else randomness.permute_and_flip
     counts = Counter(draw(utilities, 4, epsilon, below) for _ in range(DRAWS))
     chances = probabilities(method, torch.tensor([utilities], dtype=torch.float64), 4, 1.5)[0]  # type: ignore[arg-type]
     check(counts, dict(enumerate(chances.tolist())), DRAWS)

@@ -21,8 +21,7 @@ from lipdp.mechanisms.centred import CentredMechanism
 from lipdp.mechanisms.distributions import KINDS, draw
 from lipdp.mechanisms.intervals import PARTS, IntervalMechanism
 from lipdp.mechanisms.learning import robust_mechanism
-from lipdp.mechanisms.loading import from_content
-from lipdp.mechanisms.mechanism import AdditiveMechanism
+from lipdp.mechanisms.mechanism import AdditiveMechanism, from_content
 from lipdp.mechanisms.problem import COPIES, Lattice, Query
 from lipdp.mechanisms.statistics import QueryStatistic
 from lipdp.mechanisms.truths import SquaresMechanism, on_the_query

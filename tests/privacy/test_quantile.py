@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy import Stream, generator
 from lipdp.privacy import quantile as quantiles
-from lipdp.privacy.exact import exp_of_minus
 from lipdp.privacy.quantile import (
     above_threshold,
     clip_search,
@@ -22,6 +21,7 @@ from lipdp.privacy.quantile import (
     quantile_probabilities,
     rank_sensitivity,
 )
+from lipdp.privacy.randomness import exp_of_minus
 
 SLACK = 1e-9
 

@@ -14,7 +14,7 @@ from lipdp.cli import app
 from lipdp.data import read_images, unreadable_pictures
 from lipdp.data.images import read_labels, read_pictures
 from lipdp.errors import LipdpError
-from lipdp.estimators.repeats import forget_rows
+from lipdp.estimators.reading import forget_rows
 from tests.private.marker import MARKS, NUMBER, TEXT, check, files_of, told
 
 GOOD = "age,job,kind\n" + "".join(

@@ -14,7 +14,7 @@ import torch
 import lipdp
 from lipdp.errors import LipdpError
 from lipdp.estimators import Numeric, categorical
-from lipdp.estimators.repeats import forget_rows
+from lipdp.estimators.reading import forget_rows
 from tests.many import examples
 from tests.private.marker import NUMBER, TEXT, check
 

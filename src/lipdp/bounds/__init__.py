@@ -31,7 +31,6 @@ from lipdp.bounds import (  # noqa: F401
     rules_functions,
     rules_norms,
     rules_pools,
-    rules_shapes,
     rules_tokens,
     rules_weighted,
 )

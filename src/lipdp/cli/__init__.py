@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, mechanism, report, show, start, sweep, train
+from lipdp.cli import account, audit, mechanism, show, start, sweep, train
 from lipdp.cli.output import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -30,8 +30,8 @@ app = typer.Typer(
 )
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
-app.command("pareto", epilog=report.PARETO_EXAMPLE)(report.pareto)
-app.command("report", epilog=report.REPORT_EXAMPLE)(report.report)
+app.command("pareto", epilog=show.PARETO_EXAMPLE)(show.pareto)
+app.command("report", epilog=show.REPORT_EXAMPLE)(show.report)
 app.command("certify", epilog=audit.CERTIFY_EXAMPLE)(audit.certify)
 app.command("audit", epilog=audit.AUDIT_EXAMPLE)(audit.audit)
 app.command("plan", epilog=show.PLAN_EXAMPLE)(show.plan)

@@ -99,7 +99,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     """The base of all private estimators. Subclasses define ``__init__`` (scikit-learn reads its signature) and ``fit``.
 
     A subclass has the parameters ``epsilon``, ``delta``, ``random_state``, ``reproducible``, ``device`` and ``budget`` at least,
-    calls :meth:`_check_privacy`, :meth:`_check_account` and :func:`~lipdp.estimators.repeats.note_rows` before anything is
+    calls :meth:`_check_privacy`, :meth:`_check_account` and :func:`~lipdp.estimators.reading.note_rows` before anything is
     released, and :meth:`_train` to spend the plan. It sets ``choice_`` and ``public_``.
 
     Attributes:

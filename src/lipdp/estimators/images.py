@@ -32,8 +32,7 @@ from lipdp._numerics import Undrawn
 from lipdp.data.images import has_labels, read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, plan_head, softmax
-from lipdp.estimators.reading import is_place
-from lipdp.estimators.repeats import note_rows
+from lipdp.estimators.reading import is_place, note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
 from lipdp.training import PrivacyPlan

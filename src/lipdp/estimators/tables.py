@@ -21,8 +21,7 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, plan_head, softmax
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer, private_ranges
-from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths, note_pairing
-from lipdp.estimators.repeats import note_rows
+from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths, note_pairing, note_rows
 from lipdp.estimators.schema import Column, Numeric, Schema, check_names, columns_of, is_boolean, is_frame, is_numeric, read_schema
 from lipdp.privacy import Adjacency, Pure
 from lipdp.training import PrivacyPlan

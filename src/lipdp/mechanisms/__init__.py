@@ -11,8 +11,7 @@ from lipdp.mechanisms.gaussian import GaussianPlan
 from lipdp.mechanisms.joint import JointQuantiles
 from lipdp.mechanisms.learning import Comparison, Settings, compare, learn
 from lipdp.mechanisms.lines import Line, release_line
-from lipdp.mechanisms.loading import load
-from lipdp.mechanisms.mechanism import Mechanism
+from lipdp.mechanisms.mechanism import Mechanism, load
 from lipdp.mechanisms.problem import Problem, Query
 from lipdp.mechanisms.questions import Answer
 from lipdp.mechanisms.spending import Moments, Spending, Vector, release_moments, release_query

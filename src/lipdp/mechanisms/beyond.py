@@ -36,8 +36,7 @@ from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, check_sampler, draw_noise
 from lipdp.mechanisms.problem import Problem, response_loss
 from lipdp.mechanisms.statistics import places
-from lipdp.privacy.exact import exp_of_minus
-from lipdp.privacy.randomness import Stream
+from lipdp.privacy.randomness import Stream, exp_of_minus
 
 __all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "candidate", "counted", "fitted", "grid", "moves_of"]
 

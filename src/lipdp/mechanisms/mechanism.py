@@ -1,4 +1,7 @@
-"""What a mechanism is: a statistic or a utility with a proved sensitivity, its noise, and a free decoder of what comes out."""
+"""What a mechanism is: a statistic or a utility with a proved sensitivity, its noise, and a free decoder of what comes out.
+
+Of one that is read from a file every field is checked, what it promises derived anew, and tried on neighbours.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Array, Range, read
-from lipdp.mechanisms.files import payer, save_file
+from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.networks import LaplaceState, UtilityState
 from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, draw_noise, release_noise, release_selection
 from lipdp.mechanisms.postprocess import Decoder, NetworkState, Plain, PlainState, TableState
@@ -21,7 +24,17 @@ from lipdp.mechanisms.utilities import ENOUGH_NODES, LearnedState, RankState, Se
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
-__all__ = ["FORMAT", "AdditiveMechanism", "ConstantMechanism", "Mechanism", "SelectionMechanism"]
+__all__ = [
+    "FORMAT",
+    "AdditiveMechanism",
+    "ConstantMechanism",
+    "Mechanism",
+    "SelectionMechanism",
+    "checked_report",
+    "from_content",
+    "load",
+    "neighbours",
+]
 
 FORMAT = "lipdp mechanism 2"
 Factor = Annotated[float, Range(least=1e-100, most=1e100)]
@@ -402,3 +415,75 @@ class _SelectionState:
     utility: RankState | LearnedState | UtilityState
     method: Selection
     values: Annotated[Tensor, Array(1, torch.float64)]
+
+
+_PAIRS, _LARGEST = 24, 20_000  # neighbours to try, and records above which none are: reading a file should be quick
+
+
+@dataclass(frozen=True)
+class _Content:
+    kind: str
+    problem: Problem
+    title: str
+    report: dict[str, Any]
+    state: Any
+
+
+def load(path: str | os.PathLike[str]) -> Mechanism:
+    """A mechanism that was saved. Nothing in the file is executed, what it promises is derived anew, and tried on neighbours.
+
+    Args:
+        path: a file of :meth:`Mechanism.save`.
+    """
+    return load_file(path, FORMAT, from_content)
+
+
+def neighbours(n: int, pairs: int = _PAIRS) -> tuple[Tensor, Tensor]:
+    """Sorted unit datasets in pairs that differ in one record: uniform ones, of ends only, half and half, and constant ones.
+
+    The sensitivity of what a file holds follows from its content by proof; tried on these, it is looked at a second time.
+    """
+    generator = torch.Generator().manual_seed(n)
+    t = torch.rand(pairs, n, generator=generator, dtype=torch.float64)
+    quarter = pairs // 4
+    t[:quarter] = t[:quarter].round()
+    t[quarter : 2 * quarter] = (torch.arange(n) < n // 2).to(torch.float64)
+    t[2 * quarter : 3 * quarter] = t[2 * quarter : 3 * quarter, :1]
+    other = t.clone()
+    other[:, 0] = torch.where(torch.rand(pairs, generator=generator) < 0.5, 1 - t[:, 0].round(), t[:, 0].round())
+    return t.sort(-1).values, other.sort(-1).values
+
+
+def from_content(content: Any) -> Mechanism:
+    """The inverse of :meth:`Mechanism.content`: every field is checked, and that neighbours don't move it further than it says."""
+    own: _Content = read(_Content, content, "the mechanism")
+    if own.kind not in Mechanism.kinds:
+        raise ConfigurationError(f"the mechanism.kind is {own.kind[:60]!r}: it has to be one of {', '.join(Mechanism.kinds)}")
+    made = Mechanism.kinds[own.kind]._from_state(own.problem, own.title, checked_report(own.report), own.state)
+    if own.problem.n <= _LARGEST:
+        for moved, allowed in made.moved(*neighbours(own.problem.n)):
+            if moved > allowed:
+                raise ConfigurationError(f"one record moves what it noises by {moved} steps, and its noise is for {allowed}.")
+    return made
+
+
+def checked_report(report: Any, losses: Any = float) -> dict[str, Any]:
+    """A report of plain values; ``losses`` is the type of its expected loss, where it has one."""
+    own: dict[str, Any] = read(dict[str, Any], report, "the mechanism's report")
+    _check_plain(own, "the mechanism's report")
+    if "expected_loss" in own:
+        read(losses, own["expected_loss"], "the mechanism's report.expected_loss")
+    return own
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for name, part in read(dict[str, Any], value, where).items():
+            _check_plain(part, f"{where}[{name!r}]")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            _check_plain(part, f"{where}[{number}]")
+    elif isinstance(value, str):
+        read(str, value, where)
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ConfigurationError(f"{where} is a {type(value).__name__}: a report holds plain values")

@@ -1,8 +1,9 @@
 """Noise for sums: the Laplace and staircase distributions, as densities (to train and evaluate) and as real draws (to release).
 
-Releases are integers plus integer noise, by :mod:`lipdp.privacy.exact`: without rounding, from the same cryptographic stream as all
-other releases. opendp (extra ``mechanisms``) draws Laplace noise of the same distribution where it is asked for; staircase noise is
-not in it."""
+Releases are integers plus integer noise, by :mod:`lipdp.privacy.randomness`: without rounding, from the same cryptographic stream
+as all other releases. opendp (extra ``mechanisms``) draws Laplace noise of the same distribution where it is asked for; staircase
+noise is not in it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lipdp.errors import ConfigurationError
-from lipdp.privacy import exact
+from lipdp.privacy import randomness
 from lipdp.privacy.randomness import Stream
 
 __all__ = [
@@ -122,9 +123,9 @@ def release_noise(
         if len(values) != 1:
             raise ConfigurationError(f"staircase noise is for one value, not {len(values)}: use Laplace noise for a vector.")
         step = min(max(round(staircase_step(float(epsilon)) * sensitivity), 1), sensitivity)
-        return [values[0] + exact.discrete_staircase(sensitivity, step, epsilon, below)]
+        return [values[0] + randomness.discrete_staircase(sensitivity, step, epsilon, below)]
     if not opendp:
-        return [value + exact.discrete_laplace(sensitivity / epsilon, below) for value in values]
+        return [value + randomness.discrete_laplace(sensitivity / epsilon, below) for value in values]
     dp = _opendp()
     space = dp.vector_domain(dp.atom_domain(T="i64")), dp.l1_distance(T="i64")
     measurement = _within(lambda scale: dp.m.make_laplace(*space, scale=scale), sensitivity, epsilon, sensitivity / float(epsilon))
@@ -139,9 +140,9 @@ def release_selection(method: str, utilities: Sequence[int], sensitivity: int, e
     """
     opendp, below = check_sampler(sampler, method), Stream().below
     if method == "exponential":
-        return exact.exponential_mechanism(utilities, sensitivity, epsilon, below)
+        return randomness.exponential_mechanism(utilities, sensitivity, epsilon, below)
     if not opendp:
-        return exact.permute_and_flip(utilities, sensitivity, epsilon, below)
+        return randomness.permute_and_flip(utilities, sensitivity, epsilon, below)
     dp = _opendp()
     space = dp.vector_domain(dp.atom_domain(T="i64")), dp.linf_distance(T="i64")
     measurement = _within(
@@ -181,13 +182,13 @@ def release_block(blocks: Sequence[tuple[Fraction, int]], epsilon: Fraction) -> 
 
 def _distance_weights(distances: Iterable[Fraction], slope: Fraction) -> dict[Fraction, int]:
     """exp(−slope·min(d, L)) in units of 2⁻⁵¹², those a whole number apart by powers of exp(−slope)."""
-    least, step = exact.exp_of_minus(Fraction(_DEEPEST), _BITS), exact.exp_of_minus(slope, _BITS)
+    least, step = randomness.exp_of_minus(Fraction(_DEEPEST), _BITS), randomness.exp_of_minus(slope, _BITS)
     weights: dict[Fraction, int] = {}
     last: dict[Fraction, tuple[Fraction, int]] = {}
     for distance in sorted(distances):
         before, weight = last.get(distance % 1, (distance, 0))
         if not weight:
-            weight = exact.exp_of_minus(min(slope * distance, Fraction(_DEEPEST)), _BITS)
+            weight = randomness.exp_of_minus(min(slope * distance, Fraction(_DEEPEST)), _BITS)
         while before < distance and weight > least:
             before, weight = before + 1, weight * step >> _BITS
         last[distance % 1] = (distance, max(weight, least))

@@ -22,8 +22,7 @@ from lipdp.mechanisms.distributions import Belief, Mixture, as_distribution, dra
 from lipdp.mechanisms.files import load_file, payer, save_file
 from lipdp.mechanisms.learn_parts import train_joint
 from lipdp.mechanisms.learning import Settings, learn, settings_or
-from lipdp.mechanisms.loading import checked_report, from_content
-from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism
+from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, checked_report, from_content
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, NetworkState
 from lipdp.mechanisms.problem import Problem, Query, as_numbers, each_bounds, least_of, parse_query, share_of

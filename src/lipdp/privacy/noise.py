@@ -39,8 +39,7 @@ import numpy.typing as npt
 import torch
 
 from lipdp.errors import ConfigurationError
-from lipdp.privacy.exact import exp_of_minus
-from lipdp.privacy.randomness import chacha_bytes, chacha_words, fill_with_chacha
+from lipdp.privacy.randomness import chacha_bytes, chacha_words, exp_of_minus, fill_with_chacha
 
 __all__ = [
     "DISTANCE",

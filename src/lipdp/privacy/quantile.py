@@ -1,7 +1,7 @@
 """Quantiles and first crossings of bounded numbers, with pure ε-DP: to choose an input bound or a clipping norm, paid for.
 
 Nothing is drawn in floating point. Numbers are rounded to a public grid, each by itself; noise on the grid, and choices from it,
-are exact (:mod:`lipdp.privacy.exact`), with what rounding adds to a sensitivity counted in.
+are exact (:mod:`lipdp.privacy.randomness`), with what rounding adds to a sensitivity counted in.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure, exact
-from lipdp.privacy.exact import discrete_laplace, exp_of_minus
-from lipdp.privacy.randomness import Stream
+from lipdp.privacy.randomness import Stream, discrete_laplace, exp_of_minus
 
 __all__ = [
     "Crossing",
