@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from lipdp.bounds.windows import average_gain, has_empty_window, multiplicity, output_length, same_padding
+from lipdp.bounds.operator_norm import average_gain, has_empty_window, multiplicity, output_length, same_padding
 from tests.soundness.harness import impulse_jacobian, largest_singular_value
 
 MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}

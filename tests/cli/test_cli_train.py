@@ -188,12 +188,12 @@ def test_refusals(lipdp, arguments, message):
 
 
 def test_missing_data(lipdp, tmp_path, monkeypatch):
-    from lipdp.data import mnist
+    from lipdp.data import published
 
     def offline(dataset, remote, path, **_):
         raise OSError(101, "Network is unreachable")
 
-    monkeypatch.setattr(mnist, "ensure", offline)
+    monkeypatch.setattr(published, "ensure", offline)
     refused = lipdp("train", "mnist", "--data", tmp_path)
     assert refused.code == 2
     assert "Network is unreachable" in refused.stderr

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from lipdp.data.cifar10 import CIFAR10, CifarBatches, read_batch
 from lipdp.data.files import DatasetInfo, RemoteFile
+from lipdp.data.published import CIFAR10, CifarBatches, read_batch
 from lipdp.errors import DataError
 
 NAMES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]

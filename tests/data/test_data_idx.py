@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lipdp.data.files import DatasetInfo, RemoteFile
-from lipdp.data.mnist import FASHION_MNIST, MNIST, IdxImages, read_idx
+from lipdp.data.published import FASHION_MNIST, MNIST, IdxImages, read_idx
 from lipdp.errors import DataError
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lipdp import nn
 from lipdp.bounds import Bound, analyse
-from lipdp.bounds.rules_tokens import attention_gains
+from lipdp.bounds.rules_norms import attention_gains
 from lipdp.errors import LipdpError
 from tests.soundness.functions import Forward
 from tests.soundness.harness import attack, impulse_jacobian, largest_singular_value

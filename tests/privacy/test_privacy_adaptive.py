@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import effective_multiplier, epsilon, max_steps
-from lipdp.privacy.adaptive import COUNT_SENSITIVITY, AdaptiveClip, gradient_multiplier
+from lipdp.privacy.quantile import COUNT_SENSITIVITY, AdaptiveClip, gradient_multiplier
 
 
 @given(z=st.floats(0.3, 20), ratio=st.floats(1.01, 100))

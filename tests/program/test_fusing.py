@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lipdp
-from lipdp import losses, nn
+from lipdp import _pairs, losses, nn
 from lipdp._pairs import Pooling, available, sorted_pool
 from lipdp.bounds import program_of
 from lipdp.errors import UnsupportedError
-from lipdp.program import check_program, fusing
+from lipdp.program import check_program
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 KINDS = [(True, Pooling(2, 2, 1e-12)), (True, None), (False, Pooling(2, 3, 1e-6)), (True, Pooling(3, 1, 1e-3))]
@@ -149,7 +149,7 @@ def test_on_a_processor_it_is_the_layers_to_the_bit(pool, dtype):
 
 def test_a_fused_form_that_computes_something_else_is_refused(monkeypatch):
     """What runs is what was proved: planning compares the fused form too."""
-    monkeypatch.setitem(fusing._stages, nn.L2NormPool2d, lambda layer: fusing.Stage(pool=Pooling(2, 2, 0.1)))
+    monkeypatch.setitem(_pairs._stages, nn.L2NormPool2d, lambda layer: _pairs.Stage(pool=Pooling(2, 2, 0.1)))
     with pytest.raises(UnsupportedError, match="fused"):
         lipdp.plan(network(), losses.CrossEntropy(), dataset_size=100, batch_size=10, steps=2, delta=1e-3, noise_multiplier=1.0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lipdp import data, recipes
-from lipdp.data.mnist import DIGITS, MNIST
+from lipdp.data.published import DIGITS, MNIST
 from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.training import Callback
 

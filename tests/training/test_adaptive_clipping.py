@@ -12,7 +12,7 @@ import lipdp
 from lipdp import Clipping, Schedule, losses, nn
 from lipdp.errors import ConfigurationError, UnsupportedError
 from lipdp.privacy import AdaptiveClip, effective_multiplier
-from lipdp.privacy.adaptive import COUNT_SENSITIVITY
+from lipdp.privacy.quantile import COUNT_SENSITIVITY
 from lipdp.training import linear_schedule
 from lipdp.training.gradients import centred_count
 

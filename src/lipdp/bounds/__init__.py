@@ -31,6 +31,5 @@ from lipdp.bounds import (  # noqa: F401
     rules_functions,
     rules_norms,
     rules_pools,
-    rules_tokens,
     rules_weighted,
 )

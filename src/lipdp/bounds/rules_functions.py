@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds.calculus import Bound, Call, ParameterRef, Shape, Transfer, rule, rule_for_function, times
+from lipdp.bounds.operator_norm import as_tuple
 from lipdp.bounds.rules_elementwise import reshaped
 from lipdp.bounds.rules_weighted import bias_norm, channels_and_spatial, conv_multiplicity, weighted_transfer
-from lipdp.bounds.windows import as_tuple
 
 __all__ = [
     "as_tuple",

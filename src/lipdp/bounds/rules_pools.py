@@ -16,9 +16,16 @@ from torch.nn import functional as F
 
 from lipdp._numerics import unit_roundoff
 from lipdp.bounds.calculus import Bound, Call, Transfer, rule, rule_for_function, times
-from lipdp.bounds.operator_norm import certified_norm
+from lipdp.bounds.operator_norm import (
+    adaptive_windows,
+    as_tuple,
+    average_gain,
+    certified_norm,
+    has_empty_window,
+    multiplicity,
+    windows_gain,
+)
 from lipdp.bounds.rules_weighted import channels_and_spatial
-from lipdp.bounds.windows import adaptive_windows, as_tuple, average_gain, has_empty_window, multiplicity, windows_gain
 
 Size = int | Sequence[int]
 

@@ -14,8 +14,16 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_function, times
-from lipdp.bounds.operator_norm import affordable, certified_norm, conv_norm_circular, grid_for, tighter_norm
-from lipdp.bounds.windows import as_tuple, multiplicity, padding_sides
+from lipdp.bounds.operator_norm import (
+    affordable,
+    as_tuple,
+    certified_norm,
+    conv_norm_circular,
+    grid_for,
+    multiplicity,
+    padding_sides,
+    tighter_norm,
+)
 
 __all__ = [
     "ConvNd",

@@ -35,14 +35,21 @@ from lipdp._numerics import no_autocast, random_states, set_random_states, wide
 from lipdp.clipping.adoption import TrainedLayers, trained_layers
 from lipdp.clipping.batch import (
     Batch,
+    Clip,
     Clipped,
     Flag,
+    Group,
+    MaxNorm,
     Method,
+    Style,
     check_choice,
     check_choices,
     check_style,
+    clip_factors,
+    clipping_groups,
     eager,
     even_part,
+    group_bounds,
     is_compiled,
     notice_parts,
     part_of,
@@ -57,7 +64,6 @@ from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, leave_off, recording
-from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, clipping_groups, group_bounds
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, attributes_of, generator_states, nothing_kept, put_attributes_back

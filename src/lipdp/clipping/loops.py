@@ -13,8 +13,8 @@ import torch
 from lipdp._checks import no_gradient
 from lipdp._numerics import Undrawn, seed_all, wide
 from lipdp.clipping.arithmetic import accumulating, squared
+from lipdp.clipping.batch import Clip, Group, clip_factors
 from lipdp.clipping.follow import Following, follow
-from lipdp.clipping.styles import Clip, Group, clip_factors
 from lipdp.digest import same_bits
 from lipdp.errors import DataError, UnsupportedError
 from lipdp.fingerprint import nothing_kept

@@ -17,9 +17,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import choose
-from lipdp.data.cifar10 import CIFAR10
 from lipdp.data.files import Availability, DatasetInfo, Loaded, RemoteFile, Source, data_root, ensure, stratified
-from lipdp.data.mnist import DIGITS, FASHION_MNIST, MNIST
+from lipdp.data.published import CIFAR10, DIGITS, FASHION_MNIST, MNIST
 from lipdp.data.text import IMDB
 from lipdp.errors import DataError
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from lipdp._pairs import available, sorted_pool
+from lipdp._pairs import Stage, available, sorted_pool, stage
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering, placed
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
-from lipdp.program.fusing import Stage, stage
 from lipdp.twins import Decision, Where, twin
 
 __all__ = ["Abs", "BoundedPReLU", "FullSort", "GroupSort", "Householder", "LayerScale", "MaxMin"]

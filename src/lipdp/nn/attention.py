@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Bound
-from lipdp.bounds.rules_tokens import attention_gains
+from lipdp.bounds.rules_norms import attention_gains
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.nn.activation import GroupSort
 from lipdp.nn.container import Residual, Sequential

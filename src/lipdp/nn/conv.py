@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from lipdp.bounds import Call, Transfer, rule, times
-from lipdp.bounds.operator_norm import is_contraction
+from lipdp.bounds.operator_norm import is_contraction, multiplicity, padding_sides
 from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
-from lipdp.bounds.windows import multiplicity, padding_sides
 from lipdp.clipping.contribution import Contributions, norm_rule, refuse
 from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError

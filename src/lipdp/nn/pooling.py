@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from lipdp._pairs import Pooling, available, sorted_pool
+from lipdp._pairs import Pooling, Stage, available, sorted_pool, stage
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.bounds.calculus import has_rule
+from lipdp.bounds.operator_norm import as_tuple, multiplicity
 from lipdp.bounds.rules_weighted import channels_and_spatial
-from lipdp.bounds.windows import as_tuple, multiplicity
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
-from lipdp.program.fusing import Stage, stage
 from lipdp.twins import Decision, Where, twin
 
 __all__ = [

@@ -21,8 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp._numerics import unit_roundoff
-from lipdp.bounds.operator_norm import conv_norm_circular, conv_norm_fft, conv_norm_gram
-from lipdp.bounds.windows import multiplicity, same_padding
+from lipdp.bounds.operator_norm import conv_norm_circular, conv_norm_fft, conv_norm_gram, multiplicity, same_padding
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.parametrize.maps import Cayley, Parametrisation, cayley
 
@@ -113,7 +112,7 @@ class ConvParametrisation(ABC):
         return geometry.pads
 
     def multiplicity(self, geometry: ConvGeometry, spatial: Sequence[int]) -> int:
-        """m: how often the window reads one input element at most (:func:`lipdp.bounds.windows.multiplicity`)."""
+        """m: how often the window reads one input element at most (:func:`lipdp.bounds.operator_norm.multiplicity`)."""
         window, pads = self.window(geometry), self.pads(geometry)
         return multiplicity(spatial, window, geometry.stride, geometry.dilation, pads, geometry.mode)
 

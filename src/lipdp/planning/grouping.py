@@ -14,8 +14,7 @@ from lipdp import nn
 from lipdp._checks import positive
 from lipdp.bounds import Analysis, analyse
 from lipdp.clipping import check_supported, clipping_groups
-from lipdp.clipping.batch import check_style
-from lipdp.clipping.styles import Style
+from lipdp.clipping.batch import Style, check_style
 from lipdp.errors import ConfigurationError
 from lipdp.losses import as_loss
 from lipdp.planning.phases import Clipping

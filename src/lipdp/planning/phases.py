@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lipdp._checks import is_number, positive
-from lipdp.clipping.styles import Clip, Style
+from lipdp.clipping.batch import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Scale, Size, check_fields
 from lipdp.privacy import AdaptiveClip, Allocation, allocate, effective_multiplier, gradient_multiplier
-from lipdp.privacy.adaptive import COUNT_SENSITIVITY
 from lipdp.privacy.noise import GRID_LOSS, grid_factor
+from lipdp.privacy.quantile import COUNT_SENSITIVITY
 
 __all__ = [
     "Clipping",

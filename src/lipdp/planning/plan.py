@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lipdp._texts import NEIGHBOURS, bound, number, text_table, upwards
-from lipdp.clipping.styles import Clip, Style
+from lipdp.clipping.batch import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
 from lipdp.planning.phases import Phase, segments

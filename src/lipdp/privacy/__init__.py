@@ -16,12 +16,19 @@ from lipdp.privacy.accounting import (
     privacy_profile,
     run_epsilon,
 )
-from lipdp.privacy.adaptive import AdaptiveClip, gradient_multiplier
 from lipdp.privacy.budget import Budget, Reservation
 from lipdp.privacy.costs import Approximate, Pure
 from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_multiplier, noise_energy
 from lipdp.privacy.moments import Moments, private_moments
-from lipdp.privacy.quantile import Crossing, PrivateQuantile, above_threshold, clip_search, private_quantile
+from lipdp.privacy.quantile import (
+    AdaptiveClip,
+    Crossing,
+    PrivateQuantile,
+    above_threshold,
+    clip_search,
+    gradient_multiplier,
+    private_quantile,
+)
 from lipdp.privacy.randomness import Stream, derive_key, derive_seed, fresh_key, fresh_seed, generator
 from lipdp.privacy.runs import PrivateRun, Release, Sampling
 from lipdp.privacy.sampling import PoissonSampler, poisson_indices, sample_indices

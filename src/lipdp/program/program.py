@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lipdp._pairs import Fused, channels_last, fusions
 from lipdp.behaviour import ClassBodies
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
-from lipdp.program.fusing import Fused, channels_last, fusions
 from lipdp.program.reading import Reading, Shape, read, refuse_hidden_changes, refuse_random, undisturbed
 from lipdp.program.tracer import describe, line_of, trace_graph
 
@@ -85,7 +85,7 @@ class Program:
 
     @cached_property
     def fused(self) -> Callable[[torch.Tensor], Any]:
-        """The same outputs and gradients by fewer, larger operations (:mod:`lipdp.program.fusing`): what steps run."""
+        """The same outputs and gradients by fewer, larger operations (:mod:`lipdp._pairs`): what steps run."""
         if not any(self._convolves(node) for node in self.graph.nodes) and not self._fusions():
             return self.whole
         output = next(node for node in self.graph.nodes if node.op == "output")

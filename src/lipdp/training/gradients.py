@@ -19,7 +19,7 @@ from lipdp._numerics import arithmetic, wide
 from lipdp.errors import DataError, UnsupportedError
 from lipdp.losses import Loss
 from lipdp.nn import ClipGradient
-from lipdp.privacy.adaptive import COUNT_SENSITIVITY
+from lipdp.privacy.quantile import COUNT_SENSITIVITY
 from lipdp.training.batches import Rows, microbatches, only_finite
 from lipdp.training.query import Turn
 from lipdp.training.seats import Copies
