@@ -14,7 +14,7 @@ import typer
 
 from lipdp.cli import options
 from lipdp.cli.csv_files import read_column
-from lipdp.cli.output import console, print_fields, print_json
+from lipdp.cli.output import check_new_file, console, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ def learn(
     as_json: options.Json = False,
 ) -> None:
     """Learn a mechanism from the default prior and save it. No data are read."""
-    if not output.parent.is_dir():  # found out now, not after the training
-        raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
-    if output.is_dir():
-        raise ConfigurationError(f"--output {output} is a folder: give the name of a file in it")
+    check_new_file(output, "--output")
     with _working(f"learning {query} of {size} records", quiet=as_json):
         chosen = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
     chosen.save(output)

@@ -17,7 +17,7 @@ from lipdp._checks import match
 from lipdp._texts import guarantee, number, table, upwards
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
-from lipdp.cli.output import console, duration, make_folder, print_fields, print_json, print_plan
+from lipdp.cli.output import check_new_file, console, duration, make_folder, print_fields, print_json, print_plan
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """The privacy plan of a run: its sensitivities, noise, length and cost, before any data is read."""
+    if output is not None:
+        check_new_file(output, "--output")
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     drawn = drawing(sampling, largest_batch, adjacency)
     chosen = configured(

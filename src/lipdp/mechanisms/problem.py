@@ -170,6 +170,8 @@ def parse_query(query: str | Query) -> Query:
         text = str(query).strip().lower()
         percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", text)
         level = re.fullmatch(r"quantile:(\d*\.?\d+(?:e-?\d+)?)", text)
+        if max(float(percent[1]) if percent else 0.0, 100 * float(level[1]) if level else 0.0) > 100:
+            raise ConfigurationError(f"query {query!r}: percentiles are from p0 to p100, quantiles from quantile:0 to quantile:1.")
         if text in ("mean", "variance"):
             made = Query(text)  # type: ignore[arg-type]
         elif text == "median":
@@ -178,7 +180,9 @@ def parse_query(query: str | Query) -> Query:
             made = Query("quantile", Fraction(percent[1]) / 100 if percent else Fraction(level[1] if level else "0"))
         else:
             raise ConfigurationError(
-                f"query {query!r} is unknown: choose 'mean', 'variance', 'median', 'p10' (any percentile) or 'quantile:0.25'."
+                f"query {query!r} is unknown: choose 'mean', 'variance', 'median', 'p10' (any percentile) or 'quantile:0.25'; "
+                "`lipdp mechanism answer` and lipdp.mechanisms.answer know 'sum', 'std', 'iqr', 'min', 'max', 'count:18,65' and "
+                "'histogram:0,18,65' as well."
             )
     return made
 
