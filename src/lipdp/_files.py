@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-import tempfile
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +17,7 @@ from lipdp.errors import ConfigurationError
 __all__ = ["PUBLIC", "has_locks", "is_at", "lock", "opened", "sync_folder", "unlock", "when_free", "write_all", "written_whole"]
 
 PUBLIC = 0o644
+_CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 @contextmanager
@@ -31,10 +32,10 @@ def written_whole(path: Path, mode: int = 0o600, *, previous: Path | None = None
         previous: where what was there before is kept; the new one has then reached the disk before it takes its place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
+    part = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
+    new = os.O_RDWR | os.O_CREAT | os.O_EXCL | _CLOSED_ON_EXEC
+    try:  # around its making too: an interrupt behind it leaves nothing
+        with os.fdopen(os.open(part, new, 0o600), "wb") as file:
             yield file
             if previous is not None:
                 file.flush()
@@ -50,9 +51,6 @@ def written_whole(path: Path, mode: int = 0o600, *, previous: Path | None = None
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-_CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def has_locks() -> bool:

@@ -411,7 +411,10 @@ def test_what_is_saved_behind_a_step_that_was_charged_and_not_made_can_be_loaded
     engine = engine_of(model, seed=None)
     drawn = engine.batches(toy())
     engine.step(*next(drawn))
-    with mock.patch.object(type(engine._run.account), "note", side_effect=error), pytest.raises((KeyboardInterrupt, BudgetError)):
+    with (
+        mock.patch.object(type(engine._run.account), "check_paid", side_effect=error),
+        pytest.raises((KeyboardInterrupt, BudgetError)),
+    ):
         engine.step(*next(drawn))
     assert engine.steps == 2
     state = engine.state_dict()

@@ -260,11 +260,14 @@ def _entered(store: Any, keys: tuple[Any, ...], rounds: Rounds) -> Callable[[F],
     return enter
 
 
-# How the arithmetic rounds of what a rule is for; the class whose rule holds for a module (:mod:`lipdp.behaviour`), and that
-# rule; the rule of a torch function or operator, or of a tensor method given by its name.
+# How the arithmetic rounds of what a rule is for; the rule of a module, of a torch function or operator, or of a method by name.
 rounds_like = _rounds.__getitem__
-rule_class, find_module_rule = _module_rules.class_of, _module_rules.find
-find_function_rule = _function_rules.get
+find_module_rule, find_function_rule = _module_rules.find, _function_rules.get
+
+
+def rule_class(module: torch.nn.Module) -> type[torch.nn.Module] | None:
+    """The class whose rule holds for ``module``, see :mod:`lipdp.behaviour`."""
+    return _module_rules.class_of(module)  # a function, for programs hold it, and are copied
 
 
 def has_rule(module: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
-from lipdp._texts import guarantee, number, table, upwards
+from lipdp._texts import brief, guarantee, number, table, upwards
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import check_new_file, console, duration, make_folder, print_fields, print_json, print_plan
@@ -295,13 +295,13 @@ def _row(recipe: Recipe, alias: str | None) -> tuple[str, ...]:
 
     name, figures = recipe.name + ("" if alias is None else " *"), measured(recipe.name)
     if figures is None:
-        return name, number(recipe.epsilon), "–", "–", "–", recipe.method
+        return name, brief(recipe.epsilon), "–", "–", "–", recipe.method
     digits = 2 if figures.score >= 99 else 1
     score = f"{figures.score:.{digits}f}" + ("" if figures.deviation is None else f" ± {figures.deviation:.{digits}f}")
     seconds = 0 if figures.seconds is None else max(1, math.ceil(figures.seconds))
     taken = f"{f'{seconds} s' if seconds < 120 else duration(seconds)}, {figures.machine}" if seconds else "–"
     memory = "–" if figures.memory_gb is None else f"{figures.memory_gb:.1f} GB"
-    return name, number(recipe.epsilon), score if figures.part == "test" else f"({score})", taken, memory, recipe.method
+    return name, brief(recipe.epsilon), score if figures.part == "test" else f"({score})", taken, memory, recipe.method
 
 
 def _describe_recipe(recipe: Recipe, alias: str | None, as_json: bool) -> None:
@@ -409,7 +409,7 @@ def pareto(
                 "evaluated_on": evaluated_on,
                 "hull": [_brief(dot) for dot in corners],
                 "by": {by: groups},
-                "best": {f"{budget:g}": {**_brief(dot), "settings": dot.settings} for budget, dot in best.items()},
+                "best": {brief(budget): {**_brief(dot), "settings": dot.settings} for budget, dot in best.items()},
                 "certified": _certified(dots, budgets),
                 "files": files,
             }
@@ -417,7 +417,7 @@ def pareto(
         return
     out = console()
     rows = [
-        (f"{budget:g}", f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
+        (brief(budget), f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
         for budget, dot in best.items()
     ]
     headers = ("ε up to", f"{metric} %", "ε spent", "recipe", "model", "method")
@@ -455,7 +455,7 @@ def _certified(dots: list[Dot], budgets: list[float]) -> dict[str, Any]:
     shares = {}
     for radius in sorted({dot.radius for dot in dots if dot.radius > 0}):
         best = best_by_epsilon([dot for dot in dots if dot.radius == radius], budgets)
-        shares[f"{radius:g}"] = {f"{budget:g}": dot.score for budget, dot in best.items()}
+        shares[f"{radius:g}"] = {brief(budget): dot.score for budget, dot in best.items()}
     return shares
 
 

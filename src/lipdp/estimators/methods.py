@@ -52,6 +52,7 @@ import torch
 
 from lipdp import models, nn
 from lipdp._checks import choose
+from lipdp._texts import brief, number
 from lipdp.errors import LipdpWarning
 from lipdp.estimators.base import Choice
 from lipdp.estimators.schema import Categorical, Numeric, Schema
@@ -110,7 +111,9 @@ def choose_method(given: str, *, records: int, outputs: int, epsilon: float, sch
             clipped,
         )
     if outputs == 1 and each < _FEW:
-        return Choice("linear", f"N·ε is {each:.3g}, below {_FEW}: too little for curves, a line is what can be learned", settings)
+        return Choice(
+            "linear", f"N·ε is {number(each, 3)}, below {_FEW}: too little for curves, a line is what can be learned", settings
+        )
     if 2 * categories > len(schema.columns):
         return Choice("linear", f"{categories} of the {len(schema.columns)} columns are categories: a weight for each", settings)
     return Choice(
@@ -202,20 +205,20 @@ def private_ranges(
     off = rank_error(each) / size
     if off > _ROUGH:
         warnings.warn(
-            f"{len(columns)} range{'s are' if len(columns) > 1 else ' is'} found from {size} records with ε = {epsilon:.3g}: each "
-            f"end may be off by {min(100.0, 100 * off):.0f} % of the records. Declare what is public: schema={{column: (low, "
+            f"{len(columns)} range{'s are' if len(columns) > 1 else ' is'} found from {size} records with ε = {brief(epsilon)}: "
+            f"each end may be off by {min(100.0, 100 * off):.0f} % of the records. Declare what is public: schema={{column: (low, "
             "high), …}, target=(low, high) for y; that costs no privacy.",
             LipdpWarning,
             stacklevel=4,
         )
     found = {}
     moves = np.random.default_rng(seed)
-    for number, (name, values) in enumerate(columns.items()):
+    for place, (name, values) in enumerate(columns.items()):
         seen = np.arcsinh(np.nan_to_num(values.astype(np.float64), nan=_LARGEST, posinf=_LARGEST, neginf=-_LARGEST) / _UNIT)
         seen = seen + moves.uniform(-_MOVED, _MOVED, len(seen))
         ends = []
         for share in (_LOW, _HIGH):
-            draw = None if seed is None else generator(seed, number, f"range {share}")
+            draw = None if seed is None else generator(seed, place, f"range {share}")
             released = private_quantile(
                 seen, share, (-_REACH, _REACH), epsilon=each, adjacency=adjacency, generator=draw, budget=budget
             )

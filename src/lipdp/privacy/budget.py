@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from lipdp._checks import is_number
 from lipdp._discreet import shown
+from lipdp._texts import brief, downwards
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus
 from lipdp.privacy._journal import Journal, Session
@@ -186,7 +187,7 @@ class Budget:
             self._now()
 
     def __repr__(self) -> str:
-        return f"Budget({str(self.path)!r}, epsilon={self.epsilon:g}, delta={self.delta:g}, dataset={self.dataset!r})"
+        return f"Budget({str(self.path)!r}, epsilon={brief(self.epsilon)}, delta={brief(self.delta)}, dataset={self.dataset!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
         return self  # an account is not doubled by copying what charges it
@@ -249,9 +250,9 @@ class Budget:
         spent = state.composition.epsilon(state.totals, self._epsilon)
         then = state.composition.epsilon(state.totals.plus(more))
         raise BudgetError(
-            f"dataset {self.dataset!r} has {max(0.0, self.epsilon - spent):.6g} of its epsilon {self.epsilon:g} left (at delta "
-            f"{self.delta:g}), and {what or 'this release'} would bring what is spent from {spent:.6g} to {then:.6g}. Nothing was "
-            "charged, nothing was released. Ask for less (more noise, fewer steps), or stop here."
+            f"dataset {self.dataset!r} has {downwards(max(0.0, self.epsilon - spent), 6)} of its epsilon {brief(self.epsilon)} "
+            f"left (at delta {brief(self.delta)}), and {what or 'this release'} would bring what is spent from {brief(spent)} to "
+            f"{brief(then)}. Nothing was charged, nothing was released. Ask for less (more noise, fewer steps), or stop here."
         )
 
     def _write(self, session: Session, state: State, entry: dict[str, Any]) -> None:
@@ -353,7 +354,7 @@ def _given(epsilon: float | None, delta: float | None, dataset: str | None, adja
 
 def _shown(value: str) -> str:
     try:
-        return f"{float(Fraction(value)):g}"
+        return brief(float(Fraction(value)))
     except ValueError:
         return repr(value)
 

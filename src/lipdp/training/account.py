@@ -6,6 +6,7 @@ second run over the same data does not go unsaid.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import secrets
@@ -23,7 +24,7 @@ import torch
 
 from lipdp._files import when_free
 from lipdp._numerics import Undrawn
-from lipdp._texts import upwards
+from lipdp._texts import brief, upwards
 from lipdp.errors import BudgetError, CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
 from lipdp.privacy.budget import Budget, Reservation
@@ -49,8 +50,7 @@ class RunAccount:
         self.nonce = secrets.token_hex(16)
         self._reserved: Reservation | None = None
         self._process, self._adopted = 0, False
-        self._steps = 0
-        self._one_off: set[str] = set()
+        self._ledger: Ledger | None = None  # of what is reserved
         self._engines = 0
         self._lock = threading.RLock()  # closed by one thread while another one releases, it has to know of that release
 
@@ -87,10 +87,10 @@ class RunAccount:
                 self.close()
             if self._reserved is None:
                 self._reserved, self._process = self.budget.reserve(name, ledger.run, "a training run"), os.getpid()
-                self._steps, self._one_off = ledger.steps, set(ledger.one_off)  # of a resumed run all that it says
+                self._ledger = copy.copy(ledger)
 
-    def note(self, ledger: Ledger) -> None:
-        """Remember how far the run has come, once a release is charged; BudgetError where it is not paid for any more."""
+    def check_paid(self) -> None:
+        """BudgetError where the run is not paid for any more. Ask once a release is charged: who closes then knows of it."""
         with self._lock:
             if not self.is_reserved:
                 raise BudgetError(
@@ -98,8 +98,6 @@ class RunAccount:
                     f"the run), and the budget {self.name} has what it reserved back. Nothing was released. Call engine.step again "
                     "to go on: the run is then paid for anew."
                 )
-            self._steps = max(self._steps, ledger.steps)
-            self._one_off.update(ledger.one_off)
 
     def adopt(self, nonce: str) -> None:
         """Be the run that a state was saved of."""
@@ -120,8 +118,8 @@ class RunAccount:
             return
         with self._lock:
             held, self._reserved = self._reserved, None
-            if held is not None:
-                held.close(self._steps, self._one_off, keep=keep)
+            if held is not None and self._ledger is not None:
+                held.close(self._ledger.charged, self._ledger.charged_one_off, keep=keep)
 
     def _abandon(self) -> None:
         """:meth:`close` for a run that nobody holds any longer; where that fails, all of it stays reserved."""
@@ -227,7 +225,7 @@ def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
     shared: dict[str, set[str]] = {}
     for mark, other in [(known, other) for known in marks for other in _runs.get(known, ())]:
         paid = run.budget is not None and other.budget == run.budget
-        if other.key != run.key and not paid and (other.ledger.steps or other.ledger.one_off):
+        if other.key != run.key and not paid and (other.ledger.charged or other.ledger.charged_one_off):
             shared.setdefault(other.key, set()).add(mark)
             if not mark.startswith(_RECORD) or len(shared[other.key]) >= _SHARED:
                 before[other.key] = other
@@ -245,7 +243,7 @@ def _warn(before: list[RunRecord], run: RunRecord) -> None:
     unpaid = "no budget adds them up" if run.budget is None else f"the budget {run.budget} was not charged for all of them"
     warnings.warn(
         f"this is run {len(before) + 1} over the same data (or some of them) in this process, and {unpaid}: together they spend "
-        f"epsilon {upwards(together)} at delta {ledger.delta:g} ({alone}). Charge them all to one account, "
+        f"epsilon {upwards(together)} at delta {brief(ledger.delta)} ({alone}). Charge them all to one account, "
         "budget=lipdp.privacy.Budget(…), which refuses what is too much; or report the composed epsilon.",
         RepeatedRunWarning,
         stacklevel=5,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lipdp._texts import REPRODUCIBLE, figure, saved, text_table, upwards
+from lipdp._texts import REPRODUCIBLE, brief, figure, saved, text_table, upwards
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
 from lipdp.fields import Probability, Range, read
 from lipdp.privacy.ledger import Ledger
@@ -120,7 +120,7 @@ class History:
         for number, name in enumerate(names):
             axes = drawn.add_subplot(1, len(names), number + 1)
             axes.plot(self.metrics["epsilon"], self.metrics[name], marker="o", markersize=3)
-            axes.set_xlabel(f"ε spent (δ = {self.delta:g})")
+            axes.set_xlabel(f"ε spent (δ = {brief(self.delta)})")
             axes.set_ylabel(name.replace("_", " "))
             axes.grid(alpha=0.3)
         return saved(drawn, path)
@@ -193,7 +193,8 @@ class Callback:
 class ProgressBar(Callback):
     """A rich progress bar: steps, time left, the ε spent and the metrics of the last evaluation.
 
-    An ε takes its time to compute. So it is computed now and then, for a step a little ahead: what is shown is never below what is
+    The ε is that of all that was charged: of a resumed run also of the steps that were made before and are made again.
+    It takes its time to compute. So it is computed now and then, for a step a little ahead: what is shown is never below what is
     spent, and "≤" says that it may be above.
 
     Args:
@@ -227,8 +228,8 @@ class ProgressBar(Callback):
 
     def on_step(self, run: Run) -> None:
         """Advance."""
-        if run.engine.steps > self._shown_until:
-            self._look(run, ahead=self._ahead(run.engine.steps))
+        if run.engine.ledger.charged > self._shown_until:
+            self._look(run, ahead=self._ahead(run.engine.ledger.charged))
         self._progress.update(self._task, completed=run.engine.steps, figures=self._figures(run))
 
     def on_evaluation(self, run: Run, row: dict[str, float]) -> None:
@@ -249,7 +250,7 @@ class ProgressBar(Callback):
 
     def _look(self, run: Run, ahead: int) -> None:
         """Compute the ε of the step that is ``ahead`` of the present one."""
-        step, started = run.engine.steps, time.monotonic()
+        step, started = run.engine.ledger.charged, time.monotonic()
         self._shown_until = min(step + ahead, run.engine.plan.steps)
         relation = "=" if self._shown_until == step else "≤"
         self._epsilon = f"ε {relation} {upwards(run.engine.ledger.epsilon_at(self._shown_until))}"

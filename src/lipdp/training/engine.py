@@ -150,13 +150,13 @@ class PrivacyEngine:
 
     @property
     def steps(self) -> int:
-        """Steps taken so far (charged to the budget)."""
+        """Steps that led to the present weights; all of them were charged."""
         return self.ledger.steps
 
     @property
     def epsilon(self) -> float:
-        """ε of the :attr:`steps` so far, at the plan's δ. Of an engine that was rewound that is less than what was spent, if steps
-        behind the state were released: :meth:`give_up` counts those, too.
+        """ε spent by the run, at the plan's δ: of all that is known to have been charged, the :attr:`steps` behind the present ones
+        included, where the engine was rewound or resumed and its book (or another engine of the run in this process) knows of more.
         """
         return self.ledger.epsilon
 
@@ -201,8 +201,6 @@ class PrivacyEngine:
         run.open_book()
         self.ledger.steps = max(self.steps, min(run.streams.end, self.plan.steps))
         run.drawn = run.used = max(run.used, self.steps, run.streams.batches_end)
-        if run.account.is_reserved:
-            run.account.note(self.ledger)
         spend_all(run.account.nonce)
         return self.steps
 
@@ -357,7 +355,7 @@ class PrivacyEngine:
         run = self._run
         run.streams.refuse_taken(asked.prepared, asked.claims)
         self.ledger.charge()
-        run.account.note(self.ledger)
+        run.account.check_paid()
         run.used = max(run.used, self.steps, 0 if asked.prepared.batch is None else asked.prepared.batch + 1)
         run.streams.take(asked.prepared, asked.claims)
 

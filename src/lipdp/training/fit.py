@@ -21,6 +21,7 @@ from lipdp.planning.decide import STATISTICS
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.suggest import check_parts, check_scheduler
 from lipdp.privacy.budget import AnyBudget
+from lipdp.privacy.ledger import Furthest
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, History, Run
@@ -436,14 +437,17 @@ def _state(engine: PrivacyEngine, history: History, scheduler: Any) -> dict[str,
 
 
 def _derive_costs(history: History, engine: PrivacyEngine) -> None:
-    """What each row's steps cost, by the accountant: a file is not asked."""
+    """What each row's steps cost, by the accountant, at least: a file is not believed that says less."""
     plan, steps = engine.plan, history.metrics.get("step", [])
     if any(step != int(step) or not 0 < step <= engine.steps for step in steps) or steps != sorted(set(steps)):
         raise CheckpointError(f"the history's steps {steps[:3]}… do not lead to the {engine.steps} steps that were taken")
     history.delta, history.epsilon = plan.delta, engine.epsilon
     if steps:
-        ledgers = [dataclasses.replace(engine.ledger, steps=int(step)) for step in steps]
-        history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
+        ledgers = [dataclasses.replace(engine.ledger, steps=int(step), furthest=Furthest()) for step in steps]
+        # A row of a run that was rewound or resumed says more than its steps cost. Less is not believed.
+        said = history.metrics.get("epsilon", [0.0] * len(steps))
+        costs = [max(own.epsilon, min(value, plan.epsilon)) for own, value in zip(ledgers, said, strict=True)]
+        history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": costs}
 
 
 def _folder_of(file: Path) -> str:

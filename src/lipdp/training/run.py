@@ -12,6 +12,7 @@ import torch
 
 from lipdp._checks import known_device
 from lipdp._numerics import keep_freed_memory
+from lipdp._texts import downwards, upwards
 from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError
 from lipdp.inputs import leaves, rows_of
@@ -224,6 +225,7 @@ class Run:
             given = {"an argument of the engine": options.shared(), "the mode (training or evaluation) of a layer": modes}
             self.ranks.agree_on_run(self.plan, {**parts_of_run(secret, *about), **given}, self.microbatch_size)
         self.streams = Streams(derive_run_key(secret, *about), self.device, private=not options.reproducible)
+        self.ledger.furthest = self.streams.furthest
 
     def open_book(self) -> None:
         """Keep the book on disk from here on, where there is one."""
@@ -259,7 +261,8 @@ class Run:
         spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
         if not spent <= plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
-                f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
+                f"the plan's {plan.steps} steps cost epsilon {upwards(spent, 6)}, not the {downwards(plan.epsilon, 6)} it says. "
+                "Make a new plan."
             )
 
     def prove_again(self) -> None:
