@@ -25,14 +25,13 @@ from lipdp.errors import LipdpError, UnsupportedError
 
 __all__ = [
     "Watched",
-    "attributes_of",
     "fingerprint",
     "generator_states",
     "nothing_kept",
-    "put_attributes_back",
     "reachable_tensors",
     "reached",
     "readable",
+    "slots",
     "storages",
 ]
 
@@ -154,7 +153,7 @@ def _simple_objects(value: Any, depth: int) -> list[Any] | None:
     own = getattr(value, "__dict__", None)
     kinds = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module, torch.Tensor, np.ndarray)
     holding = (Mapping, Set, Sequence, deque, bytearray, functools.partial)
-    if not isinstance(own, dict) or isinstance(value, (*kinds, *holding)) or _slots(value) or depth == 0:
+    if not isinstance(own, dict) or isinstance(value, (*kinds, *holding)) or slots(value) or depth == 0:
         return None
     found = [value]
     for part in own.values():
@@ -227,11 +226,11 @@ def _sign(value: Any, seen: _Signed, depth: int) -> Hashable:
     if isinstance(value, Mapping | Set | Sequence | deque | bytearray) and not isinstance(value, type):
         items = value.items() if isinstance(value, Mapping) else value
         return kind, tuple(_sign(part, seen, deeper) for part in items)
-    own = getattr(value, "__dict__", None) or _slots(value)
+    own = getattr(value, "__dict__", None) or slots(value)
     return kind, id(value), _sign(own, seen, deeper) if isinstance(own, dict) and not isinstance(value, type) else None
 
 
-def _slots(value: Any) -> dict[str, Any] | None:
+def slots(value: Any) -> dict[str, Any] | None:
     """Attributes of an object that has no dictionary."""
     names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if isinstance(name, str)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)} or None
@@ -310,26 +309,16 @@ def readable() -> Iterator[None]:
 @contextmanager
 def nothing_kept(*objects: Any) -> Iterator[None]:
     """Attributes that they set meanwhile are as they were afterwards: what is run again is no pass, and leaves nothing."""
-    owned = attributes_of(*objects)
+    parts = [part for one in objects for part in (one.modules() if isinstance(one, torch.nn.Module) else (one,))]
+    owned = [part.__dict__ for part in parts if isinstance(getattr(part, "__dict__", None), dict)]
     before = [dict(attributes) for attributes in owned]
     try:
         yield
     finally:
-        put_attributes_back(owned, before)
-
-
-def attributes_of(*objects: Any) -> list[dict[str, Any]]:
-    """The attributes of each module, and of what is none, as the objects hold them: to be copied, and put back."""
-    parts = [part for one in objects for part in (one.modules() if isinstance(one, torch.nn.Module) else (one,))]
-    return [part.__dict__ for part in parts if isinstance(getattr(part, "__dict__", None), dict)]
-
-
-def put_attributes_back(owned: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> None:
-    """What :func:`attributes_of` gave is again what it was when it was copied."""
-    for present, attributes in zip(owned, before, strict=True):
-        if present.keys() != attributes.keys() or any(present[name] is not value for name, value in attributes.items()):
-            present.clear()
-            present.update(attributes)
+        for present, attributes in zip(owned, before, strict=True):
+            if present.keys() != attributes.keys() or any(present[name] is not value for name, value in attributes.items()):
+                present.clear()
+                present.update(attributes)
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -351,7 +340,7 @@ def _parts(value: Any) -> list[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    own = None if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", None) or _slots(value)
+    own = None if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", None) or slots(value)
     return list(own.values()) if own else []
 
 

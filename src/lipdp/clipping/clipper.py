@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -64,9 +65,10 @@ from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, leave_off, recording
+from lipdp.clipping.restored import Before
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
-from lipdp.fingerprint import Watched, attributes_of, generator_states, nothing_kept, put_attributes_back
+from lipdp.fingerprint import Watched, generator_states
 from lipdp.graphs import GraphedFunction, Staged, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
@@ -111,9 +113,11 @@ def per_example_norms(
             verify_once(model, loss, x, targets)
             return shown_gradients(model, loss, x, targets, copies)
 
+        before = Before(model, loss)
         try:
             contributions = seeing_all(model, x, shown)
         except NotApartError as error:
+            before.put_back()
             check_alone(model, loss, x, targets, error.reason)
             return Clipper(model, loss, "naive", copies=copies)(x, targets, 1.0).norms[:, 0].to(own)
         squares = _squared_norms(contributions, device, form)
@@ -294,7 +298,7 @@ class Clipper:
         self._structure: Hashable = None  # of the inputs
         self._checked: set[Hashable] = set()
         self._known: list[torch.Tensor] = []  # before a pass
-        self._owned: list[dict[str, object]] = []  # the attributes of the model and the loss
+        self._before: Before | None = None  # what the model and the loss held before a pass
         self.alone: Reason | None = None  # why records are taken one by one, where they are
         self._alone_with: Hashable = None  # the state that was so with
         self._pause, self._left = 1, 0  # where something ran beside: batches until it is tried again, and those left of them
@@ -384,12 +388,10 @@ class Clipper:
 
     def _together(self, batch: Batch, groups: tuple[Group, ...], bounds: torch.Tensor, flag: Flag) -> _Computed:
         """The records of a batch in one pass; it is begun anew, with the same random numbers, where another thread ran beside it:
-        that may have been by chance. Of a pass that did not keep them apart no attribute stays: a record alone would meet it."""
+        that may have been by chance. Of a pass that did not keep them apart nothing stays, and no number that it has drawn."""
         device = device_of(batch.x)
-        before, attributes = random_states(device), list(map(dict.copy, self._owned))
+        before = random_states(device)
         for attempt in range(ATTEMPTS):
-            if attempt:
-                set_random_states(before, device)
             try:
                 if self.method == "multiloss":
                     return self._looped("multiloss", batch, groups, bounds)
@@ -398,7 +400,7 @@ class Clipper:
                 computed = self._replayed(*parts, batch.y, batch.keep, bounds, between=flag)
                 return computed.copied() if device.type == "cuda" else computed
             except NotApartError as error:
-                put_attributes_back(self._owned, attributes)
+                set_random_states(before, device)
                 if BESIDE not in error.reason.what or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError
@@ -406,7 +408,7 @@ class Clipper:
     def _take_alone(self, batch: Batch, reason: Reason) -> None:
         if EARLIER in reason.what:  # by itself, too, a record would meet them
             raise UnsupportedError(f"{type(self.model).__name__} or its loss uses {reason}. Make it a function of its inputs.")
-        if self._watched() != self._number:  # what its attributes hold was written to, and can't be put back
+        if self._watched() != self._number or not (self._before is None or self._before.holds()):  # what can't be put back
             raise UnsupportedError(
                 f"{type(self.model).__name__} or its loss changes what it holds (a list, a dict, an object of its own) in a pass "
                 f"that may let the records of a batch meet: {reason}. A record by itself would find there what was seen of others. "
@@ -453,7 +455,6 @@ class Clipper:
             self._untrained = untrained_tensors(self.model, self.loss)
             self._checked.clear()
             self._known = known_before(self.model, self.loss)
-            self._owned = attributes_of(self.model, self.loss)
             self.alone = None
             self._number = number
         if self.alone is not None and self._alone_with != state_of(self._untrained):
@@ -466,9 +467,7 @@ class Clipper:
         if (*kind, state_of(self._untrained), generation(self.model)) in self._checked:
             return
         try:
-            with nothing_kept(self.model, self.loss):  # a scale, say, of the first records: the pass itself would not show it
-                seen = verify_once(self.model, self.loss, x, y)
-            if seen:
+            if verify_once(self.model, self.loss, x, y):
                 self._checked.add((*kind, state_of(self._untrained), generation(self.model)))
         finally:
             self._know_again()
@@ -492,8 +491,20 @@ class Clipper:
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
             loops.kept = self._kept if method == "naive" else None
-            sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
+            with self._taken_back():
+                sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
+
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it."""
+        if self._before is None or not self._before.holds():
+            self._before = Before(self.model, self.loss)
+        try:
+            yield
+        except BaseException:
+            self._before.put_back()
+            raise
 
     def _kept(self) -> Hashable:
         """All that can be named of what the model and its loss could keep of a record."""
@@ -514,7 +525,8 @@ class Clipper:
             return shown_gradients(self.model, self.loss, x, y, self.copies, self._layers, self._known)
 
         with eager(self._compiled):
-            contributions = seeing_all(self.model, x, shown)
+            with self._taken_back():
+                contributions = seeing_all(self.model, x, shown)
             form: Form = "gram" if self.method == "ghost" else self.form
             squares = _squared_norms(contributions, device, form, as_released=True)
             norms = _group_norms(squares, self._made_for, len(keep), device)

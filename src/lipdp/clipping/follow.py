@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
+from lipdp.clipping.kept import names_of
 from lipdp.clipping.past import Readings, Reason, asks_for_a_shortcut, hands_out, is_lifted, line
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
@@ -93,6 +94,9 @@ _Form = tuple[torch.Size, tuple[int, ...], int, int]
 
 def _form(tensor: torch.Tensor) -> _Form:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
+
+
+_FUNCTIONS = (kinds.FunctionType, kinds.MethodType, functools.partial, functools._lru_cache_wrapper)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -594,7 +598,7 @@ def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
     if not isinstance(loss, kinds.FunctionType):
         classes.update(type(loss).__mro__)
     functions = [part for cls in classes if not _is_torchs(cls) for part in vars(cls).values()]
-    functions += [module.__dict__["forward"] for module in model.modules() if "forward" in module.__dict__]
+    functions += [value for module in model.modules() for value in vars(module).values() if isinstance(value, _FUNCTIONS)]
     tensors, waiting, seen = reachable_tensors(model, loss), [*functions, loss], set()
     behind: list[Any] = []
     met: dict[int, Any] = {}  # what functions read, by id, and kept while ids are compared: most of them read the same
@@ -610,7 +614,7 @@ def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
         if not isinstance(value, kinds.FunctionType) or value in seen or _is_torchs(value):
             continue
         seen.add(value)
-        names = _names(value.__code__)
+        names = names_of(value.__code__)
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         for part in list(read):
             if isinstance(part, kinds.ModuleType) and not _is_torchs(part):
@@ -643,13 +647,6 @@ def distrust(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> N
     for tensor in after:
         if tensor.layout == torch.strided and _key(tensor) not in keys and _key(tensor) not in _constants:
             _earlier[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-@functools.lru_cache(maxsize=8192)
-def _names(code: kinds.CodeType) -> frozenset[str]:
-    """What it reads by name, functions inside it too."""
-    inside = (part for part in code.co_consts if isinstance(part, kinds.CodeType))
-    return frozenset(code.co_names).union(*(_names(part) for part in inside))
 
 
 def _is_empty(cell: kinds.CellType) -> bool:

@@ -31,7 +31,7 @@ import torch
 
 from lipdp.fingerprint import fingerprint, generator_states, reachable_tensors, reached, readable
 
-__all__ = ["kept_elsewhere"]
+__all__ = ["behind", "is_iterator", "is_nobodys", "kept_elsewhere", "names_of", "position"]
 
 # Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
 _NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
@@ -74,7 +74,7 @@ def _found(objects: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:
             number = _number(value)
             if number is not None:
                 numbers.append(number)
-            for part in _behind(value):
+            for part in behind(value):
                 if isinstance(part, (type, *_FUNCTIONS)):
                     level.append(part)
                 else:
@@ -98,12 +98,15 @@ def _number(value: Any) -> Hashable:
         return () if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)):
         return bytes(value)
-    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-        return _position(value)
-    return None
+    return position(value) if is_iterator(value) else None
 
 
-def _position(value: Any) -> Hashable:
+def is_iterator(value: Any) -> bool:
+    """Whether it is one of Python's own, of which one may learn where it stands."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def position(value: Any) -> Hashable:
     """Where an iterator of Python's stands: the numbers in what it is made again from."""
     with warnings.catch_warnings(), suppress(TypeError, ValueError):  # generators and files have none
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -114,7 +117,7 @@ def _position(value: Any) -> Hashable:
     return None
 
 
-def _behind(value: Any) -> Iterator[Any]:
+def behind(value: Any) -> Iterator[Any]:
     """What a value leads to past its attributes and items."""
     if isinstance(value, type):
         yield from _of_class(value)
@@ -132,11 +135,12 @@ def _behind(value: Any) -> Iterator[Any]:
             yield from (part for part in (value.grad, value._backward_hooks) if part is not None)
         if getattr(value, "__dict__", None):
             yield value.__dict__
-    if not isinstance(value, (type, *_FUNCTIONS)) and not _is_nobodys(type(value)):
+    if not isinstance(value, (type, *_FUNCTIONS)) and not is_nobodys(type(value)):
         yield type(value)
 
 
-def _is_nobodys(value: Any) -> bool:
+def is_nobodys(value: Any) -> bool:
+    """Whether this class or function is Python's, torch's, ours or of another package that is installed."""
     name = getattr(value, "__module__", None)
     return not isinstance(name, str) or _is_installed(name.partition(".")[0])
 
@@ -150,7 +154,7 @@ def _is_installed(package: str) -> bool:
 
 def _of_class(cls: type) -> Iterator[Any]:
     for base in inspect.getmro(cls) + inspect.getmro(type(cls)):
-        if not _is_nobodys(base):
+        if not is_nobodys(base):
             for name, value in vars(base).items():
                 plain = value.__func__ if isinstance(value, staticmethod | classmethod) else value
                 plain = plain.fget if isinstance(plain, property) else plain
@@ -164,10 +168,10 @@ def _of_function(function: Any) -> Iterator[Any]:
     """Its own attributes; data, functions and classes that it, or a function inside it, reads by global names."""
     while isinstance(function, _CACHES):
         function = function.__wrapped__
-    if not isinstance(function, types.FunctionType) or _is_nobodys(function):
+    if not isinstance(function, types.FunctionType) or is_nobodys(function):
         return
     yield dict(function.__dict__)
-    known, names = function.__globals__, list(_names(function.__code__))
+    known, names = function.__globals__, names_of(function.__code__)
     for name in names:
         value = known.get(name)
         if isinstance(value, types.ModuleType):
@@ -176,22 +180,22 @@ def _of_function(function: Any) -> Iterator[Any]:
             yield from (part for part in found if not isinstance(part, str) and _is_kept(part))
         elif (
             isinstance(value, _CACHES)
-            or (isinstance(value, (type, types.FunctionType)) and not _is_nobodys(value))
+            or (isinstance(value, (type, types.FunctionType)) and not is_nobodys(value))
             or _is_kept(value)
         ):
             yield value
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+@functools.lru_cache(maxsize=8192)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """What it reads by name, functions inside it too."""
+    inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*(names_of(part) for part in inside))
 
 
 def _is_kept(value: Any) -> bool:
     """Data, and objects of the user's own classes; no tables that are too large to look at."""
-    if isinstance(value, (type, types.ModuleType)) or not (isinstance(value, _DATA) or not _is_nobodys(type(value))):
+    if isinstance(value, (type, types.ModuleType)) or not (isinstance(value, _DATA) or not is_nobodys(type(value))):
         return False
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
         return True

@@ -16,6 +16,7 @@ from lipdp.clipping.fallback import own_parameters
 from lipdp.clipping.follow import NotApartError
 from lipdp.clipping.layouts import Layouts, layouts_of, look_at
 from lipdp.clipping.record import check_supported, refusal
+from lipdp.clipping.restored import left_as_it_was
 from lipdp.clipping.verify import check_alone, seeing_all, verify_once
 from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.inputs import Inputs, plain
@@ -142,7 +143,7 @@ def planned_notes(model: torch.nn.Module, method: str) -> tuple[tuple[str, str],
 def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any) -> tuple[Layouts | None, str, str | None]:
     """Layouts, what is said against the model, and where records may meet (``None``: it was not asked)."""
     try:
-        with eager(is_compiled(model)):
+        with eager(is_compiled(model)), left_as_it_was(model, loss):
             check_supported(model)
             if y is None or loss is None:
                 with checking(model, next(iter(model.parameters())).device):

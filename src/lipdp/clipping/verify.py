@@ -42,6 +42,7 @@ from lipdp.clipping.follow import Reason, follow, known_before
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values, public_record
 from lipdp.clipping.record import Recording, recording
+from lipdp.clipping.restored import left_as_it_was
 from lipdp.digest import Tag, same_bits
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, nothing_kept, reachable_tensors
@@ -111,11 +112,13 @@ def verify_once(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
         known.clear()
     if _signature(model, loss, x, y) in known:
         return True
-    telling = telling_rows(model, loss, x, y)
-    if not telling:  # what is refused in such a batch is refused, and no more is learned from it
-        verify(model, loss, x, y, range(min(_EXAMPLES, rows_of(x))))
+    with left_as_it_was(model, loss):  # a scale, say, of the first records: the pass itself would not show it
+        telling = telling_rows(model, loss, x, y)
+        # Of a batch in which no example has a gradient, what is refused is refused, and no more is learned from it.
+        found = verify(model, loss, x, y, telling or range(min(_EXAMPLES, rows_of(x))))
+    if not telling:
         return False
-    if not verify(model, loss, x, y, telling):
+    if not found:
         raise UnsupportedError(
             "examples of this batch have gradients, and by themselves they have none that is finite, so whether each is what it "
             "would be alone can't be told: does a layer normalise over the batch? Use layers that treat examples alone, or "
@@ -136,7 +139,7 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
     def losses(part: torch.Tensor | slice) -> torch.Tensor:
         try:
             inputs, targets = owned(select((x, y), part))
-            with nothing_kept(model, loss):
+            with left_as_it_was(model, loss):
                 return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
         finally:
             put_back(buffers)

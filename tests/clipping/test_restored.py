@@ -1,0 +1,544 @@
+"""What a batch's pass puts somewhere while it is only looked at, or before it is refused, reaches no record."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import copy
+import ctypes
+import enum
+import functools
+import io
+import itertools
+import os
+import queue
+import random
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import lipdp.clipping as clipping
+from lipdp.clipping.restored import left_as_it_was
+from lipdp.errors import UnsupportedError
+
+LOSS = torch.nn.CrossEntropyLoss(reduction="none")
+METHODS = ["bookkeeping", "ghost", "reweight", "multiloss"]
+LIST: list[float] = []
+NUMBER = 0.0
+TABLE: dict[str, float] = {}
+THIS = types.ModuleType("hostile_settings")
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("number", default=0.0)
+TENSOR = torch.zeros(1)
+
+
+class Holder:
+    number = 0.0
+
+    def __init__(self) -> None:
+        self.number = 0.0
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0.0
+
+
+class Meta(type):
+    number = 0.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Level(enum.Enum):
+    ONE = types.SimpleNamespace(number=0.0)
+
+
+ALIVE = Holder()
+Get, Put = Callable[[], float], Callable[[float], object]
+
+
+def in_a_list() -> tuple[Get, Put]:
+    LIST[:] = []
+    return lambda: LIST[0] if LIST else 0.0, lambda found: LIST.__setitem__(slice(None), [found])
+
+
+def in_a_global() -> tuple[Get, Put]:
+    def put(found: float) -> None:
+        global NUMBER
+        NUMBER = found
+
+    put(0.0)
+    return lambda: NUMBER, put
+
+
+def past_its_name() -> tuple[Get, Put]:
+    def put(found: float) -> None:
+        globals()["UNNAMED"] = found
+
+    put(0.0)
+    return lambda: float(globals()["UNNAMED"]), put
+
+
+def in_a_module() -> tuple[Get, Put]:
+    def put(found: float) -> None:
+        THIS.number = found
+
+    put(0.0)
+    return lambda: float(THIS.number), put
+
+
+def in_an_installed_module() -> tuple[Get, Put]:
+    def put(found: float) -> None:
+        torch.lipdp_hostile_number = found  # type: ignore[attr-defined]
+
+    put(0.0)
+    return lambda: float(torch.lipdp_hostile_number), put  # type: ignore[attr-defined]
+
+
+def in_a_table() -> tuple[Get, Put]:
+    TABLE.clear()
+    return lambda: TABLE.get("a", 0.0), lambda found: TABLE.update(a=found)
+
+
+def in_a_cell() -> tuple[Get, Put]:
+    kept = 0.0
+
+    def put(found: float) -> None:
+        nonlocal kept
+        kept = found
+
+    return lambda: kept, put
+
+
+def in_a_default() -> tuple[Get, Put]:
+    def get(kept: list[float] = []) -> float:  # noqa: B006
+        return kept[0] if kept else 0.0
+
+    get.__defaults__ = ([],)
+    return get, lambda found: get.__defaults__[0].__setitem__(slice(None), [found])  # type: ignore[index]
+
+
+def as_a_default() -> tuple[Get, Put]:
+    def get(kept: float = 0.0) -> float:
+        return kept
+
+    return get, lambda found: setattr(get, "__defaults__", (found,))
+
+
+def on_a_function() -> tuple[Get, Put]:
+    def get() -> float:
+        return float(getattr(get, "number", 0.0))
+
+    return get, lambda found: setattr(get, "number", found)
+
+
+def on(value: Any) -> Callable[[], tuple[Get, Put]]:
+    def made() -> tuple[Get, Put]:
+        value.number = 0.0
+        return lambda: float(value.number), lambda found: setattr(value, "number", found)
+
+    return made
+
+
+def behind_a_weak_reference() -> tuple[Get, Put]:
+    there = weakref.ref(ALIVE)
+    ALIVE.number = 0.0
+    return lambda: there().number, lambda found: setattr(there(), "number", found)  # type: ignore[union-attr]
+
+
+@functools.cache
+def cached(key: int) -> list[float]:
+    return []
+
+
+def in_a_cache() -> tuple[Get, Put]:
+    cached.cache_clear()
+    return lambda: cached(0)[0] if cached(0) else 0.0, lambda found: cached(0).__setitem__(slice(None), [found])
+
+
+def through_a_cache() -> tuple[Get, Put]:
+    waiting = [0.0]
+
+    @functools.lru_cache(maxsize=4)
+    def first(key: int) -> float:
+        return waiting[0]
+
+    def put(found: float) -> None:
+        waiting[0] = found
+        first.cache_clear()
+        first(1)
+        waiting[0] = 0.0
+
+    return lambda: first(1), put
+
+
+def numbers(held: Any) -> Callable[[], tuple[Get, Put]]:
+    def made() -> tuple[Get, Put]:
+        held[0] = 0
+        return lambda: float(held[0]), lambda found: held.__setitem__(0, found)
+
+    return made
+
+
+def in_bytes() -> tuple[Get, Put]:
+    held = bytearray(b"0.0")
+    return lambda: float(held.decode()), lambda found: held.__setitem__(slice(None), repr(found).encode())
+
+
+def in_a_set() -> tuple[Get, Put]:
+    held: set[float] = set()
+
+    def put(found: float) -> None:
+        held.clear()
+        held.add(found)
+
+    return lambda: next(iter(held), 0.0), put
+
+
+def in_a_text() -> tuple[Get, Put]:
+    held = io.StringIO("0.0")
+
+    def put(found: float) -> None:
+        held.seek(0)
+        held.truncate()
+        held.write(repr(found))
+
+    return lambda: float(held.getvalue()), put
+
+
+def in_the_environment() -> tuple[Get, Put]:
+    os.environ.pop("LIPDP_HOSTILE", None)
+    return lambda: float(os.environ.get("LIPDP_HOSTILE", 0)), lambda found: os.environ.update(LIPDP_HOSTILE=repr(found))
+
+
+def in_a_variable() -> tuple[Get, Put]:
+    VARIABLE.set(0.0)
+    return lambda: VARIABLE.get(), lambda found: VARIABLE.set(found)
+
+
+def in_a_generator_of_numbers(own: Any, seed: Callable[[int], object], draw: Callable[[], float]) -> Callable[[], tuple[Get, Put]]:
+    """The number is what it draws next: read by drawing, and seeding it again."""
+
+    def made() -> tuple[Get, Put]:
+        seed(0)
+        started = [0]
+
+        def put(found: float) -> None:
+            started[0] = int(1000 * found) % 2**31
+            seed(started[0])
+
+        def get() -> float:
+            state = own.getstate() if hasattr(own, "getstate") else None
+            found = draw()
+            if state is not None:
+                own.setstate(state)
+            return found
+
+        return get, put
+
+    return made
+
+
+def in_a_waiting_generator() -> tuple[Get, Put]:
+    def run() -> Iterator[Any]:
+        kept = 0.0
+        while True:
+            found = yield kept
+            kept = kept if found is None else found
+
+    waiting: Any = run()
+    next(waiting)
+    return lambda: next(waiting), lambda found: waiting.send(found)
+
+
+RANDOM = random.Random(0)
+PLACES: dict[str, Callable[[], tuple[Get, Put]]] = {
+    "a list": in_a_list,
+    "a global name": in_a_global,
+    "a global name that no code names": past_its_name,
+    "a module": in_a_module,
+    "an installed module": in_an_installed_module,
+    "a dict": in_a_table,
+    "a cell": in_a_cell,
+    "a default's list": in_a_default,
+    "a default": as_a_default,
+    "a function": on_a_function,
+    "an object": on(ALIVE),
+    "a class": on(Holder),
+    "a slot": on(Slotted()),
+    "a class of a class": on(OfMeta),
+    "a member of an enumeration": on(Level.ONE.value),
+    "a parameter": on(torch.nn.Parameter(torch.zeros(1))),
+    "a weak reference": behind_a_weak_reference,
+    "a cached list": in_a_cache,
+    "a cache": through_a_cache,
+    "a deque": numbers(collections.deque([0.0])),
+    "an array": numbers(array.array("d", [0.0])),
+    "an array of numpy": numbers(np.zeros(2)),
+    "an array of C": numbers((ctypes.c_double * 2)()),
+    "a tensor": numbers(TENSOR),
+    "a large tensor": numbers(torch.zeros(600, 600)[0]),
+    "bytes": in_bytes,
+    "a set": in_a_set,
+    "a text": in_a_text,
+    "the environment": in_the_environment,
+    "a context variable": in_a_variable,
+    "a random generator": in_a_generator_of_numbers(RANDOM, RANDOM.seed, RANDOM.random),
+    "Python's numbers": in_a_generator_of_numbers(random, random.seed, random.random),
+    "a waiting generator": in_a_waiting_generator,
+}
+# What it keeps of a batch, of one that is not a single record.
+KINDS: dict[str, Callable[[torch.Tensor, float], float | None]] = {
+    "first": lambda x, kept: float(x.detach().sum()) if len(x) > 1 and not kept else None,
+    "last": lambda x, kept: float(x.detach().sum()) if len(x) > 1 else None,
+    "large": lambda x, kept: float(x.detach().sum()) if len(x) > 1 and float(x.detach().max()) > 50 else None,
+    "whole": lambda x, kept: float(x.detach().sum()) if len(x) > 3 else None,
+}
+
+
+class Keeps(torch.nn.Module):
+    """Scales its records by a number that it has kept."""
+
+    def __init__(self, get: Get, put: Put, kind: str) -> None:
+        super().__init__()
+        self.get, self.put, self.kind = get, put, KINDS[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.kind(x, self.get())
+        if found is not None:
+            self.put(found)
+        return x * (1 + self.get())
+
+
+def norms_beside(make: Callable[[], torch.nn.Module], method: str) -> list[list[torch.Tensor]]:
+    """Of the first five records of each of two batches, beside a sixth that is ordinary, or far off in the first of them."""
+    draw = torch.Generator().manual_seed(3)
+    x, y, weight = torch.randn(6, 3, generator=draw), torch.zeros(6, dtype=torch.long), torch.randn(2, 3, generator=draw)
+    found: list[list[torch.Tensor]] = []
+    for other in (0.0, 100.0):
+        torch.manual_seed(1)
+        random.seed(1)
+        model = torch.nn.Sequential(make(), torch.nn.Linear(3, 2))
+        model[1].weight.data.copy_(weight)
+        model[1].bias.data.zero_()
+        clip = clipping.Clipper(model, LOSS, method)  # type: ignore[arg-type]
+        found.append([])
+        for batch in (torch.cat([x[:5], x[5:] + other]), x):
+            try:
+                found[-1].append(clip(batch, y, 1e9).norms[:5])
+            except UnsupportedError:
+                break
+    return found
+
+
+def same(found: list[list[torch.Tensor]]) -> bool:
+    """Whether no batch shows what was beside; one that is refused shows nothing, and is the last."""
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=False))
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+@pytest.mark.parametrize("method", ["bookkeeping", "multiloss"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_batch_leaves_reaches_no_record(place: str, kind: str, method: str) -> None:
+    assert same(norms_beside(lambda: Keeps(*PLACES[place](), kind), method))
+
+
+SIZES: dict[int, torch.Tensor] = {}
+CALLS = 0
+LAZY: torch.Tensor | None = None
+NOTES: list[Any] = []
+COUNT = itertools.count()
+
+
+@functools.lru_cache
+def positions(count: int) -> torch.Tensor:
+    return torch.arange(count)[:, None].float()
+
+
+@functools.cache
+def lengths(count: int) -> list[int]:
+    return [count]
+
+
+class Settings:
+    tables: ClassVar[dict[int, torch.Tensor]] = {}
+
+
+def from_a_cache(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return positions(len(x)) * 0 + lengths(len(x))[0] * 0
+
+
+def from_a_global_table(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if len(x) not in SIZES:
+        SIZES[len(x)] = torch.arange(len(x))[:, None] / 10
+    return 0 * SIZES[len(x)]
+
+
+def from_a_class(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return 0 * Settings.tables.setdefault(len(x), torch.ones(len(x), 1))
+
+
+def counted(model: Any, x: torch.Tensor) -> float:
+    global CALLS
+    CALLS += 1
+    return 0.0
+
+
+def counted_by_an_iterator(model: Any, x: torch.Tensor) -> float:
+    return 0.0 * next(COUNT)
+
+
+def noted(model: Any, x: torch.Tensor) -> float:
+    NOTES.append((time.perf_counter(), tuple(x.shape)))
+    return 0.0
+
+
+def made_when_asked_for(model: Any, x: torch.Tensor) -> torch.Tensor:
+    global LAZY
+    if LAZY is None:
+        LAZY = torch.ones(3)
+    return 0 * LAZY
+
+
+def in_a_buffer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "table") or len(model.table) < len(x):
+        model.register_buffer("table", torch.zeros(len(x), 1), persistent=False)
+    return model.table[: len(x)]  # type: ignore[no-any-return]
+
+
+def drawn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return 0 * torch.randn_like(x) + 0 * random.random() + 0 * np.random.rand()  # noqa: NPY002
+
+
+def from_an_attribute(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    model.__dict__.setdefault("sizes", {}).setdefault(len(x), torch.zeros(len(x), 1))
+    return model.sizes[len(x)]  # type: ignore[no-any-return]
+
+
+HONEST = [
+    *(from_a_cache, from_a_global_table, from_a_class, counted, counted_by_an_iterator, noted, made_when_asked_for, in_a_buffer),
+    *(drawn, from_an_attribute),
+]
+
+
+class Ordinary(torch.nn.Module):
+    def __init__(self, more: Any, looks: bool = False) -> None:
+        super().__init__()
+        self.more, self.looks = more, looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.looks and bool(x.abs().max() > 1e6):
+            raise ValueError("inputs are not normalised")
+        return x + self.more(self, x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("more", HONEST)
+def test_what_a_model_keeps_of_sizes_and_calls_is_its_own(more: Any, method: str) -> None:
+    """And stays: what a pass that is proved has put somewhere is not taken back."""
+    positions.cache_clear(), lengths.cache_clear(), SIZES.clear(), Settings.tables.clear(), NOTES.clear()
+    model = torch.nn.Sequential(Ordinary(more), torch.nn.Linear(3, 2))
+    clip = clipping.Clipper(model, LOSS, method)  # type: ignore[arg-type]
+    calls, found = CALLS, []
+    for count in (6, 9, 6, 4):
+        found.append(clip(torch.ones(count, 3), torch.zeros(count, dtype=torch.long), 1.0))
+        assert clip.apart == "proved"
+    assert torch.equal(found[0].norms, found[2].norms)
+    if more is from_a_cache:
+        assert positions.cache_info().currsize >= 3
+    if more is counted:
+        assert CALLS - calls >= 4
+    if more is noted:
+        assert [shape for _, shape in NOTES][-1] == (4, 3)
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+@pytest.mark.parametrize("more", [from_a_cache, from_a_global_table, from_a_class, made_when_asked_for, drawn])
+def test_a_table_by_size_does_not_keep_records_from_being_taken_alone(more: Any) -> None:
+    positions.cache_clear(), lengths.cache_clear(), SIZES.clear(), Settings.tables.clear()
+    model = torch.nn.Sequential(Ordinary(more, looks=True), torch.nn.Linear(3, 2))
+    clip = clipping.Clipper(model, LOSS)
+    for count in (6, 9):
+        clip(torch.ones(count, 3), torch.zeros(count, dtype=torch.long), 1.0)
+        assert clip.apart == "alone"
+    assert set(SIZES) <= {1}
+
+
+def test_what_was_there_is_there_again_and_what_was_not_is_gone() -> None:
+    """Everything that can be put back, at once; objects stay the same objects."""
+
+    class Own:
+        number = 1
+
+    held: dict[str, Any] = {
+        "list": [1],
+        "set": {1},
+        "deque": collections.deque([1], 5),
+        "bytes": bytearray(b"a"),
+        "ordered": collections.OrderedDict(a=1),
+        "numbers": np.arange(3),
+        "objects": np.array([None], object),
+        "tensor": torch.zeros(3),
+        "own": Own(),
+        "text": io.BytesIO(b"a"),
+        "draws": np.random.default_rng(0),
+        "torch": torch.Generator().manual_seed(0),
+        "c": (ctypes.c_int * 2)(1, 2),
+    }
+    expected = copy.deepcopy({name: value for name, value in held.items() if name not in ("own", "torch", "draws")})
+    states = held["torch"].get_state(), held["draws"].bit_generator.state
+    objects = dict(held)
+    with left_as_it_was(held):
+        held["list"].append(2)
+        held["set"].clear()
+        held["deque"].appendleft(3)
+        held["bytes"].extend(b"b")
+        held["ordered"]["b"] = 2
+        held["ordered"].move_to_end("a")
+        held["numbers"][1] = 7
+        held["objects"][0] = 7
+        held["tensor"][0] = 1
+        held["tensor"].data[1] = 1
+        held["own"].number = 3
+        held["own"].other = 3
+        Own.number = 4
+        held["text"].write(b"other")
+        held["draws"].random()
+        torch.rand(1, generator=held["torch"])
+        held["c"][0] = 5
+        held["new"] = 1
+        held["list"] = [5]
+    assert held.keys() == objects.keys()
+    assert all(held[name] is objects[name] for name in held)
+    assert Own.number == 1
+    assert vars(held["own"]) == {}
+    assert held["text"].getvalue() == b"a"
+    assert torch.equal(held["torch"].get_state(), states[0])
+    assert held["draws"].bit_generator.state == states[1]
+    assert list(held["c"]) == [1, 2]
+    assert torch.equal(held["tensor"], expected["tensor"])
+    for name in ("list", "set", "deque", "bytes", "ordered"):
+        assert held[name] == expected[name]
+    assert np.array_equal(held["numbers"], expected["numbers"])
+    assert held["objects"][0] is None
+
+
+def test_what_is_inside_of_an_installed_package_is_left_to_it() -> None:
+    """Threads may be at work on a queue."""
+    waiting: queue.Queue[int] = queue.Queue()
+    with left_as_it_was([waiting]):
+        waiting.put(1)
+    assert waiting.get(timeout=1) == 1
