@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from lipdp.clipping import Clipper
-from lipdp.training import clipped, engine, proved, step_mechanism, watch
+from lipdp.training import clipped, engine, methods, step_mechanism, watch
 
 __all__ = ["FAULTS"]
 
@@ -51,7 +51,7 @@ def realised_batch_size() -> Iterator[None]:
 
         return gradients
 
-    kinds = (proved.ProvedQuery, clipped.ClippedQuery)
+    kinds = (methods.ProvedQuery, clipped.ClippedQuery)
     patches = [patch.object(kind, "ask", asking(kind.ask)) for kind in kinds]
     patches += [patch.object(kind, "gradients", dividing(kind.gradients)) for kind in kinds]
     with patches[0], patches[1], patches[2], patches[3]:

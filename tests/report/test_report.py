@@ -18,8 +18,8 @@ from lipdp._texts import upwards
 from lipdp.cli import app
 from lipdp.errors import ConfigurationError
 from lipdp.report import html, markdown, page, read_run, write
-from lipdp.report.words import in_short
-from lipdp.report.words import statement as paragraphs
+from lipdp.report.run import in_short
+from lipdp.report.run import statement as paragraphs
 from tests.report.browser import chromium, look_at, print_pdf
 
 SHORT = ("--epochs", "2", "--batch-size", "256", "--delta", "1e-4", "--noise-multiplier", "5", "--set", "options.hidden=32")

@@ -15,8 +15,21 @@ from typing import Any
 
 from lipdp._texts import REPRODUCIBLE, bound, brief, guarantee, number, percent, upwards
 from lipdp.errors import ConfigurationError
-from lipdp.report.run import HISTORY, PLAN, RESULT, About, RunRecord, read_run, write_about
-from lipdp.report.words import declared_public, in_short, not_covered, promises, statement, together
+from lipdp.report.run import (
+    HISTORY,
+    PLAN,
+    RESULT,
+    About,
+    RunRecord,
+    declared_public,
+    in_short,
+    not_covered,
+    promises,
+    read_run,
+    statement,
+    together,
+    write_about,
+)
 from lipdp.training import History, PrivacyPlan
 
 __all__ = ["COLOURS", "HTML", "MARKDOWN", "bars", "html", "lines", "markdown", "matrix", "write", "write_run"]

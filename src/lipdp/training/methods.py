@@ -1,23 +1,216 @@
-"""Which query a plan's method stands for; both at once, where parts of a model are proved and others clipped."""
+"""Which query a plan's method stands for: of a proved model the sum of gradients as it is, of others a clipped sum.
+
+Both at once, where parts of a model are proved and others clipped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from lipdp.graphs import Watched
-from lipdp.losses import as_loss
+from lipdp.bounds import Analysis, analyse
+from lipdp.errors import ConfigurationError
+from lipdp.fingerprint import storages
+from lipdp.graphs import GraphedFunction, Watched
+from lipdp.losses import Loss, as_loss
+from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
+from lipdp.planning.grouping import clip_layers
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import (
+    has_convolutions,
     per_example_loss,
+    proved_rounding,
+    rows_within,
+    slack_of,
 )
+from lipdp.program import Program, check_program
 from lipdp.training.clipped import ClippedQuery
-from lipdp.training.proved import ProvedQuery
-from lipdp.training.query import Answer, Query, Sample
+from lipdp.training.gradients import LayerCounts, Part, Sums, microbatch_sum, pending_sum, zeros_like_sum
+from lipdp.training.query import SAME, Answer, Beside, Query, Sample, check_names, check_slack
 
-__all__ = ["MixedQuery", "query_of"]
+__all__ = ["MixedQuery", "ProvedQuery", "query_of"]
+
+# Numbers of examples on which a program is tried on the device that it will run on.
+_TRIED = (3,)
+
+
+class ProvedQuery:
+    """Sensitivities proved by the calculus of bounds."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Loss,
+        plan: PrivacyPlan,
+        input_shape: tuple[int, ...] | None,
+        watched: Watched | None = None,
+    ) -> None:
+        self.model, self.plan, self.input_shape = model, plan, input_shape
+        self.loss: Callable[..., torch.Tensor] = loss
+        self._proved_loss = loss
+        self.groups = tuple(group for group in plan.groups if group.source == "proved")
+        self._analysis: Analysis | None = None
+        self._bounded: tuple[dict[str, float], dict[str, float]] | None = None  # the last clipping norms, and the bounds at them
+        self._trained: dict[str, torch.Tensor] = {}
+        # The engine lets no layer be replaced, so what is none of these now never will be.
+        self._has_maps = any(isinstance(module, Reparametrised) and module.maps() for module in model.modules())
+        self.watched = Watched(model, loss) if watched is None else watched
+        self._settings: int | None = None
+        self._beside: Beside | None = None
+        self._proofs = 0
+        self._values: list[torch.Tensor] = []
+        self._graphed: GraphedFunction[Part] = GraphedFunction(self._sum, state=self._state)
+
+    @property
+    def entries(self) -> int | None:
+        """Over all operations of the analysis."""
+        return None if self._analysis is None else max(math.prod(layer.output) for layer in self._analysis.layers)
+
+    @property
+    def products(self) -> int | None:
+        """Of networks whose activations have one axis."""
+        flat = self._analysis is not None and all(len(layer.output) <= 1 for layer in self._analysis.layers)
+        return sum(p.numel() for p in self.model.parameters()) if flat else None
+
+    @property
+    def apart(self) -> str:
+        """By the program: every activation has a row for each record."""
+        return "proved"
+
+    @property
+    def recorded(self) -> bool:
+        """Where its graph is all there is to run."""
+        return not self._has_maps and not self.plan.clips
+
+    @property
+    def program(self) -> Program:
+        """What was proved, and so what runs."""
+        assert self._analysis is not None
+        return self._analysis.program
+
+    def rehearse(self, rows: int) -> None:
+        """The program's outputs beside the module's; elsewhere than on a processor, where other kernels run, gradients too."""
+        check_program(self.program, (rows,), gradients=False)
+        if any(p.device.type != "cpu" for p in self.model.parameters()):
+            check_program(self.program, _TRIED)
+
+    @property
+    def stands(self) -> bool:
+        """Whether every layer still has the functions that its rule speaks of."""
+        return not self.program.has_changed_classes()
+
+    @property
+    def most_rows(self) -> int:
+        """As many as the plan's slack covers."""
+        return rows_within(self._slack, self.plan.slack * SAME)
+
+    def _slack(self, rows: int) -> float:
+        assert self._analysis is not None
+        convolutions = has_convolutions(self.model)
+        return slack_of(proved_rounding(self._analysis, self.plan.precision, rows, convolutions=convolutions))
+
+    def prove(self) -> None:
+        """The calculus, run again; clipping norms that change are taken where they start."""
+        self._proofs += 1
+        self._values = [*self.model.parameters(), *self.model.buffers()]
+        self._bounded = None
+        self._analysis = analyse(self.model, self._proved_loss, input_shape=self.input_shape, check=self.plan.method == "clipless")
+        if any(group.parameters != (group.name,) for group in self.groups):
+            raise ConfigurationError("a proved group is one parameter; this plan was changed. Make a new plan.")
+        check_names(self.plan, {row.name: row.size for row in self._analysis.parameters})
+        planned = {group.name: group.sensitivity for group in self.groups}
+        for name, bound in self.bounds(dict(self.plan.clips)).items():
+            if not bound <= planned[name] * SAME:
+                raise ConfigurationError(
+                    f"the plan was made for another model or loss: parameter '{name}' has sensitivity {bound:.6g} here, and "
+                    f"{planned[name]:.6g} in the plan. Make a new plan."
+                )
+        check_slack(self.plan, self._slack(1))
+
+    def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
+        """Δ of each proved parameter."""
+        assert self._analysis is not None
+        if self._bounded is not None and self._bounded[0] == clips:
+            return self._bounded[1]
+        enforced = {group.name for group in self.plan.groups if group.source == "clipped"}
+        limits = {name: value for name, value in clips.items() if name not in enforced}
+        bounds = self._analysis.at_limits(limits) if limits else self._analysis.sensitivities
+        self._bounded = dict(clips), {group.name: bounds[group.name] for group in self.groups}
+        return self._bounded[1]
+
+    def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
+        """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
+        counts: LayerCounts | None = None
+        if clips:  # the plan's adaptive norms are among them
+            layers = clip_layers(self.model)
+            for name in clips.keys() & layers.keys():
+                layers[name].max_norm = clips[name]
+            counts = LayerCounts({name: layers[name] for name in self.plan.adaptive_clips if name in layers})
+        # A parameter of sensitivity 0 gets no noise, so nothing of it may be released: its gradient is not even computed.
+        bounds = self.bounds(clips)
+        moving = {name: p for name, p in parameters.items() if bounds[name] > 0}
+        still: dict[str, torch.Tensor] = {}
+        if len(moving) < len(parameters):
+            still = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving})
+        self._settings, self._beside = batch.settings, batch.beside
+        total: Sums | None = None
+        with self._effective_leaves() as leaves, nullcontext() if counts is None else counts.watching():
+            self._trained = {name: leaves.get(name, p) for name, p in moving.items()}
+            # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
+            replays = not (leaves or clips)
+            if moving:
+                total = pending_sum(
+                    self.program.fused,
+                    self._proved_loss,
+                    self._trained,
+                    batch.inputs,
+                    batch.targets,
+                    microbatch_size=batch.microbatch_size,
+                    device=batch.device,
+                    precision=self.plan.precision,
+                    copies=batch.copies,
+                    dtypes=batch.dtypes,
+                    counts=counts,
+                    replayed=self._graphed if replays else None,
+                    seats=batch.seats,
+                    turn=batch.turn,
+                )
+                if not replays and not bool(total.fine):  # while the leaves are there
+                    total = Sums(total.again(), torch.ones_like(total.fine), total.again, total.seen)
+        noted: dict[str, torch.Tensor] = {}
+        if counts is not None:
+            zero = torch.zeros((), dtype=torch.float64, device=batch.device)
+            noted = {name: counts.totals.get(name, zero) for name in counts.layers}
+        if total is None:
+            return Answer(still, noted)
+        pending = total
+        return Answer(
+            still | pending.values,
+            noted,
+            fine=pending.fine,
+            again=lambda: Answer(still | pending.again(), noted),
+            seen=pending.seen,
+        )
+
+    def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
+        sums, fine, _ = microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+        return sums, fine, [] if self._beside is None else [self._beside((x, y, mask))]
+
+    def _state(self) -> Hashable:
+        """What a recording depends on besides its inputs."""
+        settings = self.watched() if self._settings is None else ("known", self._settings)
+        return settings, self._proofs, tuple(self._trained), storages(self._values), self._beside is None
+
+    def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
+        return pull_back(self.model, noised) if self._has_maps else dict(noised)
+
+    def _effective_leaves(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        return effective_leaves(self.model) if self._has_maps else nullcontext({})
 
 
 def query_of(
