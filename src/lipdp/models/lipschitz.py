@@ -61,6 +61,8 @@ def _of_depth(builder: Builder, depth: int, what: str, images: str) -> Builder:
     """The builder at one depth, as a model of its own."""
 
     def build(input_shape: tuple[int, ...], classes: int, **options: object) -> torch.nn.Module:
+        if "depth" in options:  # Python 3.11 has another error for it where one is being handled already
+            raise TypeError(f"{build.__name__}() got multiple values for argument 'depth'")
         return builder(input_shape, classes, depth=depth, **options)
 
     build.__name__ = build.__qualname__ = f"{builder.__name__}{depth}"
