@@ -421,11 +421,12 @@ def _save(
         command=command,
         environment=this_environment(str(next(result.model.parameters()).device)),
         public=(
-            (
-                f"the settings of the recipe {recipe.name} (what a search for them read of these records is not covered): {recipe.provenance}",
+            ()
+            if not recipe.provenance
+            else (
+                f"the settings of the recipe {recipe.name} (what a search for them read of these records is not covered): "
+                f"{recipe.provenance}",
             )
-            if recipe.provenance
-            else ()
         ),
         evaluation=evaluate_run(predictor, judged, info.class_names, part="test" if fraction is None else "validation"),
     )
