@@ -194,7 +194,7 @@ class Run:
             record_run(self.data, RunRecord(secret, self.ledger, self.account.name))
         self.data = ()
         if self.paid:
-            self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key))
+            self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key, self.book.seen(self.streams.run)))
 
     # ------------------------------------------------------------------ what holds between steps
 
