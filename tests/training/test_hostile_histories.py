@@ -179,7 +179,7 @@ class World:
 
     def own_step(self, engine) -> None:
         self.present = None
-        engine.step(*records(self.draw.randrange(2)).tensors)
+        engine.step(*records(self.draw.randrange(2)).tensors, sample="own")
 
     def save(self) -> None:
         engine = self.engine()

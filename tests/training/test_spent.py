@@ -7,6 +7,7 @@ dp-accounting composes it directly; nothing that is shown may be below that.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import io
@@ -27,13 +28,16 @@ import lipdp
 from lipdp import nn
 from lipdp.errors import CheckpointError
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.privacy import Budget
 from lipdp.report.page import write_run
 from lipdp.report.run import read_run
 from lipdp.training import Callback, ProgressBar, load_checkpoint, positions
 from lipdp.training.callbacks import Logger, Run
+from lipdp.training.state import sealed
 from lipdp.training.step_mechanism import StepMechanism
 
 from .common import toy
+from .test_run_budget import steps_paid
 
 MANY = int(os.environ.get("LIPDP_HISTORIES", "2"))
 STEPS = 10
@@ -161,7 +165,7 @@ class World:
 
         def drawn(mechanism, answer, settings, stream):
             sums = {name: value * (1 + self.machine * 1e-13) for name, value in answer.sums.items()}
-            return draw(mechanism, answer.__class__(**{**vars(answer), "sums": sums}), settings, stream)
+            return draw(mechanism, dataclasses.replace(answer, sums=sums), settings, stream)
 
         def statistics(run, train):
             moments(run, train)
@@ -343,3 +347,100 @@ def test_a_bar_shows_what_a_copy_spends_meanwhile():
     bar.on_step(run)
     assert numbers(bar._figures(run))[0] >= twin.epsilon
     bar.on_end(run)
+
+
+# ----------------------------------------------------------------------------------------------- put back from a backup, or copied
+
+
+def test_a_budget_counts_what_the_book_of_a_run_knows(tmp_path):
+    """Steps that were made before it paid, behind the state that the run goes on from."""
+    first = engine(book=tmp_path / "book")
+    steps(first, 1)
+    state = first.state_dict()
+    steps(first, 4)
+    first.close()
+    positions._runs.clear()
+    budget = Budget(tmp_path / "budget", epsilon=100, delta=1e-3, dataset="d")
+    other = engine(book=tmp_path / "book", budget=budget)
+    other.load_state_dict(state)
+    steps(other, 1)
+    other.close()
+    assert steps_paid(budget) == 5
+    assert other.epsilon == other.ledger.epsilon_at(5)
+
+
+def kept_by(folder, **options):
+    return engine(book=folder / "book", budget=folder / "budget", **options)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_budget_notices_a_checkpoint_and_book_from_an_old_backup(tmp_path, killed):
+    Budget(tmp_path / "budget", epsilon=100, delta=1e-3, dataset="d")
+    first = kept_by(tmp_path)
+    steps(first, 2)
+    old, book = first.state_dict(), (tmp_path / "book").read_bytes()
+    steps(first, 3)
+    later = first.state_dict()
+    steps(first, 1)
+    if killed:
+        first._run.account._reserved = None
+    first.close()
+    positions._runs.clear()
+    whole = (tmp_path / "book").read_bytes()
+    (tmp_path / "book").write_bytes(book)
+    again = kept_by(tmp_path)
+    again.load_state_dict(old)
+    with pytest.raises(CheckpointError, match="put back from a backup"):
+        steps(again, 1)
+    assert again.steps == 2
+    again.close()
+    (tmp_path / "book").unlink()
+    positions._runs.clear()
+    other = engine(budget=tmp_path / "budget")
+    other.load_state_dict(sealed({**old, "book": None}))
+    with pytest.raises(CheckpointError, match="engine has none"):
+        steps(other, 1)
+    positions._runs.clear()
+    (tmp_path / "book").write_bytes(whole)
+    right = kept_by(tmp_path)
+    right.load_state_dict(later)
+    steps(right, 2)
+    assert right.epsilon == right.ledger.epsilon_at(7)
+    right.close()
+    assert steps_paid(Budget(tmp_path / "budget")) == (STEPS if killed else 7)
+
+
+@pytest.mark.parametrize("machines", [(0, 0), (0, 1)])
+def test_two_processes_with_copies_of_one_run_do_not_both_go_on(tmp_path, machines):
+    """Unless what they release is the same."""
+    draw = StepMechanism.draw
+
+    def drawn(mechanism, answer, settings, stream):
+        sums = {name: value * (1 + machine * 1e-13) for name, value in answer.sums.items()}
+        return draw(mechanism, dataclasses.replace(answer, sums=sums), settings, stream)
+
+    Budget(tmp_path / "budget", epsilon=100, delta=1e-3, dataset="d")
+    first = kept_by(tmp_path)
+    steps(first, 2)
+    state = first.state_dict()
+    first.close(keep=True)
+    engines = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "book").write_bytes((tmp_path / "book").read_bytes())
+        positions._runs.clear()
+        own = engine(book=tmp_path / name / "book", budget=tmp_path / "budget")
+        own.load_state_dict(state)
+        own.reserve()
+        engines.append((own, dict(positions._runs)))
+    for number, (machine, (own, runs)) in enumerate(zip(machines, engines, strict=True)):
+        positions._runs.clear()
+        positions._runs.update(runs)
+        with mock.patch.object(StepMechanism, "draw", drawn):
+            steps(own, 1 + number)
+        if machine == 0:
+            own.state_dict()
+            continue
+        with pytest.raises(CheckpointError, match="processes go on from copies"):
+            own.state_dict()
+    positions._runs.clear()

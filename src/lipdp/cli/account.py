@@ -199,7 +199,7 @@ def show(file: File, as_json: options.Json = False) -> None:
     _show(budget, as_json)
     if as_json:
         return
-    entries = [entry for entry in budget.entries() if entry["kind"] != "end"]
+    entries = [entry for entry in budget.entries() if entry["kind"] in ("charge", "run")]
     runs = budget.runs()
     rows = [(entry["time"], entry["what"], _cost(entry, runs)) for entry in entries[-_SHOWN:]]
     if len(entries) > _SHOWN:
@@ -276,7 +276,7 @@ def _summary(budget: Budget) -> dict[str, Any]:
         "adjacency": budget.adjacency,
         "spent": budget.spent,
         "remaining": budget.remaining,
-        "charges": sum(1 for entry in budget.entries() if entry["kind"] != "end"),
+        "charges": sum(1 for entry in budget.entries() if entry["kind"] in ("charge", "run")),
     }
 
 

@@ -32,6 +32,7 @@ from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import gather, slices
+from lipdp.training.book import BookFile
 from lipdp.training.known import stored_tensors
 
 __all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
@@ -51,6 +52,7 @@ class RunAccount:
         self._reserved: Reservation | None = None
         self._process, self._adopted = 0, False
         self._ledger: Ledger | None = None  # of what is reserved
+        self._book: BookFile | None = None
         self._engines = 0
         self._lock = threading.RLock()  # closed by one thread while another one releases, it has to know of that release
 
@@ -76,8 +78,11 @@ class RunAccount:
                 f"this run is paid for by the budget {paid_by}: resume it with budget='{paid_by}' (or the path that it has now)."
             )
 
-    def reserve(self, ledger: Ledger, key: object) -> None:
-        """Pay for the whole run, if it is not paid for; BudgetError where that is too much. ``key`` is the secret of the run."""
+    def reserve(self, ledger: Ledger, key: object, book: BookFile | None = None) -> None:
+        """Pay for the whole run, if it is not paid for; BudgetError where that is too much.
+
+        ``key`` is the secret of the run; ``book`` its book, if it keeps one: the budget remembers how far that has come.
+        """
         if self.budget is None:
             return
         # A run that goes on with another key makes other releases: it is another run.
@@ -86,8 +91,14 @@ class RunAccount:
             if self._reserved is not None and (self._reserved.run != name or self._process != os.getpid()):
                 self.close()
             if self._reserved is None:
-                self._reserved, self._process = self.budget.reserve(name, ledger.run, "a training run"), os.getpid()
-                self._ledger = copy.copy(ledger)
+                self._reserved = self.budget.reserve(name, ledger.run, "a training run", book=book)
+                self._process, self._ledger, self._book = os.getpid(), copy.copy(ledger), book
+
+    def note_book(self) -> None:
+        """How far the book has come, once all of it is on disk; CheckpointError where another process went on from a copy of it."""
+        with self._lock:
+            if self._reserved is not None and self._book is not None and self._process == os.getpid():
+                self._reserved.note_book(self._book)
 
     def check_paid(self) -> None:
         """BudgetError where the run is not paid for any more. Ask once a release is charged: who closes then knows of it."""
@@ -118,8 +129,9 @@ class RunAccount:
             return
         with self._lock:
             held, self._reserved = self._reserved, None
+            book, self._book = self._book, None
             if held is not None and self._ledger is not None:
-                held.close(self._ledger.charged, self._ledger.charged_one_off, keep=keep)
+                held.close(self._ledger.charged, self._ledger.charged_one_off, keep=keep, book=book)
 
     def _abandon(self) -> None:
         """:meth:`close` for a run that nobody holds any longer; where that fails, all of it stays reserved."""

@@ -20,6 +20,8 @@ def state_of(run: Run) -> dict[str, Any]:
     A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
     """
     run.project.check()
+    book = run.book.sync(run.streams.run)
+    run.account.note_book()
     return sealed(
         copy.deepcopy(
             {
@@ -33,7 +35,7 @@ def state_of(run: Run) -> dict[str, Any]:
                 "rows": run.microbatch_size if run.ledger.steps or run.rows is not None else None,
                 "run": run.account.nonce,
                 "budget": run.account.name,
-                "book": run.book.sync(run.streams.run),
+                "book": book,
                 **run.streams.state_dict(),
                 "clips": dict(run.mechanism.clips),
                 "model": run.shards.state_dict(),

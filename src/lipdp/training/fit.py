@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -379,11 +380,11 @@ def _run(
 def _steps(engine: PrivacyEngine, train: Any, workers: int) -> Iterator[None]:
     """The steps that are left. Those that a killed process has made, and that can't be repeated here, are given up."""
     while True:
-        first = engine.steps
+        first, ahead = engine.steps, deque[torch.Tensor]()
         try:
-            for batch in read_ahead(train, engine.samples(train), workers, engine.device):
+            for batch in read_ahead(train, _noted(engine.samples(train), ahead), workers, engine.device):
                 first = engine.steps
-                engine.step(*batch)
+                engine.step(*batch, sample=ahead.popleft())
                 yield
             return
         except RepeatedStepError as error:
@@ -396,6 +397,13 @@ def _steps(engine: PrivacyEngine, train: Any, workers: int) -> Iterator[None]:
                 LipdpWarning,
                 stacklevel=4,
             )
+
+
+def _noted(samples: Iterator[torch.Tensor], ahead: deque[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The samples, put beside until their batches, which are read ahead, are there."""
+    for chosen in samples:
+        ahead.append(chosen)
+        yield chosen
 
 
 def _told_to(hooks: list[Callback]) -> Progress:

@@ -84,6 +84,11 @@ class KeptBook:
         self.since = sync_book(run) or self.since
         return self.since
 
+    def seen(self, run: bytes) -> BookFile | None:
+        """The file, all of it on disk, for who remembers how far it has come; ``None`` where none is written here."""
+        self.sync(run)
+        return self._file
+
     def close(self, run: bytes) -> None:
         """Let the file go."""
         self.since = close_book(run) or self.since
@@ -241,7 +246,7 @@ class Run:
             record_run(self.data, RunRecord(secret, self.ledger, self.account.name))
         self.data = ()
         if self.paid:
-            self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key))
+            self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key, self.book.seen(self.streams.run)))
 
     # ------------------------------------------------------------------ what holds between steps
 
