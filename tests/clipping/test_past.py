@@ -404,3 +404,30 @@ class Writing(nn.Module):
 @pytest.mark.parametrize("run", WRITES, ids=lambda run: run.__name__)
 def test_what_was_read_is_not_written_over(run, method):
     _others_stay_as_they_are(Writing(run), method)
+
+
+class Branching(nn.Module):
+    """Each record takes its own branch, or all that of their sum: torch compiles both branches when it is asked."""
+
+    def __init__(self, together):
+        super().__init__()
+        self.layer, self.together = nn.Linear(3, 2), together
+
+    def forward(self, x):
+        if self.together:
+            return torch.cond(x.sum() > 0, lambda h: h * 1.0, lambda h: h * 2.0, (self.layer(x),))
+        return torch.vmap(lambda h: torch.cond(h.sum() > 0, lambda h: h * 1.0, lambda h: h * 2.0, (h,)))(self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+def test_branches_that_torch_compiles_are_not_compiled_while_they_are_followed():
+    torch.manual_seed(0)
+    x, y, loss = torch.randn(5, 3), torch.zeros(5, dtype=torch.long), nn.CrossEntropyLoss(reduction="none")
+    model = Branching(False)
+    clip = clipping.Clipper(model, loss)
+    norms = clip(x, y, 1.0).norms
+    assert clip.apart == "alone"
+    assert "torch.cond" in clip.alone.what
+    assert torch.equal(norms, clipping.Clipper(model, loss, "naive")(x, y, 1.0).norms)
+    with pytest.raises(UnsupportedError, match=r"something mixes the examples, torch compiles a part of it"):
+        clipping.Clipper(Branching(True), loss)(x, y, 1.0)

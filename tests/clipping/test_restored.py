@@ -355,6 +355,37 @@ def test_what_a_batch_leaves_reaches_no_record(place: str, kind: str, method: st
     assert same(norms_beside(lambda: Keeps(*PLACES[place](), kind), method))
 
 
+@pytest.mark.parametrize("method", [*METHODS, "naive"])
+@pytest.mark.parametrize(
+    "place", ["a list", "a global name", "a class", "a tensor", "a cache", "a function", "a waiting generator"]
+)
+def test_a_batch_of_one_record_leaves_nothing(place: str, method: str) -> None:
+    """Nobody else is in it, so nothing of it is followed; a number that it left scaled those of the next batch."""
+
+    class Single(Keeps):
+        def __init__(self) -> None:
+            super().__init__(*PLACES[place](), "first")
+            self.kind = lambda x, kept: float(x.detach().sum()) if len(x) == 1 and float(x.detach().max()) > 1 else None
+
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.randn(6, 3, generator=draw), torch.zeros(6, dtype=torch.long)
+    x[:5].clamp_(max=1)
+    norms = []
+    for other in (0.0, 5.0, 100.0):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(Single(), torch.nn.Linear(3, 2))
+        clip = clipping.Clipper(model, LOSS, method)  # type: ignore[arg-type]
+        clip(x[:2], y[:2], 1e9)
+        try:
+            clip(x[5:].clamp(max=1) + other, y[5:], 1e9)
+        except UnsupportedError:
+            assert other
+            assert place == "a waiting generator" or method == "naive"
+            continue
+        norms.append(clip(x[:5], y[:5], 1e9).norms)
+    assert all(torch.equal(norms[0], found) for found in norms)
+
+
 SIZES: dict[int, torch.Tensor] = {}
 CALLS = 0
 LAZY: torch.Tensor | None = None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import random
 import threading
 
@@ -234,6 +235,11 @@ APART = {
     "turned": Own(_rotated),
     "cut out": Own(lambda x, g: x * (torch.rand(len(x), 1, *x.shape[2:], generator=g) > 0.2)),
     "brightness": Own(lambda x, g: x * (1 + 0.2 * torch.rand(len(x), 1, 1, 1, generator=g))),
+    "turned by a right angle": Own(lambda x, g: torch.rot90(x, 1, (2, 3))),
+    "by its median": Own(lambda x, g: x - x.flatten(1).quantile(0.5, dim=1)[:, None, None, None]),
+    "in steps": Own(lambda x, g: torch.bucketize(x, torch.linspace(0, 1, 5)) / 4),
+    "columns left out": Own(lambda x, g: F.pad(x[..., torch.arange(4) != 2], (0, 1))),
+    "noise by torch.normal": Own(lambda x, g: torch.normal(x, 0.1, generator=g)),
     "normalised": Own(lambda x, g: (x - x.mean((1, 2, 3), keepdim=True)) / (x.std((1, 2, 3), keepdim=True) + 1e-3)),
     "one by one": Compose(
         Flip(), Own(lambda x, g: torch.stack([one.roll(int(torch.randint(4, (), generator=g)), 2) for one in x]))
@@ -279,6 +285,12 @@ def _cut_out(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return x
 
 
+def _mirrored_by_mask(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    chosen = torch.rand(len(x), generator=draw) < 0.5
+    x[chosen] = x[chosen].flip(3)
+    return x
+
+
 def _noisy_where_bright(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """How many numbers an example draws is told by what is in it."""
     rows = [one + torch.randn(one.shape, generator=draw) if float(one.sum()) > 50 else one for one in x]
@@ -292,6 +304,7 @@ LOOPS = {
     "cut out in place": _cut_out,
     "by numpy": lambda x, g: torch.from_numpy(np.ascontiguousarray(x.numpy()[..., ::-1])),
     "noisy where it is bright": _noisy_where_bright,
+    "mirrored by a mask": lambda x, g: _mirrored_by_mask(x, g),
 }
 
 
@@ -326,6 +339,29 @@ class Remembering:
             rows.append(one + self.before[0])
             self.before[0] = float(one.sum())
         return torch.stack(rows)[:, None]
+
+
+@pytest.mark.parametrize("place", ["an attribute", "a list", "a function"])
+def test_what_was_seen_of_one_example_scales_no_others(place: str) -> None:
+    """Of a batch of one nothing is followed: a number that it left was found by the next, as if it were a constant."""
+    kept: list[float] = []
+
+    def scaled(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        held = {"an attribute": own.__dict__.setdefault("kept", []), "a list": kept}.get(place, scaled.__dict__.setdefault("k", []))
+        if len(x) == 1 and not held and bool(x.max() > 1):
+            held.append(float(x.max()))
+        return x * (held[0] if held else 1.0)
+
+    found = []
+    for other in (2.0, 50.0):
+        own = Own(scaled)
+        kept.clear(), scaled.__dict__.clear()
+        torch.manual_seed(0)
+        batch = torch.rand(3, 1, 4, 4)
+        copies_of(own, batch, _generator())
+        copies_of(own, torch.full((1, 1, 4, 4), other), _generator())
+        found.append(copies_of(own, batch, _generator()))
+    assert torch.equal(*found)
 
 
 def test_loops_that_keep_something_are_refused() -> None:
@@ -368,12 +404,12 @@ def test_what_vmap_takes_instead_of_operations_replaces_none(key: str) -> None:
 
 def test_what_is_called_again_begins_anew() -> None:
     """A thread ran beside it by chance; it writes into the pictures that it gets."""
-    calls = []
+    calls: queue.SimpleQueue[int] = queue.SimpleQueue()  # a list would begin anew, too
 
     def brighter(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         if len(x) > 1:
-            calls.append(len(x))
-            if len(calls) == 1:
+            calls.put(len(x))
+            if calls.qsize() == 1:
                 thread = threading.Thread(target=sum, args=([1],))
                 thread.start()
                 thread.join()
@@ -382,5 +418,5 @@ def test_what_is_called_again_begins_anew() -> None:
     x = torch.rand(4, 1, 4, 4)
     before = x.clone()
     assert torch.equal(copies_of(Own(brighter), x, _generator()), before[:, None] + 1)
-    assert calls == [4, 4]
+    assert calls.qsize() == 2
     assert torch.equal(x, before)

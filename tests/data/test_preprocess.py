@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -86,7 +89,67 @@ def test_functions_that_mix_examples_for_some_values_only() -> None:
         assert torch.equal(map_inputs(data, _of_numpy).tensors[0], torch.from_numpy(np.tanh(x.numpy())))
 
 
+SCALE: list[float] = []
+
+
+def _scaled_by_the_first(x: torch.Tensor) -> torch.Tensor:
+    if not SCALE:
+        SCALE.append(float(x.max()))
+    return x / SCALE[0]
+
+
+def _scaled_by_one(x: torch.Tensor) -> torch.Tensor:
+    if len(x) == 1 and not SCALE:
+        SCALE.append(float(x.max()))
+    return x / (SCALE or [1.0])[0]
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+@pytest.mark.parametrize("function", [_scaled_by_the_first, _scaled_by_one])
+@pytest.mark.parametrize("batch_size", [1, 4, 25])
+def test_what_a_function_keeps_of_some_examples_reaches_no_others(function: Any, batch_size: int) -> None:
+    """It came out the same alone and together: by then the scale was kept."""
+    x, found = _images(25, 3), []
+    for other in (1.0, 50.0):
+        SCALE.clear()
+        data = TensorDataset(torch.cat([x[:1] * other, x[1:]]), torch.arange(25))
+        with suppress(DataError):
+            found.append(map_inputs(data, function, batch_size=batch_size).tensors[0][1:])
+    assert len(found) < 2 or torch.equal(*found)
+
+
+def test_the_dataset_stays_what_it_was() -> None:
+    x = _images(5, 3)
+    data = TensorDataset(x.clone(), torch.arange(5))
+    assert torch.equal(map_inputs(data, lambda part: part.mul_(2)).tensors[0], 2 * x)
+    assert torch.equal(data.tensors[0], x)
+    one = TensorDataset(x[:1].clone(), torch.arange(1))
+    map_inputs(one, lambda part: part.mul_(2))
+    assert torch.equal(one.tensors[0], x[:1])
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: x.numpy(), r"an ndarray of shape .*torch.from_numpy"),
+        (lambda x: x.tolist(), r"a list of 5"),
+        (lambda x: None, r"a NoneType"),
+        (lambda x: (x, x), r"a tuple of 2"),
+        (lambda x: x.sum(), r"a tensor of shape \(\)"),
+        (lambda x: x.to_sparse(), r"not a dense tensor"),
+        (lambda x: x[:, : int(x.sum()) % 3 + 1], r"of several shapes|number and order|differently"),
+    ],
+)
+def test_functions_that_give_something_else(function: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        map_inputs(TensorDataset(_images(5, 3), torch.arange(5)), function)
+
+
 def test_refusals() -> None:
+    with pytest.raises(ConfigurationError, match="takes a function"):
+        map_inputs(TensorDataset(_images(5, 3), torch.arange(5)), None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="no device"):
+        map_inputs(TensorDataset(_images(5, 3), torch.arange(5)), rgb_to_yuv, device="nonsense")
     with pytest.raises(ConfigurationError, match="mode"):
         project_inputs(torch.zeros(2, 2), 1.0, "cube")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError):

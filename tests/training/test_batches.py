@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -374,3 +375,25 @@ def test_subsets_may_number_as_they_like_of_datasets_that_need_no_length():
         assert gather(data, torch.tensor([1, 4, 7]))[0][:, 0].tolist() == expected
     with pytest.raises(DataError, match="beyond the 20 of its dataset"):
         check_dataset(Subset(marked(20), [3, 20]))
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        ([-1, 2], "count records from 0"),
+        (np.array([-30]), "count records from 0"),
+        ([True, False] * 10, "a list of 20, not whole numbers"),
+        (np.zeros(20, bool), "mask.nonzero"),
+        ([0.5, 1.0], "not whole numbers"),
+        ([float("nan")], "not whole numbers"),
+        (["a"], "not whole numbers"),
+        ([None], "not whole numbers"),
+        ([2**70], "not whole numbers"),
+        ({1, 2}, "a set of 2, not whole numbers"),
+        (np.array([[1, 2], [3, 4]]), "in one dimension"),
+    ],
+)
+def test_subsets_of_numbers_that_are_none(indices, said):
+    for subset in (Subset(marked(20), indices), Subset(Subset(marked(20), indices), [0])):
+        with pytest.raises(DataError, match=said):
+            check_dataset(subset)

@@ -26,13 +26,13 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lipdp._numerics import no_autocast, random_states, set_random_states, wide
+from lipdp._numerics import Undrawn, no_autocast, random_states, seed_all, set_random_states, wide
 from lipdp.clipping.adoption import TrainedLayers, trained_layers
 from lipdp.clipping.batch import (
     Batch,
@@ -375,7 +375,8 @@ class Clipper:
         else:
             replays = self._replayed.replays
             try:
-                computed = self._together(batch, groups, bounds, flag)
+                with self._numbers_of_its_own(batch):
+                    computed = self._together(batch, groups, bounds, flag)
                 self._pause = 1
             except NotApartError as error:
                 self._take_alone(batch, error.reason)
@@ -491,13 +492,16 @@ class Clipper:
                 loops.answering = layouts is None or layouts.answering
                 loops.known = self._known
             loops.kept = self._kept if method == "naive" else None
-            with self._taken_back():
+            with self._taken_back(batch.x):
                 sums, norms, factors = getattr(loops, method)(batch.x, batch.y, batch.keep)
         return _Computed(sums, norms, factors, torch.zeros((), dtype=torch.bool))
 
     @contextmanager
-    def _taken_back(self) -> Iterator[None]:
-        """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it."""
+    def _taken_back(self, x: Inputs) -> Iterator[None]:
+        """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it.
+
+        Nor of one over a single record, of which nothing is followed: those of the next batch would.
+        """
         if self._before is None or not self._before.holds():
             self._before = Before(self.model, self.loss)
         try:
@@ -505,6 +509,17 @@ class Clipper:
         except BaseException:
             self._before.put_back()
             raise
+        if rows_of(x) == 1:
+            self._before.put_back_all()
+
+    def _numbers_of_its_own(self, batch: Batch) -> AbstractContextManager[Any]:
+        """A single record may decide what the generators that everybody draws from give next: not for the next batch."""
+        if rows_of(batch.x) != 1:
+            return nullcontext()
+        seed, stack = int(torch.randint(2**62, ())), ExitStack()
+        stack.enter_context(Undrawn(device_of(batch.x)))
+        seed_all(seed)
+        return stack
 
     def _kept(self) -> Hashable:
         """All that can be named of what the model and its loss could keep of a record."""
@@ -525,7 +540,7 @@ class Clipper:
             return shown_gradients(self.model, self.loss, x, y, self.copies, self._layers, self._known)
 
         with eager(self._compiled):
-            with self._taken_back():
+            with self._taken_back(x):
                 contributions = seeing_all(self.model, x, shown)
             form: Form = "gram" if self.method == "ghost" else self.form
             squares = _squared_norms(contributions, device, form, as_released=True)

@@ -45,12 +45,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
-from lipdp.clipping.follow_rules import At, Call, Mixed, Rule, State, rule_of
+from lipdp.clipping.follow_rules import TAKEN_OUT, At, Call, Mixed, Rule, State, rule_of
 from lipdp.clipping.kept import names_of
-from lipdp.clipping.past import Readings, Reason, asks_for_a_shortcut, hands_out, is_lifted, line
+from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, hands_out, is_lifted, line
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
-from lipdp.inputs import Inputs, leaves, owned, rows_of
+from lipdp.inputs import Inputs, leaves, rows_of
 
 __all__ = [
     "ATTEMPTS",
@@ -63,22 +63,9 @@ __all__ = [
     "Reason",
     "distrust",
     "follow",
-    "kept_apart",
     "known_before",
     "rows_first",
 ]
-
-
-class NotApartError(UnsupportedError):
-    """A pass in which records were not kept apart, as far as its operations show.
-
-    Attributes:
-        reason: what was done, and where.
-    """
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(f"records of a batch are not known to be apart: {reason}")
-        self.reason = reason
 
 
 class _Memory(NamedTuple):
@@ -192,8 +179,10 @@ class Following(TorchDispatchMode):
 
     # What is known of a tensor -------------------------------------------------------------------------------------------
 
-    def declare(self, tensor: torch.Tensor, at: At) -> None:
-        """From here on, these are the records' numbers."""
+    def declare(self, tensor: torch.Tensor, at: At, *, given: bool = False) -> None:
+        """From here on, these are the records' numbers. ``given``: the batch itself, which is the caller's to keep."""
+        if given:
+            self._given.add(_key(tensor))
         if tensor.numel() and not (_key(tensor) in self._memories and self.state(tensor) == at):
             self._set(tensor, at, exact=True)
 
@@ -349,7 +338,7 @@ class Following(TorchDispatchMode):
 
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if rule.shows(args) or any(map(_tells, outputs)):
+        if rule.shows(args, states) or any(map(_tells, outputs)):
             self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
         elif not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
             self.reads.append(Reason(f"{rule.name}, of which nobody has said what it does with a batch", line()))
@@ -360,7 +349,10 @@ class Following(TorchDispatchMode):
             results = rule.results(call)
         except Exception as error:  # whatever is not understood is not claimed
             mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
-            results = Mixed(mixed.what, mixed.where) if mixed.where else Mixed(f"{rule.name}: {mixed.what}", line())
+            named = mixed.what if mixed.where or mixed.what == TAKEN_OUT else f"{rule.name}: {mixed.what}"
+            results = Mixed(named, mixed.where or line())
+            if named == TAKEN_OUT and not any(part.numel() for part in outputs):
+                self.reads.append(Reason(named, results.where))  # no record by chance
             results.answer = rule.answer(call)
             if rule.name == "sum" and isinstance(output, torch.Tensor) and not output.ndim:
                 results.counted = args[0].numel()
@@ -549,7 +541,6 @@ _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as 
 
 _constants: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # made of nothing in passes before, and not written to since
 EARLIER = "numbers of an earlier batch, which the model has kept"
-TAKEN_OUT = "some of the batch's records are taken out of it, or put in another order"
 UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
 
 
@@ -560,35 +551,8 @@ def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answeri
     """
     following = Following(rows_of(x), answering=answering, known=known)
     for part in sorted((*leaves(x), y), key=torch.Tensor.storage_offset):  # columns of one table have one map
-        following.declare(part, At(0, 1))
-        following._given.add(_key(part))
+        following.declare(part, At(0, 1), given=True)
     return following
-
-
-def kept_apart(function: Callable[..., Any], x: torch.Tensor, *more: Any) -> Any:
-    """``function(x, *more)``, each row of which is known to depend on that row of ``x`` alone; else :class:`NotApartError`."""
-    if len(x) < 2:
-        return function(owned(x), *more)
-    model, loss = (function, None) if isinstance(function, torch.nn.Module) else (torch.nn.Module(), function)
-    drawn = [(part, part.get_state()) for part in more if isinstance(part, torch.Generator)]
-    for left in reversed(range(ATTEMPTS)):
-        given = x.detach().clone()  # it may write into it, and be called again
-        following = Following(len(x), known=known_before(model, loss))
-        following.declare(given, At(0, 1))
-        following._given.add(_key(given))
-        with torch.no_grad(), following.following():
-            rows = function(given, *more)
-        try:
-            if isinstance(rows, torch.Tensor):
-                following.conclude(rows)
-        except NotApartError as error:
-            if BESIDE not in error.reason.what or not left:
-                raise
-            for part, state in drawn:
-                part.set_state(state)
-        else:
-            return rows
-    raise AssertionError("the last attempt returns, or raises")
 
 
 def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:

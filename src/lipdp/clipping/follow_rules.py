@@ -15,7 +15,9 @@ import torch
 
 from lipdp.graphs import holds
 
-__all__ = ["At", "Call", "Mixed", "Rule", "State", "rule_of"]
+__all__ = ["TAKEN_OUT", "At", "Call", "Mixed", "Rule", "State", "rule_of"]
+
+TAKEN_OUT = "some of the batch's records are taken out of it, or put in another order"
 
 
 class At(NamedTuple):
@@ -157,9 +159,9 @@ class Rule:
             full[self.places[name]] = value
         return full
 
-    def shows(self, args: Sequence[Any]) -> bool:
-        """Whether Python sees something of these arguments."""
-        return self.reads and (not self.name.startswith("index") or _by_masks(args[1]))
+    def shows(self, args: Sequence[Any], states: Sequence[Any]) -> bool:
+        """Whether Python sees something of these arguments: by masks, as many numbers are chosen as they say."""
+        return self.reads and (not self.name.startswith("index") or _by_masks(args[1], states[1]))
 
     def answer(self, call: Call) -> bool | None:
         """No, if it asks for all of the batch; yes, if for any of it; what is not, the other way round."""
@@ -178,8 +180,23 @@ def _dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
 
-def _by_masks(indices: Sequence[Any]) -> bool:
-    return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in indices)
+def _by_masks(indices: Sequence[Any], states: Any) -> bool:
+    """Whether there are masks among the indices that depend on the batch."""
+    states = states if isinstance(states, list) else [None] * len(indices)
+    return any(_is_mask(part) and state is not None for part, state in zip(indices, states, strict=True))
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _without_masks(indices: Sequence[Any], states: Any) -> tuple[list[Any], list[Any]]:
+    """The numbers of the places that masks choose, in their stead; one that depends on the batch chooses nobody knows which."""
+    if _by_masks(indices, states):
+        raise Mixed("as many of them as their contents say")
+    plain = [part.nonzero().unbind(1) if _is_mask(part) else (part,) for part in indices]
+    states = states if isinstance(states, list) else [None] * len(indices)
+    return [one for parts in plain for one in parts], [state for parts, state in zip(plain, states, strict=True) for _ in parts]
 
 
 # Rules -------------------------------------------------------------------------------------------------------------------
@@ -363,9 +380,8 @@ def _index(call: Call) -> Any:
 
 
 def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: State, of_indices: Any) -> At:
-    if _by_masks(indices):
-        raise Mixed("as many of them as their contents say")
-    of_indices = of_indices if isinstance(of_indices, list) else [None] * len(indices)
+    masked = [_is_mask(part) for part in indices for _ in range(part.ndim if _is_mask(part) else 1)]
+    indices, of_indices = _without_masks(indices, of_indices)
     places = [k for k, part in enumerate(indices) if part is not None]
     shape = torch.broadcast_shapes(*(indices[k].shape for k in places))  # type: ignore[no-untyped-call]
     together = places == list(range(places[0], places[-1] + 1))
@@ -384,6 +400,8 @@ def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: 
             raise Mixed("records meet others in another dimension")
         before = sum(d < of_self.dim for d in range(self.ndim) if d not in places)
         return At(before if together and of_self.dim < begin else before + len(shape), of_self.runs)
+    if masked[of_self.dim]:
+        raise Mixed(TAKEN_OUT)
     own = indices[of_self.dim]  # of each record, something: those numbers must name the records in their order
     if of_indices[of_self.dim] is not None or of_self.runs != 1 or self.shape[of_self.dim] != records:
         raise Mixed("the records in another order")
@@ -414,13 +432,16 @@ def _index_put(call: Call) -> Any:
         pass
     self, indices, values = call.args[:3]
     of_self, of_indices, of_values = call.states[:3]
-    if _by_masks(indices):
+    if of_self is not None and of_values is None and all(one is None for one in of_indices or ()):
+        return of_self  # numbers of nobody's, into places that nobody says
+    if _by_masks(indices, of_indices):
         masks = [k for k, part in enumerate(indices) if part is not None]
         if of_values is not None or values.numel() != 1 or masks != [0]:
             raise Mixed("as many of them as their contents say")
         mask, of_mask = indices[0], of_indices[0] if isinstance(of_indices, list) else None
         padded = mask.reshape(*mask.shape, *[1] * (self.ndim - mask.ndim))
         return _broadcast([(self, of_self), (padded, of_mask)], self.shape)
+    indices, of_indices = _without_masks(indices, of_indices)
     at = of_self
     if at is None:
         owners = [k for k, part in enumerate(indices) if part is not None and _names_records(part, call.records)]
@@ -499,6 +520,42 @@ def _attention(call: Call) -> Any:
     ]
 
 
+def _between(call: Call) -> Any:
+    """Where numbers lie between bounds that are nobody's, or between those of their own row."""
+    bounds = call.get("sorted_sequence", call.get("boundaries"))
+    if call.state("sorted_sequence") is None and bounds.ndim == 1:
+        return call.only("self")
+    return _rows(1, call.get("sorted_sequence"), call.get("self"))(call)
+
+
+def _rows(last: int, *parts: Any) -> Results:
+    """On the last dimensions of these: in those before they have the same sizes, and so has what comes out."""
+
+    def results(call: Call) -> Any:
+        at = _same([state for _, state in call.tensors])
+        alike = all(isinstance(part, torch.Tensor) and part.shape[: at.dim + 1] == parts[0].shape[: at.dim + 1] for part in parts)
+        if not alike or at.dim >= parts[0].ndim - last or call.output.shape[: at.dim + 1] != parts[0].shape[: at.dim + 1]:
+            raise Mixed("over the records")
+        return at
+
+    return results
+
+
+def _distances(call: Call) -> Any:
+    return _rows(2, call.get("x1"), call.get("x2"))(call)
+
+
+def _into(call: Call) -> Any:
+    """Rows of ``source`` into those of ``self`` that ``index`` names, along another dimension than the records'."""
+    at = _same([state for _, state in call.tensors])
+    self, source = call.get("self"), call.get("source")
+    if call.state("index") is not None or call.dims("dim") == {at.dim} or self.ndim != source.ndim:
+        raise Mixed("over the records")
+    if source.ndim <= at.dim or source.shape[at.dim] != self.shape[at.dim]:
+        raise Mixed("over the records")
+    return at
+
+
 def _loss(call: Call) -> Any:
     if call.get("reduction", 1) != 0:
         raise Mixed("a mean or a sum of the losses (use reduction='none')")
@@ -537,13 +594,15 @@ def _say(results: Results, *names: str) -> None:
 
 _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked_fill where nan_to_num clamp elu gelu silu mish",
      "hardswish hardsigmoid leaky_relu _prelu_kernel softplus log_sigmoid_forward threshold hardtanh polar complex",
-     "_conj_physical normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
+     "_conj_physical normal normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
 _say(_constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
 _say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin median nanmedian max min aminmax",
      "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
 _say(_product, "prod")
-_say(_along, "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort topk glu flip roll")
+_say(_along, "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort topk glu flip roll",
+     "rot90")  # fmt: skip
+_say(_into, "index_add index_copy")
 _say(_along, "_fft_r2c _fft_c2r _fft_c2c")
 _say(_matrix_product, "mm bmm addmm baddbmm")
 _say(_matrix_vector, "mv")
@@ -568,14 +627,17 @@ _say(_attention, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_produc
 _say(_loss, "nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy")
 _say(_leading(2), "triu tril max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d",
      "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact2d",
-     "reflection_pad2d replication_pad2d im2col linalg_inv_ex linalg_cholesky_ex")  # fmt: skip
-_say(_leading(1), "avg_pool1d upsample_linear1d upsample_nearest1d reflection_pad1d replication_pad1d adaptive_avg_pool1d")
-_say(_leading(3), "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d upsample_trilinear3d upsample_nearest3d pixel_shuffle",
-     "pixel_unshuffle native_channel_shuffle reflection_pad3d replication_pad3d")  # fmt: skip
+     "reflection_pad2d replication_pad2d im2col col2im linalg_inv_ex linalg_cholesky_ex")  # fmt: skip
 _say(_leading(1), "multinomial")
+_say(_leading(1), "avg_pool1d upsample_linear1d upsample_nearest1d reflection_pad1d replication_pad1d adaptive_avg_pool1d")
+_say(_between, "bucketize searchsorted")
+_say(_distances, "_cdist_forward")
+_say(_leading(3), "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d upsample_trilinear3d upsample_nearest3d pixel_shuffle",
+     "pixel_unshuffle native_channel_shuffle channel_shuffle reflection_pad3d replication_pad3d")  # fmt: skip
 
 _VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "item", "allclose", "_is_all_true", "_is_any_true", "_assert_async"}
-_SAME_MEMORY = {"_unsafe_view", "as_strided_", "_reshape_alias", "lift_fresh", "detach", "detach_", "alias"}
+_SAME_MEMORY = {"_unsafe_view", "as_strided_", "_reshape_alias", "lift_fresh", "detach", "detach_", "alias",
+                "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # fmt: skip
 
 
 @functools.cache

@@ -22,7 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Readings", "Reason", "asks_for_a_shortcut", "hands_out", "is_lifted", "line"]
+from lipdp.errors import UnsupportedError
+
+__all__ = ["NotApartError", "Readings", "Reason", "asks_for_a_shortcut", "hands_out", "is_lifted", "line"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,18 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where})" if self.where else self.what
+
+
+class NotApartError(UnsupportedError):
+    """A pass in which records were not kept apart, as far as its operations show.
+
+    Attributes:
+        reason: what was done, and where.
+    """
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(f"records of a batch are not known to be apart: {reason}")
+        self.reason = reason
 
 
 class Follower(Protocol):
@@ -141,8 +155,8 @@ class Readings(TorchFunctionMode):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Within the block, this mode is on, and calls are noted of compiled functions and of those that no mode is told of."""
-        noting = {"__call__": self._noting_script, "impl": self._noting_library}
-        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY)]
+        noting = {"__call__": self._noting_script, "impl": self._noting_library, **dict.fromkeys(_COMPILING, _refusing)}
+        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY, *_compiling())]
         if replaced := _replaced(len(torch.library._impls)):
             self._of.reads.append(Reason(f"{replaced} is computed by somebody's own code", ""))
         try:
@@ -179,6 +193,26 @@ class Readings(TorchFunctionMode):
             return function(tensor, *args, **kwargs)
 
         return called
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of what sets up torch's compiler for torch.cond, scan, while_loop and the like.
+
+    They compile what they are given, and can't while operations are followed. Tried, the compiler would not work afterwards either.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        raise NotApartError(Reason("torch compiles a part of it (torch.cond, scan, while_loop), and shows nothing of it", line()))
+
+    return called
+
+
+_COMPILING = "setup_compilation_env", "_set_compilation_env"
+
+
+def _compiling() -> list[tuple[Any, str]]:
+    homes = [home for name, home in list(sys.modules.items()) if name.startswith("torch._higher_order_ops.")]
+    return [(home, name) for home in homes for name in _COMPILING if name in vars(home)]
 
 
 _LOANS = [(home, name) for home in (torch, torch._C, torch.utils.dlpack) for name, value in vars(home).items() if hands_out(value)]

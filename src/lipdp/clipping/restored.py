@@ -41,8 +41,8 @@ __all__ = ["Before", "left_as_it_was"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
 _DEPTH = 16
-# Items of a container, bytes of an array, that are too many to be copied.
-_MANY, _LARGE = 4096, 2**20
+# Items of a container, bytes of an array and of a tensor, that are too many to be copied.
+_MANY, _LARGE, _VERY_LARGE = 4096, 2**20, 2**26
 _MISSING = object()
 
 
@@ -67,15 +67,24 @@ class Before:
         """Whether nothing has changed."""
         return all(held.is_as_it_was() for held in self._held)
 
-    def has_moved(self, kind: type[_Held]) -> bool:
-        """Whether something of exactly this kind has changed."""
-        return not all(held.is_as_it_was() for held in self._held if type(held) is kind)
-
     def put_back(self) -> None:
         """Whatever has changed is as it was, where that can be."""
         for held in self._held:
             if not held.is_as_it_was():
                 held.put_back()
+
+    def put_back_all(self) -> None:
+        """The same; an error where something can't be: a generator that has gone on, a very large tensor.
+
+        How far an iterator of Python's has come may be nobody's (a counter's number of calls): that is none.
+        """
+        self.put_back()
+        if not all(held.is_as_it_was() for held in self._held if type(held) is not _Iterator):
+            raise UnsupportedError(
+                f"{type(self.objects[0]).__name__} or its loss changes what it holds while it runs, and it can't be put back: it "
+                "goes on with a generator, which keeps what it is given, or writes into a frozen parameter or a very large "
+                "tensor. Make it a function of its inputs."
+            )
 
     def _walk(self, objects: Sequence[Any]) -> None:
         met: dict[int, Any] = {}  # kept, so that no id is used again
@@ -98,21 +107,14 @@ class Before:
 
 @contextmanager
 def left_as_it_was(*objects: Any) -> Iterator[None]:
-    """Whatever the objects come to hold within the block, and what their classes and functions name, is put back.
-
-    A generator that has gone on keeps what it was given, and is refused. How far an iterator has come may be nobody's (a counter's
-    number of calls): that is not.
-    """
+    """Whatever the objects come to hold within the block, and what their classes and functions name, is put back."""
     before = Before(*objects)
     try:
         yield
-    finally:
+    except BaseException:
         before.put_back()
-    if before.has_moved(_Waiting):
-        raise UnsupportedError(
-            f"{type(objects[0]).__name__} or its loss goes on with a generator while it runs, which may keep what it is given, and "
-            "can't be put back. Make it a function of its inputs."
-        )
+        raise
+    before.put_back_all()
 
 
 # What leads on ------------------------------------------------------------------------------------------------------------
@@ -307,13 +309,15 @@ class _Array(_Held):
 
 
 class _Tensor(_Held):
-    """A tensor that is not trained and not too large, its gradient and what is attached to it."""
+    """A tensor's gradient, and what is in it: of one that is trained that is not asked, and of a frozen parameter or a very large
+    one, which can't be put back, only whether it was written to."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.version, self.before = tensor, _version(tensor), None
         self.grad = tensor.grad if tensor.is_leaf else None
         plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
-        if plain and not tensor.requires_grad and tensor.numel() * tensor.element_size() <= _LARGE:
+        kept = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+        if plain and not kept and tensor.numel() * tensor.element_size() <= _VERY_LARGE:
             self.before = tensor.detach().clone()
 
     def is_as_it_was(self) -> bool:
@@ -326,7 +330,9 @@ class _Tensor(_Held):
         if self.tensor.is_leaf and self.tensor.grad is not self.grad:
             self.tensor.grad = self.grad
         if self.before is not None:
-            if not same_bits(self.tensor, self.before):
+            if self.tensor.shape != self.before.shape:
+                self.tensor.data = self.before.clone()
+            elif not same_bits(self.tensor, self.before):
                 self.tensor.data.copy_(self.before)
             self.version = _version(self.tensor)
 

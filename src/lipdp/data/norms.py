@@ -19,15 +19,18 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lipdp._checks import whole
+from lipdp._checks import known_device, whole
+from lipdp._discreet import kind_of
 from lipdp._texts import figure, saved, source
-from lipdp.clipping.follow import NotApartError, kept_apart
+from lipdp.clipping.follow import NotApartError
+from lipdp.clipping.restored import Before
+from lipdp.data.alone import kept_apart
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice
-from lipdp.inputs import owned
 from lipdp.nn.boundary import BoundedInput
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.quantile import PrivateQuantile, private_quantile
@@ -264,11 +267,13 @@ def map_inputs(
     """
     if not isinstance(dataset, TensorDataset) or not dataset.tensors:
         raise ConfigurationError(f"map_inputs takes a TensorDataset of inputs and targets, not {type(dataset).__name__}")
+    if not callable(function):
+        raise ConfigurationError(f"map_inputs takes a function of a batch of inputs, not {kind_of(function)}")
     inputs, *rest = dataset.tensors
-    apart = one_by_one(function)
+    apart, device = one_by_one(function), None if device is None else known_device(device)
     with torch.no_grad():
-        parts = [apart(part.to(device)).to(inputs.device) for part in torch.split(inputs, whole("batch_size", batch_size))]
-    outputs = torch.cat(parts)
+        parts = [_rows(function, apart(part.to(device))) for part in torch.split(inputs, whole("batch_size", batch_size))]
+    outputs = _joined(function, [part.to(inputs.device) for part in parts])
     if len(outputs) != len(inputs):
         raise DataError(f"the function made {len(outputs)} examples of {len(inputs)}; it has to keep their number and order")
     _refuse_mixing(inputs, outputs, function, device)
@@ -284,22 +289,49 @@ def one_by_one(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
 
     def run(x: Tensor) -> Tensor:
         try:
-            together: Tensor = kept_apart(function, x)
+            return _rows(function, kept_apart(function, x))
         except NotApartError as error:
             reason = error.reason
-        else:
-            return together
-        together, alone = function(owned(x)), torch.cat([function(owned(row)) for row in torch.split(x, 1)])
+        before = Before(function)
+
+        def by_itself(part: Tensor) -> Tensor:
+            found = _rows(function, function(part.detach().clone()))
+            before.put_back_all()  # what it has kept of these reaches no others
+            return found
+
+        together, alone = by_itself(x), _joined(function, [by_itself(row) for row in torch.split(x, 1)])
         if len(alone) == len(x) != len(together):
             raise DataError(f"the function made {len(together)} examples of {len(x)}; it has to keep their number and order")
         if not _same(alone, together):
             raise _mixing()
-        name = getattr(function, "__name__", type(function).__name__)
-        what = f"{name} may let examples meet: {reason}. So each is taken by itself: the same, more slowly."
+        what = f"{_name(function)} may let examples meet: {reason}. So each is taken by itself: the same, more slowly."
         warnings.warn(what, LipdpNotice, stacklevel=3)
         return alone
 
     return run
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _rows(function: Any, made: Any) -> Tensor:
+    """What the function gives of a batch: a tensor with a row for each example."""
+    if isinstance(made, Tensor) and made.layout == torch.strided and not made.is_nested and not made.is_meta and made.ndim:
+        return made
+    what = f"a tensor of shape {tuple(made.shape)}" if type(made) is Tensor and made.layout == torch.strided else kind_of(made)
+    how = " Turn it into one: torch.from_numpy(...)." if isinstance(made, np.ndarray) else ""
+    raise DataError(f"the function {_name(function)} gives {what}, not a dense tensor with a row for each example.{how}")
+
+
+def _joined(function: Any, parts: list[Tensor]) -> Tensor:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        raise DataError(
+            f"the function {_name(function)} gives examples of several shapes, {' and '.join(map(str, sorted(shapes)[:2]))}: all "
+            "need the same one."
+        )
+    return torch.cat(parts)
 
 
 def _refuse_mixing(
@@ -307,7 +339,7 @@ def _refuse_mixing(
 ) -> None:
     for index in range(min(3, len(inputs))):
         with torch.no_grad():
-            alone = function(inputs[index : index + 1].to(device)).to(outputs.device)
+            alone = function(inputs[index : index + 1].to(device, copy=True)).to(outputs.device)
         if not _same(alone, outputs[index : index + 1]):
             raise _mixing()
 

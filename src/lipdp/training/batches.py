@@ -115,13 +115,31 @@ def check_dataset(dataset: Any) -> int:
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty: it has no records")
-    # Another class may number its records as it likes, and a dataset need not know how many it has.
-    plain = isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__
-    if plain and len(dataset.indices) and hasattr(dataset.dataset, "__len__"):
-        held = len(dataset.dataset)
-        if int(torch.as_tensor(dataset.indices).max()) >= held:
-            raise DataError(f"a Subset has numbers of records beyond the {held} of its dataset")
+    _check_numbers(dataset)
     return len(dataset)
+
+
+def _check_numbers(dataset: Any) -> None:
+    """Of a Subset: they are whole numbers of records that are there. Another class may number its records as it likes."""
+    if not isinstance(dataset, Subset) or type(dataset).__getitem__ is not Subset.__getitem__:
+        return
+    try:
+        numbers = torch.as_tensor(dataset.indices)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        numbers = torch.zeros(1)
+    if numbers.numel() and (numbers.ndim != 1 or numbers.dtype not in _WHOLE):
+        raise DataError(
+            f"the indices of a Subset are {kind_of(dataset.indices)}, not whole numbers in one dimension: of a mask take "
+            "mask.nonzero().flatten(), else range(...), a list of ints or a tensor of int64."
+        )
+    if numbers.numel() and int(numbers.min()) < 0:
+        raise DataError("a Subset has negative indices: count records from 0 (the last one is len(dataset) - 1)")
+    if numbers.numel() and hasattr(dataset.dataset, "__len__") and int(numbers.max()) >= (held := len(dataset.dataset)):
+        raise DataError(f"a Subset has numbers of records beyond the {held} of its dataset")
+    _check_numbers(dataset.dataset)
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _what_is_no_dataset(given: Any) -> str:
