@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipdp._discreet import named
+from lipdp._checks import named
 from lipdp.errors import LipdpError, UnsupportedError
 
 __all__ = [

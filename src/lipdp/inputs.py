@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lipdp._discreet import kind_of
+from lipdp._checks import kind_of
 from lipdp.errors import DataError
 
 __all__ = [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy import Approximate, PrivateRun, Pure, Release
-from lipdp.privacy._pld import Figure
+from lipdp.privacy._analyses import Figure
 from lipdp.privacy._step_losses import SampledGaussian
 from lipdp.privacy.composition import Composition, Totals, _merged, check_event
 from lipdp.privacy.costs import from_data, from_key, parts, to_data, to_key

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipdp._discreet import discreet
+from lipdp._checks import discreet
 from lipdp.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lipdp._discreet import discreet
+from lipdp._checks import discreet
 from lipdp._texts import REPRODUCIBLE, brief, guarantee
 from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
 from lipdp.cli.output import console, duration, make_run_folder, print_json

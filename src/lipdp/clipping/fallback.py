@@ -22,7 +22,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lipdp._discreet import named
+from lipdp._checks import named
 from lipdp._numerics import HALF
 from lipdp.clipping.contribution import Contribution, Contributions, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn

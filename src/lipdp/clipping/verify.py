@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Parameter
 
-from lipdp._discreet import named
+from lipdp._checks import named
 from lipdp._numerics import HALF
 from lipdp.clipping.adoption import take_larger
 from lipdp.clipping.checking import (

@@ -21,7 +21,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from lipdp._discreet import discreet
+from lipdp._checks import discreet
 from lipdp.errors import DataError, LipdpWarning
 
 __all__ = ["has_labels", "read_images", "read_labels", "read_pictures", "unreadable_pictures"]

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lipdp._checks import known_device, whole
-from lipdp._discreet import kind_of
+from lipdp._checks import kind_of, known_device, whole
 from lipdp._texts import figure, saved, source
 from lipdp.clipping.follow import NotApartError
 from lipdp.clipping.restored import Before

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lipdp._checks import whole
-from lipdp._discreet import discreet
+from lipdp._checks import discreet, whole
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["Columns", "Stored"]

@@ -23,8 +23,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from torch.utils.data import TensorDataset
 
-from lipdp._checks import known_device, positive, probability
-from lipdp._discreet import discreet, is_discreet, shown
+from lipdp._checks import discreet, is_discreet, known_device, positive, probability, shown
 from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, brief, downwards, upwards
 from lipdp.data.images import read_labels
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice

@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lipdp import losses, models
-from lipdp._checks import choose
-from lipdp._discreet import shown
+from lipdp._checks import choose, shown
 from lipdp._numerics import Undrawn
 from lipdp.data.images import has_labels, read_labels, read_pictures
 from lipdp.errors import ConfigurationError, DataError

@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 from torch.utils.data import DataLoader, Dataset
 
-from lipdp._discreet import kind_of, shown
+from lipdp._checks import kind_of, shown
 from lipdp._texts import brief, upwards
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, RepeatedRunWarning
 from lipdp.training.account import are_expected

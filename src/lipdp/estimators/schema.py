@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lipdp._checks import is_number
-from lipdp._discreet import shown
+from lipdp._checks import is_number, shown
 from lipdp.errors import ConfigurationError, DataError
 
 __all__ = ["Categorical", "Column", "Dates", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]

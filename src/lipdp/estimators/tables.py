@@ -14,8 +14,7 @@ from sklearn.utils.validation import _check_feature_names, _check_n_features, ch
 from torch.utils.data import TensorDataset
 
 from lipdp import losses
-from lipdp._checks import is_number
-from lipdp._discreet import shown
+from lipdp._checks import is_number, shown
 from lipdp._numerics import Undrawn
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, plan_head, softmax

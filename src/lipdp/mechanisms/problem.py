@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipdp._checks import is_number, positive, whole
-from lipdp._discreet import discreet, kind_of
+from lipdp._checks import discreet, is_number, kind_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 

@@ -28,8 +28,7 @@ import numpy.typing as npt
 import torch
 from torch.special import log_ndtr
 
-from lipdp._checks import is_number, positive, whole
-from lipdp._discreet import shown
+from lipdp._checks import is_number, positive, shown, whole
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise

@@ -183,7 +183,7 @@ _SAME = 1e-9
 def check_plan_fits(plan: PrivacyPlan, model: torch.nn.Module) -> None:
     """Refuse a plan whose parts contradict one another, or name what the model does not have.
 
-    Bounds, noise and ε are not looked at here: a query proves the first, :class:`~lipdp.training.step_mechanism.StepMechanism`
+    Bounds, noise and ε are not looked at here: a query proves the first, :class:`~lipdp.training.update.StepMechanism`
     derives the second from them, and the accountant the third.
     """
     for check in (_sources, _norms, _weights, _adaptive, _frozen, _releases):

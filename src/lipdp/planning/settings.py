@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from lipdp._checks import instance, is_number
-from lipdp._discreet import shown
+from lipdp._checks import instance, is_number, shown
 from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis

@@ -5,7 +5,7 @@ multiplier σ (noise std ÷ per-example bound Δ) behind Poisson sampling at rat
 *describes* T of them; the other functions *analyse* that description, with the accountant asked for:
 
 - ``"pld"`` (default): privacy loss distributions, on a grid that is halved until ε no longer moves by 0.1%; always pessimistic,
-  rounding included. Where dp-accounting's usual grid of 1e-4 will do, it is that. See :mod:`lipdp.privacy._pld`.
+  rounding included. Where dp-accounting's usual grid of 1e-4 will do, it is that. See :mod:`lipdp.privacy._analyses`.
 - ``"rdp"``: Rényi differential privacy over dp-accounting's default orders (they include Opacus'): looser.
 
 And for the neighbours asked for:
@@ -169,9 +169,9 @@ def privacy_profile(
         return [0.0 if e >= pure else 1.0 for e in epsilons]
     beyond = [e - pure for e in epsilons if e >= pure]
     if how[0] == "rdp":
-        from lipdp.privacy import _rdp
+        from lipdp.privacy import _analyses
 
-        deltas = iter([_rdp.run_delta(run, e) for e in beyond])
+        deltas = iter([_analyses.run_delta(run, e) for e in beyond])
     else:
         deltas = iter(map(float, _losses(run, adjacency, 1e-3 if coarse else 1e-4).get_delta(beyond)) if beyond else ())
     return [next(deltas) if e >= pure else 1.0 for e in epsilons]
@@ -219,9 +219,9 @@ def delta(
     run = PrivateRun(sampling_rate, ((noise_multiplier, steps),), sampling=sampling)
     if not run.steps:
         return 0.0
-    from lipdp.privacy import _pld, _rdp
+    from lipdp.privacy import _analyses
 
-    return _rdp.run_delta(run, budget) if how[0] == "rdp" else _pld.parts_delta(_parts(run), budget, how[1]).told("delta")
+    return _analyses.run_delta(run, budget) if how[0] == "rdp" else _analyses.parts_delta(_parts(run), budget, how[1]).told("delta")
 
 
 @_reckoned
@@ -327,14 +327,14 @@ def _nearer(
 
     What is coarse about that one is a factor of ε that hardly depends on σ.
     """
-    from lipdp.privacy import _pld
+    from lipdp.privacy import _analyses
 
     figure = _figure(describe(guess), d, *how)
     if how[0] == "rdp" or not (figure.grid and 0 < figure.value < math.inf) or abs(figure.value / left - 1) < 1e-3:
         return guess, slope
 
     def cost(sigma: float) -> float:
-        return _pld.grid_epsilon(_parts(describe(sigma)), d, how[1], 4 * figure.grid)
+        return _analyses.grid_epsilon(_parts(describe(sigma)), d, how[1], 4 * figure.grid)
 
     factor = figure.value / cost(guess)
     near, steepness = smallest_noise(lambda s: factor * cost(s), left, guess, slope, 1e-3)
@@ -433,11 +433,11 @@ def longest_run(
 def _figure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> Any:
     """ε of the Gaussian parts, with how loose it may be."""
     _dp()
-    from lipdp.privacy import _pld, _rdp
+    from lipdp.privacy import _analyses
 
     if accountant == "rdp":
-        return _pld.Figure(_rdp.run_epsilon(run, d))
-    return _pld.parts_epsilon(_parts(run), d, adjacency)
+        return _analyses.Figure(_analyses.run_epsilon(run, d))
+    return _analyses.parts_epsilon(_parts(run), d, adjacency)
 
 
 def _epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
@@ -480,9 +480,13 @@ def _truncation(q: float, sampling: Sampling) -> tuple[float, float] | None:
 
 def _first_epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
     """ε on the first grid alone, or at few orders: an upper bound."""
-    from lipdp.privacy import _pld, _rdp
+    from lipdp.privacy import _analyses
 
-    return _rdp.run_epsilon(run, d, _rdp.FEW_ORDERS) if accountant == "rdp" else _pld.grid_epsilon(_parts(run), d, adjacency)
+    return (
+        _analyses.run_epsilon(run, d, _analyses.FEW_ORDERS)
+        if accountant == "rdp"
+        else _analyses.grid_epsilon(_parts(run), d, adjacency)
+    )
 
 
 def _guess(run: PrivateRun, d: float, adjacency: Adjacency) -> float:

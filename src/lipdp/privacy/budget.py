@@ -18,8 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from lipdp._checks import is_number
-from lipdp._discreet import shown
+from lipdp._checks import is_number, shown
 from lipdp._texts import brief, downwards
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus

@@ -11,7 +11,7 @@ Three upper bounds, each a theorem, and the smallest holds:
 Samples of a fixed size (replaced records) have Rényi divergences and no PLD, Poisson samples for replaced records a PLD and no
 divergences. Where both were charged, each kind has its own ε at one half of δ, and the sum of the two holds.
 
-PLD rounds up to a grid. Where that alone refuses a charge, the analysis that plans are made with is asked (``_pld.py``), and a
+PLD rounds up to a grid. Where that alone refuses a charge, the analysis that plans are made with is asked (``_analyses.py``), and a
 finer grid. And dp-accounting composes by Fourier transforms, whose rounding is about 1e-16 a release: where that is no longer
 nothing against δ, its figure is taken at a δ that is smaller by :data:`_TRANSFORM` a release, and *apart* is that analysis.
 """
@@ -26,8 +26,7 @@ from typing import Any
 
 from lipdp._texts import brief
 from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy._pld import parts_epsilon
-from lipdp.privacy._rdp import FEW_ORDERS, as_known, divergences, events_epsilon
+from lipdp.privacy._analyses import FEW_ORDERS, as_known, divergences, events_epsilon, parts_epsilon
 from lipdp.privacy._step_losses import SampledGaussian
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Approximate, Pure, from_key, to_key

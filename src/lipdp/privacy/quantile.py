@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lipdp._checks import is_number, positive, whole
-from lipdp._discreet import discreet, kind_of
+from lipdp._checks import discreet, is_number, kind_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Count, Probability, Scale, check_fields
 from lipdp.privacy.accounting import Adjacency

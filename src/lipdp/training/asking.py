@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lipdp._discreet import discreet
+from lipdp._checks import discreet
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import Claim

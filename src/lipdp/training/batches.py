@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lipdp._discreet import discreet, kind_of
+from lipdp._checks import discreet, kind_of
 from lipdp._sums import MOST_ROWS
 from lipdp.data.records import Stored
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError

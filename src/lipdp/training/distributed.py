@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lipdp import errors
-from lipdp._discreet import as_told
+from lipdp._checks import as_told
 from lipdp.digest import content_digest
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.planning.plan import PrivacyPlan
