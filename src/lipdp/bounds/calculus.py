@@ -38,6 +38,7 @@ __all__ = [
     "rounds_like",
     "rule",
     "rule_class",
+    "rule_for_both",
     "rule_for_function",
     "times",
 ]
@@ -250,6 +251,29 @@ def rule_for_function(*targets: Any, rounds: Rounds = "sums") -> Callable[[Funct
     """
 
     return _entered(_function_rules, targets, rounds)
+
+
+def rule_for_both(
+    classes: Sequence[type[torch.nn.Module]], targets: Sequence[Any], *settings: tuple[str, int, Any], rounds: Rounds = "sums"
+) -> Callable[[Callable[..., Transfer]], Callable[..., Transfer]]:
+    """Register the decorated function as the rule of module classes and of the functions that compute the same.
+
+    It is called with the call and with each of the ``settings``: the module's attribute of this name, or the function's argument of
+    this (name, position, default).
+    """
+
+    def enter(function: Callable[..., Transfer]) -> Callable[..., Transfer]:
+        @rule(*classes, rounds=rounds)
+        def of_module(module: torch.nn.Module, call: Call) -> Transfer:
+            return function(call, *(getattr(module, name) for name, _, _ in settings))
+
+        @rule_for_function(*targets, rounds=rounds)
+        def of_function(call: Call) -> Transfer:
+            return function(call, *(call.argument(place, name, default) for name, place, default in settings))
+
+        return function
+
+    return enter
 
 
 def _entered(store: Any, keys: tuple[Any, ...], rounds: Rounds) -> Callable[[F], F]:

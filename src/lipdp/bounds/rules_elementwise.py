@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_function, times
+from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_both, rule_for_function, times
 
 __all__ = ["Elementwise", "elementwise_transfer", "reshaped"]
 
@@ -64,12 +64,8 @@ _FIXED: list[tuple[Elementwise, tuple[Any, ...], tuple[type[torch.nn.Module], ..
 
 
 def _register(f: Elementwise, targets: tuple[Any, ...], classes: tuple[type[torch.nn.Module], ...]) -> None:
-    @rule_for_function(*targets, rounds="each")
-    def _function(call: Call) -> Transfer:
-        return elementwise_transfer(f, call.inputs[0])
-
-    @rule(*classes, rounds="each")
-    def _module(module: torch.nn.Module, call: Call) -> Transfer:
+    @rule_for_both(classes, targets, rounds="each")
+    def _fixed(call: Call) -> Transfer:
         return elementwise_transfer(f, call.inputs[0])
 
 
@@ -77,79 +73,33 @@ for _entry in _FIXED:
     _register(*_entry)
 
 
-def _leaky(slope: float) -> Elementwise:
+@rule_for_both([torch.nn.LeakyReLU], [F.leaky_relu], ("negative_slope", 1, 0.01), rounds="each")
+@rule_for_both([torch.nn.ELU], [F.elu], ("alpha", 1, 1.0), rounds="each")
+def _leaky(call: Call, slope: float) -> Transfer:
     steepest = max(1.0, abs(slope))
-    return Elementwise(steepest, steepest)
+    return elementwise_transfer(Elementwise(steepest, steepest), call.inputs[0])
 
 
-def _softplus(beta: float, call: Call) -> Elementwise:
+@rule_for_both([torch.nn.CELU], [F.celu, torch.celu], ("alpha", 1, 1.0), rounds="each")
+def _celu(call: Call, alpha: float) -> Transfer:
+    if not alpha > 0:
+        raise call.refuse(f"CELU with alpha={alpha}: below 0 it grows like exp(|t|/|alpha|); the rule needs alpha > 0")
+    return elementwise_transfer(Elementwise(), call.inputs[0])
+
+
+@rule_for_both([torch.nn.Softplus], [F.softplus], ("beta", 1, 1.0), rounds="each")
+def _softplus(call: Call, beta: float) -> Transfer:
     if beta <= 0:
         raise call.refuse(f"softplus with beta={beta}: the rule needs beta > 0")
     # 0 ≤ softplus(t) ≤ max(t, 0) + ln2/β; torch switches to the identity beyond a threshold, a jump the offset covers.
-    return Elementwise(1.0, 1.0, math.log(2) / beta)
+    return elementwise_transfer(Elementwise(1.0, 1.0, math.log(2) / beta), call.inputs[0])
 
 
-def _hardtanh(low: float, high: float, call: Call) -> Elementwise:
+@rule_for_both([torch.nn.Hardtanh], [F.hardtanh], ("min_val", 1, -1.0), ("max_val", 2, 1.0), rounds="each")
+def _hardtanh(call: Call, low: float, high: float) -> Transfer:
     if not low <= 0 <= high:
         raise call.refuse(f"hardtanh to [{low}, {high}]: the rule needs 0 inside, so that |f(t)| ≤ |t|")
-    return Elementwise(ceiling=max(-low, high))
-
-
-@rule(torch.nn.LeakyReLU, rounds="each")
-def _leaky_module(module: torch.nn.LeakyReLU, call: Call) -> Transfer:
-    return elementwise_transfer(_leaky(module.negative_slope), call.inputs[0])
-
-
-@rule_for_function(F.leaky_relu, rounds="each")
-def _leaky_function(call: Call) -> Transfer:
-    return elementwise_transfer(_leaky(call.argument(1, "negative_slope", 0.01)), call.inputs[0])
-
-
-@rule(torch.nn.ELU, rounds="each")
-def _elu_module(module: torch.nn.ELU, call: Call) -> Transfer:
-    return elementwise_transfer(_leaky(module.alpha), call.inputs[0])
-
-
-@rule_for_function(F.elu, rounds="each")
-def _elu_function(call: Call) -> Transfer:
-    return elementwise_transfer(_leaky(call.argument(1, "alpha", 1.0)), call.inputs[0])
-
-
-def _celu(alpha: float, call: Call) -> Elementwise:
-    if not alpha > 0:
-        raise call.refuse(f"CELU with alpha={alpha}: below 0 it grows like exp(|t|/|alpha|); the rule needs alpha > 0")
-    return Elementwise()
-
-
-@rule(torch.nn.CELU, rounds="each")
-def _celu_module(module: torch.nn.CELU, call: Call) -> Transfer:
-    return elementwise_transfer(_celu(module.alpha, call), call.inputs[0])
-
-
-@rule_for_function(F.celu, torch.celu, rounds="each")
-def _celu_function(call: Call) -> Transfer:
-    return elementwise_transfer(_celu(float(call.argument(1, "alpha", 1.0)), call), call.inputs[0])
-
-
-@rule(torch.nn.Softplus, rounds="each")
-def _softplus_module(module: torch.nn.Softplus, call: Call) -> Transfer:
-    return elementwise_transfer(_softplus(float(module.beta), call), call.inputs[0])
-
-
-@rule_for_function(F.softplus, rounds="each")
-def _softplus_function(call: Call) -> Transfer:
-    return elementwise_transfer(_softplus(float(call.argument(1, "beta", 1.0)), call), call.inputs[0])
-
-
-@rule(torch.nn.Hardtanh, rounds="each")
-def _hardtanh_module(module: torch.nn.Hardtanh, call: Call) -> Transfer:
-    return elementwise_transfer(_hardtanh(module.min_val, module.max_val, call), call.inputs[0])
-
-
-@rule_for_function(F.hardtanh, rounds="each")
-def _hardtanh_function(call: Call) -> Transfer:
-    low, high = call.argument(1, "min_val", -1.0), call.argument(2, "max_val", 1.0)
-    return elementwise_transfer(_hardtanh(low, high, call), call.inputs[0])
+    return elementwise_transfer(Elementwise(ceiling=max(-low, high)), call.inputs[0])
 
 
 def _clamp(low: float | None, high: float | None, call: Call) -> Elementwise:
@@ -197,6 +147,7 @@ def _prelu_function(call: Call) -> Transfer:
     return _prelu(call.inputs[0], weight.name if isinstance(weight, ParameterRef) else "", weight)
 
 
+@rule_for_both([torch.nn.GLU], [F.glu], ("dim", 1, -1), rounds="each")
 def _glu(call: Call, dim: int) -> Transfer:
     """y = a⊙σ(b): ‖y‖ ≤ X; output i reads a_i and b_i alone, with slopes σ ≤ 1 and a_i·σ' ≤ a∞/4: √(1 + a∞²/16)."""
     call.dims(dim)
@@ -204,32 +155,16 @@ def _glu(call: Call, dim: int) -> Transfer:
     return Transfer(Bound(x.norm, call.output_shape, max_abs=x.max_abs), (math.hypot(1.0, x.peak / 4),), exact=False)
 
 
-@rule(torch.nn.GLU, rounds="each")
-def _glu_module(module: torch.nn.GLU, call: Call) -> Transfer:
-    return _glu(call, module.dim)
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d)
 
 
-@rule_for_function(F.glu, rounds="each")
-def _glu_function(call: Call) -> Transfer:
-    return _glu(call, call.argument(1, "dim", -1))
-
-
-def _dropout(p: float, training: bool, call: Call) -> Transfer:
+@rule_for_both(_DROPOUTS, [F.dropout], ("p", 1, 0.5), ("training", 2, True), rounds="each")
+def _dropout(call: Call, p: float, training: bool) -> Transfer:
     """Scaling by 1/(1−p) where kept: diagonal, entries 0 or 1/(1−p), drawn per example and independent of the data."""
     if not training or p == 0:
         return elementwise_transfer(Elementwise(), call.inputs[0])
     scale = 1 / (1 - p) if p < 1 else 0.0
     return elementwise_transfer(Elementwise(scale, scale), call.inputs[0])
-
-
-@rule(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, rounds="each")
-def _dropout_module(module: torch.nn.Dropout, call: Call) -> Transfer:
-    return _dropout(module.p, module.training, call)
-
-
-@rule_for_function(F.dropout, rounds="each")
-def _dropout_function(call: Call) -> Transfer:
-    return _dropout(float(call.argument(1, "p", 0.5)), bool(call.argument(2, "training", True)), call)
 
 
 def reshaped(x: Bound, shape: tuple[int, ...]) -> Bound:

@@ -9,19 +9,23 @@ And of what works on tokens: embedding bags, softmax, log-softmax and scaled dot
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_function, times
+from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_both, rule_for_function, times
 from lipdp.bounds.rules_functions import refuse_rewriting
 from lipdp.errors import UnsupportedError
 
 __all__ = ["Affine", "attention_gains", "centred_rows", "channel_groups", "normalised_transfer", "plain_rows"]
 
 _FREE = "its scale and shift are trained freely; use lipdp.nn.LayerNorm, RMSNorm or GroupNorm, which keep them bounded"
+
+
+Vector = torch.Tensor | ParameterRef | None
 
 
 @dataclass(frozen=True)
@@ -112,39 +116,23 @@ def normalised_transfer(call: Call, hat: Normalised, affine: Affine) -> Transfer
     )
 
 
-@rule(torch.nn.LayerNorm)
-def _layer_norm(module: torch.nn.LayerNorm, call: Call) -> Transfer:
-    hat = centred_rows(call, len(module.normalized_shape), module.eps)
-    return normalised_transfer(call, hat, Affine.of(module.weight, module.bias))
+@rule_for_both(
+    [torch.nn.LayerNorm], [F.layer_norm], ("normalized_shape", 1, None), ("weight", 2, None), ("bias", 3, None), ("eps", 4, 1e-5)
+)
+def _layer_norm(call: Call, shape: Sequence[int], weight: Vector, bias: Vector, eps: float) -> Transfer:
+    return normalised_transfer(call, centred_rows(call, len(shape), eps), Affine.of(weight, bias))
 
 
-@rule_for_function(F.layer_norm)
-def _layer_norm_function(call: Call) -> Transfer:
-    hat = centred_rows(call, len(call.argument(1, "normalized_shape")), call.argument(4, "eps", 1e-5))
-    return normalised_transfer(call, hat, Affine.of(call.argument(2, "weight"), call.argument(3, "bias")))
+@rule_for_both([torch.nn.RMSNorm], [F.rms_norm], ("normalized_shape", 1, None), ("weight", 2, None), ("eps", 3, None))
+def _rms_norm(call: Call, shape: Sequence[int], weight: Vector, eps: float | None) -> Transfer:
+    return normalised_transfer(call, plain_rows(call, len(shape), eps), Affine.of(weight, None))
 
 
-@rule(torch.nn.RMSNorm)
-def _rms_norm(module: torch.nn.RMSNorm, call: Call) -> Transfer:
-    hat = plain_rows(call, len(module.normalized_shape), module.eps)
-    return normalised_transfer(call, hat, Affine.of(module.weight, None))
-
-
-@rule_for_function(F.rms_norm)
-def _rms_norm_function(call: Call) -> Transfer:
-    hat = plain_rows(call, len(call.argument(1, "normalized_shape")), call.argument(3, "eps"))
-    return normalised_transfer(call, hat, Affine.of(call.argument(2, "weight"), None))
-
-
-@rule(torch.nn.GroupNorm)
-def _group_norm(module: torch.nn.GroupNorm, call: Call) -> Transfer:
-    return normalised_transfer(call, channel_groups(call, module.num_groups, module.eps), Affine.of(module.weight, module.bias))
-
-
-@rule_for_function(F.group_norm)
-def _group_norm_function(call: Call) -> Transfer:
-    hat = channel_groups(call, int(call.argument(1, "num_groups")), call.argument(4, "eps", 1e-5))
-    return normalised_transfer(call, hat, Affine.of(call.argument(2, "weight"), call.argument(3, "bias")))
+@rule_for_both(
+    [torch.nn.GroupNorm], [F.group_norm], ("num_groups", 1, None), ("weight", 2, None), ("bias", 3, None), ("eps", 4, 1e-5)
+)
+def _group_norm(call: Call, groups: int, weight: Vector, bias: Vector, eps: float) -> Transfer:
+    return normalised_transfer(call, channel_groups(call, int(groups), eps), Affine.of(weight, bias))
 
 
 def _instance(call: Call, eps: float, affine: Affine, axes: int | None) -> Transfer:
@@ -184,9 +172,6 @@ def _normalize(call: Call) -> Transfer:
     norm = min(math.sqrt(rows), times(1 / floor, x.norm))
     row = min(1.0, times(1 / floor, x.row_norm)) if dim == call.rank - 1 else math.inf
     return Transfer(Bound(norm, x.shape, row, 1.0), (1 / floor,))
-
-
-Vector = torch.Tensor | ParameterRef | None
 
 
 def _frozen_batch_norm(
@@ -294,15 +279,11 @@ def _rows_along(call: Call, dim: Any) -> tuple[Bound, int, int, bool]:
     return x, length, x.size // max(1, length), axis == call.rank - 1
 
 
+@rule_for_both([torch.nn.Softmax, torch.nn.Softmin], [torch.softmax, F.softmax, "softmax", F.softmin], ("dim", 1, None))
 def _softmax(call: Call, dim: Any) -> Transfer:
     """Each row is a distribution, of norm ≤ 1; the Jacobian diag(p) − ppᵀ has the norm ½ at most (two classes)."""
     x, _, rows, last = _rows_along(call, dim)
     return Transfer(Bound(math.sqrt(rows), x.shape, 1.0 if last else math.inf, 1.0), (0.5,), exact=False)
-
-
-@rule(torch.nn.Softmax, torch.nn.Softmin)
-def _softmax_module(module: torch.nn.Softmax, call: Call) -> Transfer:
-    return _softmax(call, module.dim)
 
 
 @rule(torch.nn.Softmax2d)
@@ -312,11 +293,7 @@ def _softmax_2d(module: torch.nn.Softmax2d, call: Call) -> Transfer:
     return _softmax(call, 1)
 
 
-@rule_for_function(torch.softmax, F.softmax, "softmax", F.softmin)
-def _softmax_function(call: Call) -> Transfer:
-    return _softmax(call, call.argument(1, "dim"))
-
-
+@rule_for_both([torch.nn.LogSoftmax], [torch.log_softmax, F.log_softmax, "log_softmax"], ("dim", 1, None))
 def _log_softmax(call: Call, dim: Any) -> Transfer:
     """y = x − lse(x)·1 in each of R rows of K: |lse(x)| ≤ max|x| + ln K, so ‖y‖ ≤ X + √K(X + √R·ln K).
 
@@ -327,16 +304,6 @@ def _log_softmax(call: Call, dim: Any) -> Transfer:
     norm = x.norm + root * (x.norm + math.sqrt(rows) * math.log(max(1, length)))
     peak = 2 * x.max_abs + math.log(max(1, length))
     return Transfer(Bound(norm, x.shape, max_abs=peak), (root,), exact=False)
-
-
-@rule(torch.nn.LogSoftmax)
-def _log_softmax_module(module: torch.nn.LogSoftmax, call: Call) -> Transfer:
-    return _log_softmax(call, module.dim)
-
-
-@rule_for_function(torch.log_softmax, F.log_softmax, "log_softmax")
-def _log_softmax_function(call: Call) -> Transfer:
-    return _log_softmax(call, call.argument(1, "dim"))
 
 
 def attention_gains(q: Bound, k: Bound, v: Bound, scale: float) -> tuple[float, float, float]:

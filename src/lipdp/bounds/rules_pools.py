@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from lipdp._numerics import unit_roundoff
-from lipdp.bounds.calculus import Bound, Call, Transfer, rule, rule_for_function, times
+from lipdp.bounds.calculus import Bound, Call, Transfer, rule, rule_for_both, rule_for_function, times
 from lipdp.bounds.operator_norm import (
     adaptive_windows,
     as_tuple,
@@ -104,20 +104,12 @@ def _register(axes: int) -> None:
         divisor = None if axes == 1 else call.argument(6, "divisor_override")
         return _avg_pool(axes, call, window, bool(call.argument(5, "count_include_pad", True)), divisor)
 
-    @rule(getattr(torch.nn, f"AdaptiveAvgPool{axes}d"))
-    def _adaptive_avg_module(module: Any, call: Call) -> Transfer:
+    @rule_for_both([getattr(torch.nn, f"AdaptiveAvgPool{axes}d")], [getattr(F, f"adaptive_avg_pool{axes}d")])
+    def _adaptive_avg(call: Call) -> Transfer:
         return _adaptive(axes, call, average=True)
 
-    @rule_for_function(getattr(F, f"adaptive_avg_pool{axes}d"))
-    def _adaptive_avg_function(call: Call) -> Transfer:
-        return _adaptive(axes, call, average=True)
-
-    @rule(getattr(torch.nn, f"AdaptiveMaxPool{axes}d"))
-    def _adaptive_max_module(module: Any, call: Call) -> Transfer:
-        return _adaptive(axes, call, average=False)
-
-    @rule_for_function(getattr(F, f"adaptive_max_pool{axes}d"))
-    def _adaptive_max_function(call: Call) -> Transfer:
+    @rule_for_both([getattr(torch.nn, f"AdaptiveMaxPool{axes}d")], [getattr(F, f"adaptive_max_pool{axes}d")])
+    def _adaptive_max(call: Call) -> Transfer:
         return _adaptive(axes, call, average=False)
 
 
