@@ -158,7 +158,10 @@ class ProvedQuery:
             still = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in moving})
         self._settings, self._beside = batch.settings, batch.beside
         total: Sums | None = None
-        with self._effective_leaves() as leaves, nullcontext() if counts is None else counts.watching():
+        effective: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({})
+        if self._has_maps:
+            effective = effective_leaves(self.model)
+        with effective as leaves, nullcontext() if counts is None else counts.watching():
             self._trained = {name: leaves.get(name, p) for name, p in moving.items()}
             # A recording would have to be made anew for leaves of this step's own, and for clipping norms that change.
             replays = not (leaves or clips)
@@ -208,9 +211,6 @@ class ProvedQuery:
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The noised gradients of effective weights, pulled back to the parameters: post-processing."""
         return pull_back(self.model, noised) if self._has_maps else dict(noised)
-
-    def _effective_leaves(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        return effective_leaves(self.model) if self._has_maps else nullcontext({})
 
 
 def query_of(
