@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[bytes, Any, list[object], str]] = {
         "a mark between thousands",
     ),
     "digits in groups": (table(["1_500", "2"]), {"age": [0, 2000]}, [], "a mark between thousands"),
+    "a sign for what is missing": (table(["20", "?"]), AGE, [], "missing values are empty cells"),
     "percents": (table(["12%"]), AGE, [], "a unit"),
     "money": (table(["$12"]), AGE, [], "a unit"),
     "an infinity": (table(["1e999", "2"]), AGE, [], "an infinity"),
