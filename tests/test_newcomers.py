@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[bytes, Any, list[object], str]] = {
         "a mark between thousands",
     ),
     "digits in groups": (table(["1_500", "2"]), {"age": [0, 2000]}, [], "a mark between thousands"),
+    "a sign for what is missing": (table(["20", "?"]), AGE, [], "missing values are empty cells"),
     "percents": (table(["12%"]), AGE, [], "a unit"),
     "money": (table(["$12"]), AGE, [], "a unit"),
     "an infinity": (table(["1e999", "2"]), AGE, [], "an infinity"),
@@ -304,6 +305,8 @@ def test_pictures_below_a_class_are_passed_over_and_it_is_said(folder) -> None:
 ROWS, LABELS = np.random.default_rng(0).uniform(size=(N, 2)), np.array(["no", "yes"] * (N // 2))
 IN_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     "a flag in words": (lambda: numeric(0, 1, missing="no"), "true or false"),  # type: ignore[arg-type]
+    "clamping in words": (lambda: _mean(ROWS[:, 0], clamp="no"), "True or False"),
+    "a table for a column": (lambda: _mean(ROWS), "one column is asked for"),
     "a flag of dates in words": (lambda: dates("2020-01-01", "2021-01-01", missing="no"), "true or false"),  # type: ignore[arg-type]
     "a flag of categories in words": (lambda: categorical(["a"], other="no"), "true or false"),  # type: ignore[arg-type]
     "no numbers to predict": (lambda: lipdp.PrivateRegressor(schema=(0, 1), target=(0, 1)).fit(ROWS), "requires y"),
@@ -318,6 +321,10 @@ IN_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     "a budget beside another folder": (lambda: _classify(budget="there/own.budget"), "there is no budget"),
     "a pure budget": (lambda: _classify(budget=lipdp.privacy.Budget("p.budget", epsilon=9, delta=0, dataset="d")), "pure epsilon"),
 }
+
+
+def _mean(x: Any, **options: Any) -> Any:
+    return lipdp.mechanisms.answer(x, "mean", (0, 1), 1.0, **options)
 
 
 def _classify(**options: Any) -> Any:

@@ -228,8 +228,9 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
         if isinstance(declared, Numeric):
             other, word = ("'.'", "point") if form.decimal == "," else ("','", "comma")
             raise DataError(
-                f"column {name!r} is declared as numbers, and has a cell that is none (a unit, a mark between thousands): repair "
-                f"it, or give --decimal {other} where numbers have a {word}"
+                f"column {name!r} is declared as numbers, and has a cell that is none (a unit, a mark between thousands, a sign "
+                f"for what is missing): repair it, or give --decimal {other} where numbers have a {word}; missing values are "
+                "empty cells"
             ) from None
         return np.array(cells, dtype=object)
     if isinstance(declared, Numeric) and any(absent) and not declared.missing:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lipdp._checks import kind_of, known_device, whole
+from lipdp._checks import discreet, kind_of, known_device, whole
 from lipdp._texts import figure, saved, source
 from lipdp.clipping.follow import NotApartError
 from lipdp.clipping.restored import Before
@@ -237,6 +237,7 @@ class Projection:
         return f"Projection(norm={self.norm:g}, mode={self.mode!r})"
 
 
+@discreet
 def map_inputs(
     dataset: TensorDataset,
     function: Callable[[Tensor], Tensor],

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipdp._checks import discreet, is_number, kind_of, positive, whole
+from lipdp._checks import discreet, instance, is_number, kind_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 
@@ -272,7 +272,13 @@ class Problem:
         them to the nearest bound, which is done record by record and keeps the guarantee. The refusal itself tells something
         about the data: it is for whoever holds them, not to be published.
         """
+        instance("clamp", clamp, bool, "whether values outside of the bounds are moved to the nearest one, True or False")
         data = as_numbers(x)
+        if data.ndim > 1:
+            raise DataError(
+                f"the dataset has shape {tuple(data.shape)}: one column is asked for, table['age'] or table[:, 0]. Several: "
+                "lipdp.mechanisms.learn_columns, or release_moments for means and covariances."
+            )
         if data.ndim != 1 or data.shape[0] != self.n:
             raise DataError(
                 f"the dataset has shape {tuple(data.shape)}, the mechanism is for ({self.n},): its sensitivity and noise are set "
