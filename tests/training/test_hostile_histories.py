@@ -153,9 +153,16 @@ class World:
         self.made_with(engine, next(engine.batches(self.data), None))
 
     def made_with(self, engine, batch) -> None:
-        if batch is not None:
-            self.present = content_digest(*batch)
-            engine.step(*batch)
+        """As it was drawn, or copied: then it has to be said what it is a copy of."""
+        if batch is None:
+            return
+        self.present = content_digest(*batch)
+        copied = tuple(part.clone() for part in batch)
+        form = self.draw.random()
+        if form < 0.1 and engine.steps < STEPS:
+            with pytest.raises(LipdpError):
+                engine.step(*copied)
+        engine.step(*batch) if form < 0.7 else engine.step(*copied, sample=batch)
 
     def several(self) -> None:
         for _ in range(3):
