@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import os
 import random
@@ -89,6 +90,7 @@ class World:
         self.engines: list[lipdp.PrivacyEngine] = []
         self.hands: list[tuple[lipdp.PrivacyEngine, tuple[torch.Tensor, torch.Tensor]]] = []
         self.states: list[tuple[Path, Path | None]] = []
+        self.backups: list[tuple[Path, Path, bytes]] = []
         self.released: dict[tuple[bytes, int], set[bytes]] = {}
         self.samples: dict[tuple[bytes, bytes], set[int]] = {}
         self.machine, self.refused, self.books, self.data = 0, 0, 0, records()
@@ -153,9 +155,16 @@ class World:
         self.made_with(engine, next(engine.batches(self.data), None))
 
     def made_with(self, engine, batch) -> None:
-        if batch is not None:
-            self.present = content_digest(*batch)
-            engine.step(*batch)
+        """As it was drawn, or copied: then it has to be said what it is a copy of."""
+        if batch is None:
+            return
+        self.present = content_digest(*batch)
+        copied = tuple(part.clone() for part in batch)
+        form = self.draw.random()
+        if form < 0.1 and engine.steps < STEPS:
+            with pytest.raises(LipdpError):
+                engine.step(*copied)
+        engine.step(*batch) if form < 0.7 else engine.step(*copied, sample=batch)
 
     def several(self) -> None:
         for _ in range(3):
@@ -185,7 +194,10 @@ class World:
         engine = self.engine()
         file = self.folder / f"state {len(self.states)}"
         save_checkpoint(engine.state_dict(), file)
-        self.states.append((file, engine._run.book.path))
+        book = engine._run.book.path
+        self.states.append((file, book))
+        if book is not None:
+            self.backups.append((file, book, book.read_bytes()))
 
     def load(self) -> None:
         """Into an engine of its own, or into one that has come further."""
@@ -255,6 +267,28 @@ class World:
         self.killed()
         book.write_bytes(whole)
 
+    def put_back(self) -> None:
+        """A state and its book from a backup: the budget knows better, if it has seen more of the book. The newest is put back."""
+        known = [(file, book, content) for file, book, content in self.backups if book.exists()]
+        if not known:
+            return
+        file, book, content = self.draw.choice(known)
+        self.killed()
+        whole = book.read_bytes()
+        marks = [entry.get("book") for entry in Budget(self.budget.path).entries()]
+        sizes = [(int(size), digest) for size, digest in (mark.split() for mark in marks if mark)]
+        seen = max((size for size, digest in sizes if hashlib.sha256(whole[:size]).hexdigest() == digest), default=0)
+        book.write_bytes(content)
+        engine = self.new(book)
+        engine.load_state_dict(load_checkpoint(file))
+        if seen > len(content):
+            with pytest.raises(CheckpointError, match="put back from a backup"):
+                engine.reserve()
+        else:
+            engine.reserve()
+        self.killed()
+        book.write_bytes(whole)
+
     def torn_book(self) -> None:
         """A line that was not finished was never promised."""
         if self.books:
@@ -288,7 +322,7 @@ class World:
         usual = [self.step] * 5 + [self.several, self.fetch, self.fetch, self.late, self.save, self.save, self.load, self.load]
         rare = [self.own, self.copied, self.closed, self.given_up, self.gone, self.killed, self.new, self.other_weights]
         rare += [self.other_rate, self.other_data, self.same_data, self.same_data]
-        rare += [self.harmed_book, self.torn_book, self.replaced_book] if self.kept else []
+        rare += [self.harmed_book, self.torn_book, self.replaced_book, self.put_back] if self.kept else []
         action = self.draw.choice(usual if self.draw.random() < 0.75 else rare)
         self.log.append(action.__name__)
         try:

@@ -323,7 +323,8 @@ def _plan_printer(out: Console) -> Callback:
         def on_start(self, run: Run) -> None:
             print_plan(out, run.engine.plan)
             if run.engine.steps:
-                out.print(f"resumed after {run.engine.steps:,} of {run.engine.plan.steps:,} steps")
+                done = f"resumed after {run.engine.steps:,} of {run.engine.plan.steps:,} steps"
+                out.print(f"{done}, with ε = {upwards(run.engine.epsilon)} spent", soft_wrap=True)
 
     return ShowPlan()
 
