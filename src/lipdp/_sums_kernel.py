@@ -30,12 +30,12 @@ class Tiles(NamedTuple):
 
 
 # Measured on an H200. Two warps keep the compiler from instructions that want both factors with positions side by side.
-_TILES, _NARROW = Tiles(64, 128, 32, 2, 3, False), Tiles(64, 32, 32, 4, 3, True)
+_TILES, _NARROW = Tiles(64, 128, 16, 2, 4, False), Tiles(64, 32, 64, 4, 3, True)
 # Every record by itself, positions side by side.
 _APART, _NARROW_APART = Tiles(64, 64, 32, 4, 3, True), Tiles(32, 32, 32, 1, 3, True)
 _FEW = 32  # reads of a narrow product
 # Entries that a program of the last sum adds up, and parts at a time.
-_ENTRIES, _PARTS = 128, 16
+_ENTRIES, _PARTS = 32, 32
 _AT_ONCE = 2**25  # numbers of all parts that lie in memory at a time
 _AT_ONCE_TURNED = 2**26  # and of both factors, turned
 _PROGRAMS = 1056  # that are started, about, where each adds up many records: eight for each multiprocessor of an H200
@@ -160,7 +160,7 @@ def _share(units: int, tiles: int) -> int:
 def _add_up(partial: torch.Tensor, total: torch.Tensor) -> None:
     """Adds all parts to the total, in float64."""
     parts, size = len(partial), total.numel()
-    _KERNELS.module.add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS)
+    _KERNELS.module.add_up[(-(-size // _ENTRIES),)](partial, total, parts, size, N=_ENTRIES, K=_PARTS, num_warps=1)
 
 
 def outer_sums(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor | None = None, precision: str | None = None) -> torch.Tensor:

@@ -62,7 +62,8 @@ def convolution_sums(
     tap_h = tap // KW * dilation_h - padding_h
     tap_w = tap % KW * dilation_w - padding_w
     is_tap = tap < KH * KW
-    images = x + (group * CHANNELS + channel).to(tl.int64) * x_channel
+    bit = tl.where(is_tap, tl.full((D,), 1, tl.int32) << tap % 32, 0)
+    images = x + ((group * CHANNELS + channel).to(tl.int64) * x_channel + tap_h * x_line + tap_w * x_pixel)
     cotangents = delta + (group * OUTPUTS + p).to(tl.int64) * delta_channel
     first = part * each
     here = tl.minimum(rows - first, each)
@@ -79,11 +80,25 @@ def convolution_sums(
         row, t = (first + before + k // POSITIONS).to(tl.int64), k % POSITIONS
         line, column = t // COLUMNS, t % COLUMNS
         at = row * delta_row + line * delta_line + column * delta_pixel
-        a = tl.load(cotangents[None, :] + at[:, None], mask=(p < OUTPUTS)[None, :] & inside[:, None], other=0.0)
-        i = (line * stride_h)[:, None] + tap_h[None, :]
-        j = (column * stride_w)[:, None] + tap_w[None, :]
-        read = (i >= 0) & (i < height) & (j >= 0) & (j < width) & inside[:, None] & is_tap[None, :]
-        b = tl.load(images[None, :] + (row * x_row)[:, None] + i * x_line + j * x_pixel, mask=read, other=0.0)
+        if OUTPUTS % P == 0:
+            a = tl.load(cotangents[None, :] + at[:, None], mask=inside[:, None], other=0.0)
+        else:
+            a = tl.load(cotangents[None, :] + at[:, None], mask=(p < OUTPUTS)[None, :] & inside[:, None], other=0.0)
+        i, j = line * stride_h, column * stride_w
+        if KH * KW < 32:  # which taps of a position lie inside of the image, as the bits of one number: one comparison a read
+            across = tl.zeros((T,), dtype=tl.int32)
+            for w in tl.static_range(KW):
+                at_w = j + (w * dilation_w - padding_w)
+                across |= tl.where((at_w >= 0) & (at_w < width), tl.full((T,), 1, tl.int32) << w, 0)
+            taps = tl.zeros((T,), dtype=tl.int32)
+            for h in tl.static_range(KH):
+                at_h = i + (h * dilation_h - padding_h)
+                taps |= tl.where(inside & (at_h >= 0) & (at_h < height), across << h * KW, 0)
+            read = (taps[:, None] & bit[None, :]) != 0
+        else:
+            at_h, at_w = i[:, None] + tap_h[None, :], j[:, None] + tap_w[None, :]
+            read = (at_h >= 0) & (at_h < height) & (at_w >= 0) & (at_w < width) & inside[:, None] & is_tap[None, :]
+        b = tl.load(images[None, :] + (row * x_row + i * x_line + j * x_pixel)[:, None], mask=read, other=0.0)
         if WIDE and SWAPPED:
             gradient += tl.dot(tl.trans(b), a, input_precision=PRECISION).to(tl.float64)
         elif WIDE:

@@ -47,7 +47,8 @@ def check_program(program: Program, sizes: tuple[int, ...] = _SIZES, *, gradient
     with undisturbed(program.model), _full_arithmetic(), _moved(program, generator if gradients else None):
         records = _inputs(program, max(*sizes, _COMPANY), generator)
         few = min(sizes, key=lambda size: abs(size - _COMPANY))
-        with Remembering(sizes) if _is_heavy(program) else nullcontext():
+        saves_time = records.device.type == "cpu" and _is_heavy(program)  # elsewhere it only takes memory
+        with Remembering(sizes) if saves_time else nullcontext():
             for size in sorted(sizes, reverse=True):  # what was computed for many is not computed again for some of them
                 expected = _compare(program, records[:size], gradients)
                 if program.fused is not program.whole and size == few:  # it has the graph of the whole, and other kernels

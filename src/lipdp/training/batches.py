@@ -484,9 +484,10 @@ def _finite_rows(part: torch.Tensor) -> torch.Tensor | None:
     ask = part.device.type == "cpu" or (is_large(part) and not is_recording())
     if ask and math.isfinite(real.detach().sum(dtype=torch.promote_types(real.dtype, torch.float32))):
         return None
-    return torch.isfinite(real.reshape(len(part), -1).abs().amax(1))  # ten times as fast as asking each entry
+    # Ten times as fast as asking each entry, and without a copy of them.
+    return torch.isfinite(torch.linalg.vector_norm(real.detach().reshape(len(part), -1), math.inf, 1))
 
 
 def _zero_where_not_finite(part: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
     """The rows with zeros in place of those that are not finite."""
-    return part if finite is None else torch.where(per_row(finite, part), part, torch.zeros_like(part))
+    return part if finite is None else torch.where(per_row(finite, part), part, 0.0)

@@ -192,7 +192,9 @@ def microbatch_sum(
     Rows that are not finite do not count. The sums over rows are those of :mod:`lipdp._sums`, whatever the layers are.
     """
     x, y, mask = only_finite(x, y, mask)
-    values = loss(model(x), y)
+    outputs = model(x)
+    del x  # a copy, perhaps: nobody needs it any more
+    values = loss(outputs, y)
     if values.shape != mask.shape:
         raise DataError(
             f"the loss returned shape {tuple(values.shape)} for {len(mask)} examples; it must give one value per example "
@@ -206,7 +208,7 @@ def microbatch_sum(
         name: zeros_like_sum(p) if g is None else g.detach().to(wide(p))
         for (name, p), g in zip(parameters.items(), gradient_of, strict=True)
     }
-    return sums, _are_all_finite([g for g in sums.values() if g.numel()], x.device), []
+    return sums, _are_all_finite([g for g in sums.values() if g.numel()], mask.device), []
 
 
 def _are_all_finite(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
