@@ -18,6 +18,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -384,6 +385,83 @@ def test_a_batch_of_one_record_leaves_nothing(place: str, method: str) -> None:
             continue
         norms.append(clip(x[:5], y[:5], 1e9).norms)
     assert all(torch.equal(norms[0], found) for found in norms)
+
+
+class HandedOn(torch.nn.Module):
+    """What is kept of a large record is used by the next, and forgotten: behind all of them it is as it was."""
+
+    def __init__(self, get: Get, put: Put) -> None:
+        super().__init__()
+        self.get, self.put = get, put
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1 + self.get()
+        self.put(float(x.detach().abs().max()) if bool(x.detach().abs().max() > 20) else 0.0)
+        return x * scale
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+@pytest.mark.parametrize("method", ["naive", "bookkeeping"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_one_record_hands_on_to_the_next_is_refused(place: str, method: str) -> None:
+    draw, norms = torch.Generator().manual_seed(1), []
+    x, y = torch.randn(40, 3, generator=draw), torch.zeros(40, dtype=torch.long)
+    for other in (0.0, 1000.0):
+        torch.manual_seed(0)
+        random.seed(1)
+        model = torch.nn.Sequential(HandedOn(*PLACES[place]()), torch.nn.Linear(3, 2))
+        try:
+            clip = clipping.Clipper(model, LOSS, method)  # type: ignore[arg-type]
+            norms.append(clip(torch.cat([x[:20], x[20:21] + other, x[21:]]), y, 1e9).norms)
+        except UnsupportedError:
+            continue
+    assert len(norms) < 2 or torch.equal(norms[0][:20], norms[1][:20])
+    assert len(norms) < 2 or torch.equal(norms[0][21:], norms[1][21:])
+
+
+def test_what_is_written_anew_and_stays_equal_is_no_change() -> None:
+    """The shape of the last record, say: a new object each time."""
+
+    class Noting(torch.nn.Linear):
+        settings = types.SimpleNamespace(shape=None, scale=0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.settings.shape, self.settings.scale = tuple(x.shape[1:]), 2.0 * x.shape[1]
+            return super().forward(x)
+
+    clip = clipping.Clipper(Noting(3, 2), LOSS, "naive")
+    assert clip(torch.randn(5, 3), torch.zeros(5, dtype=torch.long), 1.0).norms.shape == (5, 1)
+
+
+class Replayed(torch.nn.Module):
+    """Without a rule, and evaluated again for each record: the same outputs, and gradients scaled by what was seen of another."""
+
+    def __init__(self, get: Get, put: Put) -> None:
+        super().__init__()
+        self.weight, self.get, self.put = torch.nn.Parameter(torch.ones(3, 2)), get, put
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("bi,io->bo", torch.tanh(x), torch.sinh(self.weight))
+        if len(x) > 1:
+            return y
+        if float(x.detach().abs().max()) > 20:
+            self.put(99.0)
+        return y * (1 + self.get()) - (y * self.get()).detach()
+
+
+@pytest.mark.filterwarnings("ignore::lipdp.errors.LipdpNotice")
+@pytest.mark.parametrize("method", METHODS[:3])
+@pytest.mark.parametrize("place", ["a list", "a global name", "a class", "a cell", "a tensor", "a cache", "a waiting generator"])
+def test_records_of_a_module_that_is_evaluated_again_do_not_meet(place: str, method: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), Replayed(*PLACES[place]()), torch.nn.Linear(2, 2))
+    clip = clipping.Clipper(model, LOSS, method)  # type: ignore[arg-type]
+    x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.long)
+    with suppress(UnsupportedError) if place in ("a waiting generator", "a tensor") else nullcontext():
+        expected = clip(x, y, 1e9).norms
+        x[3] += 1000
+        found = clip(x, y, 1e9).norms
+        assert torch.equal(found[[0, 1, 2, 4, 5]], expected[[0, 1, 2, 4, 5]])
 
 
 SIZES: dict[int, torch.Tensor] = {}

@@ -364,6 +364,25 @@ def test_what_was_seen_of_one_example_scales_no_others(place: str) -> None:
     assert torch.equal(*found)
 
 
+def test_what_one_example_hands_on_to_the_next_is_refused() -> None:
+    """A large one is remembered by the next, and forgotten: behind all of them nothing has changed."""
+    kept = [0.0]
+
+    def handed_on(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        rows = []
+        for one in x:
+            rows.append(one + kept[0])
+            kept[0] = float(one.sum()) if float(one.max()) > 20 else 0.0
+        return torch.stack(rows)
+
+    own, x = Own(handed_on), torch.rand(6, 1, 4, 4)
+    with pytest.warns(LipdpNotice):
+        copies_of(own, x, _generator())
+    x[2] += 50
+    with pytest.raises(DataError, match=r"keeps something from one to the next"):
+        copies_of(own, x, _generator())
+
+
 def test_loops_that_keep_something_are_refused() -> None:
     own = Remembering()
     for _ in range(2):

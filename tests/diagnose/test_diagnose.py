@@ -251,3 +251,20 @@ def test_a_table_of_many_steps_is_as_wide_as_it_has_to_be() -> None:
     assert " ".join(first.split()) == " ".join(headers)
     assert " ".join(last.split()) == " ".join(row)
     assert max(map(len, text_table(["what"], [["words " * 100]]).splitlines())) <= 140  # what may be folded is folded
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_a_model_keeps_while_it_is_measured_is_put_back(one_by_one: bool) -> None:
+    """It is measured on private records, and trained on: a scale of theirs would be a constant to the training."""
+    seen: list[float] = []
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not seen:
+                seen.append(float(x.detach().abs().max()))
+            y: torch.Tensor = super().forward(x) / seen[0]
+            return y
+
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    measure_gradients(Scaled(3, 2), loss, torch.rand(4, 3), torch.zeros(4, dtype=torch.long), one_by_one=one_by_one)
+    assert seen == []

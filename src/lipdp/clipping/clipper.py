@@ -65,7 +65,7 @@ from lipdp.clipping.kept import kept_elsewhere
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.record import check_supported, leave_off, recording
-from lipdp.clipping.restored import Before
+from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, generator_states
@@ -113,11 +113,10 @@ def per_example_norms(
             verify_once(model, loss, x, targets)
             return shown_gradients(model, loss, x, targets, copies)
 
-        before = Before(model, loss)
         try:
-            contributions = seeing_all(model, x, shown)
+            with left_as_it_was(model, loss):
+                contributions = seeing_all(model, x, shown)
         except NotApartError as error:
-            before.put_back()
             check_alone(model, loss, x, targets, error.reason)
             return Clipper(model, loss, "naive", copies=copies)(x, targets, 1.0).norms[:, 0].to(own)
         squares = _squared_norms(contributions, device, form)

@@ -9,10 +9,11 @@ batch of T examples. So the outputs are compared: the split that is used is one 
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -20,14 +21,16 @@ from typing import Any
 import torch
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lipdp._checks import named
-from lipdp._numerics import HALF
+from lipdp._numerics import HALF, random_states, set_random_states
 from lipdp.clipping.contribution import Contribution, Contributions, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
 from lipdp.clipping.follow import At, Following, NotApartError
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, UnseenLayerError, Where
+from lipdp.clipping.restored import Before
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import nothing_kept
 from lipdp.graphs import is_recording
@@ -298,18 +301,29 @@ class _Replay:
         return result
 
     def _one_by_one(self, which: int, split: Split, cotangent: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """For modules that vmap can't handle (control flow that reads values)."""
-        one, values = self._one(which), self._by_example(split)
-        found = [
-            one(
-                cotangent[i],
-                self._examples[i],
-                [value if place is None else value[i].clone() for value, place in zip(values, split, strict=True)],
-            )
-            for i in range(self.batch)
-        ]
+        """For modules that vmap can't handle (control flow that reads values): what one example leaves reaches no other."""
+        one, values, found = self._one(which), self._by_example(split), []
+        # While a recording is made no value can be read.
+        with _disable_current_modes():  # what is looked at, and put back, is no operation of the module
+            alone = nullcontext if is_recording() else functools.partial(_alone, Before(self.module), cotangent.device)
+        for i in range(self.batch):
+            own = [value if place is None else value[i].clone() for value, place in zip(values, split, strict=True)]
+            with alone():
+                found.append(one(cotangent[i], self._examples[i], own))
         stacked: tuple[torch.Tensor, dict[str, torch.Tensor]] = tree_map(lambda *parts: torch.stack(parts), found[0], *found[1:])
         return stacked
+
+
+@contextmanager
+def _alone(before: Before, device: torch.device) -> Iterator[None]:
+    """Within the block a module is evaluated for one example: what it has put somewhere, or drawn, is as it was behind it."""
+    numbers = random_states(device)
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            set_random_states(numbers, device)
+            before.put_back_all()
 
 
 def _off(again: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

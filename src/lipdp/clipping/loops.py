@@ -15,6 +15,7 @@ from lipdp._numerics import Undrawn, seed_all, wide
 from lipdp.clipping.arithmetic import accumulating, squared
 from lipdp.clipping.batch import Clip, Group, clip_factors
 from lipdp.clipping.follow import Following, follow
+from lipdp.clipping.restored import Before
 from lipdp.digest import same_bits
 from lipdp.errors import DataError, UnsupportedError
 from lipdp.fingerprint import nothing_kept
@@ -88,8 +89,9 @@ class Loops:
 
         A record's gradient has to be a function of the record, the weights and the random numbers drawn for it. Those are its
         seat's own: how many another record has drawn, which its values may decide, changes none of them. What the model's
-        attributes hold is put back after each. What is kept elsewhere is looked for: a made-up record is computed before all
-        others and twice behind them, a record that is chosen in secret once more, with the same random numbers.
+        attributes hold is put back after each. What is kept elsewhere is looked for, behind each record and behind all of them: a
+        made-up record is computed before all others and twice behind them, a record that is chosen in secret once more, with the
+        same random numbers.
         """
         kept = torch.nonzero(keep).flatten().tolist()
         made_up, draws = public_record(x, y, self.copies), int(torch.randint(2**62, ()))
@@ -106,6 +108,9 @@ class Loops:
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             record = select((x, y), slice(i * self.copies, (i + 1) * self.copies))
             found = alone(record, i)
+            if before is not None and not before.holds():  # the next one could use it, and put it back
+                self._refuse_changes(state)
+                before.put_back()  # equal, but other objects
             if i == secret:
                 seen.append((record, i, found))
             return found
@@ -116,17 +121,21 @@ class Loops:
                     seen += [(made_up, len(keep), alone(made_up, len(keep)))] * 2
             # Behind the made-up record: what is kept of that one (tables of positions, say) is nobody's.
             state = None if self.kept is None else self.kept()
+            before = None if self.kept is None else Before(self.model, self.loss)
             result = self._over(gradients, keep)
             with torch.enable_grad():
                 for record, seat, found in seen:
                     _refuse_other(type(self.model).__name__, found, alone(record, seat))
+        self._refuse_changes(state)
+        return result
+
+    def _refuse_changes(self, state: Hashable) -> None:
         if self.kept is not None and self.kept() != state:
             raise UnsupportedError(
                 f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "
                 "generator of its own). What one record has left there may reach the next. Make it a function of its inputs; "
                 "random numbers come from torch's own generators."
             )
-        return result
 
     def multiloss(
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor

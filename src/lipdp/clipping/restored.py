@@ -62,10 +62,13 @@ class Before:
         self._held: list[_Held] = [_Environment()]
         with readable():
             self._walk(objects)
+        # Most are dictionaries without anything in them (a module's hooks): whether they still are is asked of all at once.
+        self._empty = [held.table for held in self._held if isinstance(held, _Table) and _is_empty(held)]
+        self._filled = [held for held in self._held if not _is_empty(held)]
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        return all(held.is_as_it_was() for held in self._held)
+        return not any(self._empty) and all(held.is_as_it_was() for held in self._filled)
 
     def put_back(self) -> None:
         """Whatever has changed is as it was, where that can be."""
@@ -248,6 +251,10 @@ class _Table(_Held):
         kind = OrderedDict if isinstance(self.table, OrderedDict) else dict
         kind.clear(self.table)
         kind.update(self.table, self.before or {})
+
+
+def _is_empty(held: _Held) -> bool:
+    return isinstance(held, _Table) and type(held.table) in (dict, OrderedDict) and not held.table
 
 
 class _Names(_Held):

@@ -102,17 +102,11 @@ def alone_or_together(augmentation: Any, x: torch.Tensor, generator: torch.Gener
     if not alone and len(x) == 1:  # nothing is learned
         with left_as_it_was(augmentation):
             return _one_by_one(augmentation, x, (first, second), generator)
-    kept = _kept(augmentation)
-    copies = _one_by_one(augmentation, x, (first, second), generator)
-    if _kept(augmentation) != kept:
+    try:
+        return _one_by_one(augmentation, x, (first, second), generator, _kept(augmentation))
+    except DataError:
         _meet(augmentation, None)
-        raise DataError(
-            f"the augmentation {type(augmentation).__name__} takes examples one by one, and keeps something from one to the next "
-            "(a counter, a table, a random number generator of its own). Draw from the generator that it is given, or from "
-            "torch's, Python's or numpy's own, which each example gets anew; or work on the whole batch along other dimensions "
-            "than the first."
-        )
-    return copies
+        raise
 
 
 def _show_public(augmentation: Any, x: torch.Tensor, generator: torch.Generator | None) -> None:
@@ -129,14 +123,20 @@ def _meet(augmentation: Any, alone: bool | None) -> None:
             _met[augmentation] = alone
 
 
-def _one_by_one(augmentation: Any, x: torch.Tensor, seeds: tuple[int, int], generator: torch.Generator | None) -> torch.Tensor:
-    """The copies of each example, by seats."""
+def _one_by_one(
+    augmentation: Any, x: torch.Tensor, seeds: tuple[int, int], generator: torch.Generator | None, kept: Hashable = None
+) -> torch.Tensor:
+    """The copies of each example, by seats. ``kept``: what it held before, and has to hold behind each."""
     copies: list[torch.Tensor] = []
+    before = Before(augmentation)
     with Undrawn(x.device):
         for seat in range(len(x)):
             seed_all(seeds[0] + seat)
             own = None if generator is None else torch.Generator(generator.device).manual_seed(seeds[1] + seat)
             made = augmentation(owned(x[seat : seat + 1]), own)
+            if kept is not None and not before.holds():  # the next one could use it, and put it back
+                _refuse_changes(augmentation, kept)
+                before.put_back()  # equal, but other objects
             if not isinstance(made, torch.Tensor) or made.shape[:1] != (1,):
                 what = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
                 raise DataError(f"the augmentation {type(augmentation).__name__} gives {what} of one example, not (1, copies, …)")
@@ -146,7 +146,19 @@ def _one_by_one(augmentation: Any, x: torch.Tensor, seeds: tuple[int, int], gene
                     f"{tuple(copies[0].shape)} of another: it has to be the same for all."
                 )
             copies.append(owned(made))
+    if kept is not None:
+        _refuse_changes(augmentation, kept)
     return torch.cat(copies) if copies else augmentation(x, generator)
+
+
+def _refuse_changes(augmentation: Any, kept: Hashable) -> None:
+    if _kept(augmentation) != kept:
+        raise DataError(
+            f"the augmentation {type(augmentation).__name__} takes examples one by one, and keeps something from one to the next "
+            "(a counter, a table, a random number generator of its own). Draw from the generator that it is given, or from "
+            "torch's, Python's or numpy's own, which each example gets anew; or work on the whole batch along other dimensions "
+            "than the first."
+        )
 
 
 def _kept(augmentation: Any) -> Hashable:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipdp.clipping import clip_batch
+from lipdp.clipping.restored import left_as_it_was
 from lipdp.errors import DataError
 from lipdp.parametrize import effective_leaves
 
@@ -62,7 +63,14 @@ def measure_gradients(model: torch.nn.Module, loss: PerExampleLoss, x: Tensor, y
         y: targets.
         one_by_one: one backward pass for each example: slow, and the plain definition. By default the norms come from
             :mod:`lipdp.clipping`, which needs one pass for all (and is used wherever no layer is reparametrised).
+
+    What the model puts somewhere meanwhile is put back: it may be trained on.
     """
+    with left_as_it_was(model, loss):
+        return _measured(model, loss, x, y, one_by_one)
+
+
+def _measured(model: torch.nn.Module, loss: PerExampleLoss, x: Tensor, y: Tensor, one_by_one: bool) -> Measured:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad(), effective_leaves(model) as leaves:
         wanted = {**parameters, **leaves}
