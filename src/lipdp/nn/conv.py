@@ -90,7 +90,8 @@ class _Spectral(Reparametrised, BallBias):
         with torch.no_grad():
             if isinstance(self.constraint, Constraint):
                 self.weight.copy_(self.constraint.project(self._matrices(self.weight)).reshape(self.weight.shape))
-            self.project_bias_()
+            if self.bias is not None:
+                self.project_bias_()
 
     def is_inside(self) -> bool:
         """Whether ‖Θ_g‖₂ ≤ 1 by a certificate, and the bias is in its ball; a reparametrised kernel only has to be finite."""

@@ -94,7 +94,8 @@ class FourierConv2d(BallBias, torch.nn.Conv2d):
             norm += 2 * unit_roundoff(self.weight.dtype) * math.sqrt(taps) * float(torch.linalg.vector_norm(wide))
             if norm > 1:
                 self.weight.copy_((wide / norm).to(self.weight.dtype))
-            self.project_bias_()
+            if self.bias is not None:
+                self.project_bias_()
 
     def is_inside(self) -> bool:
         """Whether sup_ω‖K̂(ω)‖₂ ≤ 1 by the certificate, and the bias is in its ball."""

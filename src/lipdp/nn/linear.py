@@ -36,9 +36,8 @@ class BallBias(Constrained):
         return None if getattr(self, "bias", None) is None else self.bias_norm
 
     def project_bias_(self) -> None:
-        """Back to ‖b‖₂ ≤ bias_norm."""
-        if getattr(self, "bias", None) is not None:
-            self.bias.copy_(project_ball(self.bias, self.bias_norm))
+        """Back to ‖b‖₂ ≤ bias_norm, of a bias that is there."""
+        self.bias.copy_(project_ball(self.bias, self.bias_norm))
 
     def is_bias_inside(self) -> bool:
         """Whether projecting leaves every bit of it."""
@@ -128,7 +127,8 @@ class SpectralLinear(Reparametrised, BallBias, torch.nn.Linear):
         with torch.no_grad():
             if not isinstance(self.constraint, Parametrisation):
                 self.weight.copy_(self.constraint.project(self.weight))
-            self.project_bias_()
+            if self.bias is not None:
+                self.project_bias_()
 
     def is_inside(self) -> bool:
         """Whether ‖W‖₂ ≤ 1 by a certificate, and the bias is in its ball; a reparametrised weight only has to be finite."""
@@ -226,7 +226,8 @@ class L1Linear(BallBias, torch.nn.Linear):
         """Back to absolute sums ≤ 1 and ‖b‖₂ ≤ bias_norm."""
         with torch.no_grad():
             self.weight.copy_(AbsoluteSums().project(self.weight) if self.rows else project_columns(self.weight))
-            self.project_bias_()
+            if self.bias is not None:
+                self.project_bias_()
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""

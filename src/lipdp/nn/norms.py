@@ -39,7 +39,8 @@ class _Bounded(BallBias):
         with torch.no_grad():
             if self.weight is not None:
                 self.weight.copy_(project_box(self.weight, -self.scale, self.scale))
-            self.project_bias_()
+            if self.bias_bound is not None:
+                self.project_bias_()
 
     def _affine(self) -> Affine:
         weight = (1.0, None) if self.weight is None else (self.scale, "weight")

@@ -12,7 +12,7 @@ Targets: floating-point ones become the type of the model's outputs, whole ones 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -107,9 +107,15 @@ class Types:
 
     def of_targets(self, y: Any) -> torch.dtype:
         """The type that targets like ``y`` have to be."""
+        native = model_dtype(self.model) or torch.get_default_dtype()
+        key = "targets", native, y.dtype, y.layout, y.ndim
+        if key not in self._decided:
+            self._decided[key] = self._decide_targets(y, native)
+        return cast(torch.dtype, self._decided[key])
+
+    def _decide_targets(self, y: Any, native: torch.dtype) -> torch.dtype:
         given: torch.dtype = y.dtype
         _refuse_odd("targets", y)
-        native = model_dtype(self.model) or torch.get_default_dtype()
         if given.is_floating_point:
             if isinstance(self.loss, _CLASSES) and y.ndim == 1:
                 raise DataError(
