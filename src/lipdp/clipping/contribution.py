@@ -368,9 +368,8 @@ def find_norm_rule(module: torch.nn.Module) -> NormRule | None:
     return None if is_parametrized(module) else _rules.find(module)
 
 
-def is_at_once(rule: NormRule) -> bool:
-    """Whether the rule's contributions are made during the backward pass, see :func:`norm_rule`."""
-    return rule in _at_once
+# Whether a rule's contributions are made during the backward pass, see :func:`norm_rule`.
+is_at_once = _at_once.__contains__
 
 
 def find_refusal(module: torch.nn.Module) -> str | None:
