@@ -63,6 +63,16 @@ def test_classes_with_a_report(table: Path) -> None:
     assert "of another run" in told
 
 
+def test_a_model_that_is_not_kept_and_not_judged(table: Path) -> None:
+    """Its ε is spent all the same: said before that happens."""
+    code, told = train(table, {**SCHEMA, "pay": [0, 100_000]}, "--target", "kind", "--epsilon", "1")
+    assert code == 0
+    told = " ".join(told.split())
+    assert "no --output: the model will not be kept, and its ε is spent all the same" in told
+    assert "trained with (ε = 1.000, δ = 1e-05), in " in told
+    assert "judged on no records: --test FILE or --validation-fraction 0.2 holds some out" in told
+
+
 def test_numbers_and_ranges_that_are_paid_for(table: Path) -> None:
     """The report's ε has the ranges in it, although the plan has not; and the account was charged for both."""
     account = Budget(table.parent / "people.budget", epsilon=8.0, delta=1e-4, dataset="people")
