@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(name="mechanism", no_args_is_help=True, help="Private mechanisms for statistics: learned, or the experts'.")
+app = typer.Typer(
+    name="mechanism",
+    no_args_is_help=True,
+    help="Private statistics of a column: means, medians, quantiles, histograms, with intervals.",
+)
 
 _EVERY = 5.0  # seconds between two signs of life
 LEARN_EXAMPLE = "Example: lipdp mechanism learn median --epsilon 1 --size 100 --low 0 --high 10 --output median.mechanism"
