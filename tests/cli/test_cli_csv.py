@@ -55,6 +55,8 @@ def test_classes_with_a_report(table: Path) -> None:
     assert sum(map(sum, read.about.evaluation.confusion)) == 100
     assert "--target kind" in read.about.command
     page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Privacy report: " in page
+    assert "people.csv</h1>" in page
     assert "ranges or categories of 4 columns, as declared: " in page  # and which: whoever signs has to know
     assert "age, from 18 to 90; job, one of clerk, nurse; hours, from 0 to 60, or missing" in page
     assert json.loads((run / "schema.json").read_text())["job"] == {"values": ["clerk", "nurse"]}
