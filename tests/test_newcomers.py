@@ -155,6 +155,7 @@ COMMANDS: dict[str, tuple[Callable[[], tuple[int, str]], str]] = {
     "a question with a typo": (lambda: _answered(query="meen"), "'std'"),
     "a percentile above 100": (lambda: _answered(query="p101"), "from p0 to p100"),
     "a quantile above 1": (lambda: _answered(query="quantile:90"), "quantile:0 to quantile:1"),
+    "values beyond the bounds": (lambda: _answered(data=_made("b.csv", "age\n1\n12\n")), "--clamp"),
     "edges that fall": (lambda: _answered(query="histogram:9,5,0"), "in rising order"),
     "ε and ρ": (lambda: _answered("--rho", 0.1), "one of the two"),
     "a mechanism as the budget": (lambda: _answered("--budget", _made("a.mechanism", "text")), "is it the right file?"),
@@ -201,6 +202,14 @@ def test_a_command_is_refused(name: str) -> None:
     assert said in told
     for file in Path().glob("people.csv"):
         assert file.read_text() == "age\n1\n"
+
+
+def test_values_beyond_the_bounds_are_told_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lipdp.mechanisms.answering.plan", None)
+    with pytest.raises(DataError, match="outside of the bounds"):
+        lipdp.mechanisms.answer([1.0, 12.0], "median", (0, 9), 1.0)
+    code, told = _answered(query="median", data=_made("b.csv", "age\n1\n12\n"))
+    assert (code, "planning" in told) == (2, False)
 
 
 def test_there_are_many() -> None:

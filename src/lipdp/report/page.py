@@ -100,7 +100,8 @@ def html(runs: Sequence[RunRecord]) -> str:
 def _title(runs: Sequence[RunRecord]) -> str:
     if not runs:
         raise ConfigurationError("a report is of one run at least: give the folder of one")
-    names = ", ".join(str(run.result.get("recipe", run.name)) for run in runs[:3])
+    own = "dataset" if len(runs) == 1 else "recipe"  # a table of one's own has no recipe; several runs on it have folders
+    names = ", ".join(str(run.result.get("recipe", run.result.get(own, run.name))) for run in runs[:3])
     return f"Privacy report: {names}{' …' if len(runs) > 3 else ''}"
 
 
