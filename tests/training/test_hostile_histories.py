@@ -262,7 +262,7 @@ class World:
         if harmed is not None:
             book.write_bytes(harmed)
         engine = self.new(book)
-        with pytest.raises(CheckpointError, match="is not there|is not the one|not the book of this run"):
+        with pytest.raises(CheckpointError, match=r"is not there|is not the one|not the book of this run"):
             engine.load_state_dict(load_checkpoint(file))
         self.killed()
         book.write_bytes(whole)
