@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lipdp
 from lipdp import losses, privacy
-from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.training import asking, guards, positions
 
 from .common import Spy, engine_of, free, planned, same, small, toy, weights
@@ -444,19 +445,23 @@ def transformed(batch):
     }
 
 
-def test_records_of_which_nobody_knows_how_they_were_drawn_are_refused():
+@pytest.mark.parametrize("what", ["cloned", "converted", "through numpy", "a loader's", "rows", "of two batches"])
+def test_records_of_which_nobody_knows_how_they_were_drawn_are_said_to_be_the_callers(what):
     engine = engine_of(free(), seed=None)
     batches = engine.batches(toy())
     data, drawn = toy(), next(batches)
     loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
-    unknown = {**transformed(drawn), "a loader's": next(iter(loader)), "rows": data[:32], "all": data.tensors}
+    unknown = {**transformed(drawn), "a loader's": next(iter(loader)), "rows": data[:32]}
     unknown["of two batches"] = tuple(torch.cat(parts) for parts in zip(drawn, next(batches), strict=True))
-    for what, given in unknown.items():
-        with pytest.raises(ConfigurationError, match="nobody knows which sample they are"):
-            engine.step(*given)
-        assert engine.steps == 0, what
-    assert engine.epsilon == 0
-    engine.step(*drawn)
+    with pytest.warns(LipdpWarning, match="nobody but you knows"):
+        engine.step(*unknown[what])
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        engine.step(*unknown[what])
+        other = engine_of(free(), seed=None)
+        other.step(*next(other.batches(data)))
+        other.step(*unknown[what], sample="own")
+    assert (engine.steps, other.steps) == (2, 2)
 
 
 @pytest.mark.parametrize("what", list(transformed(toy(2).tensors)))
@@ -481,8 +486,6 @@ def test_a_loop_that_gathers_its_samples_makes_one_step_with_each():
     data, engine = toy(), engine_of(free(), seed=None)
     samples = engine.samples(data)
     first, second, third = next(samples), next(samples), next(samples)
-    with pytest.raises(ConfigurationError, match="nobody knows"):
-        engine.step(*data[first])
     engine.step(*data[second], sample=second)
     with pytest.raises(ConfigurationError, match="used in a step"):
         engine.step(*data[second], sample=second)
@@ -503,7 +506,7 @@ def test_a_part_of_a_batch_and_one_with_records_twice_are_refused():
     engine = engine_of(free(), seed=None)
     x, y = next(engine.batches(toy()))
     twice = (x.repeat(2, 1), y.repeat(2))
-    for given in ((x[1:], y[1:]), (x[::2], y[::2]), (x[:0], y[:0])):
+    for given in ((x[1:], y[1:]), (x[::2], y[::2]), (x[:-1], y[:-1])):
         with pytest.raises(ConfigurationError, match="another number of records"):
             engine.step(*given)
     with pytest.raises(ConfigurationError, match="another number of records"):
@@ -512,6 +515,8 @@ def test_a_part_of_a_batch_and_one_with_records_twice_are_refused():
         with pytest.raises(ConfigurationError, match="others in its rows"):
             engine.step(*given)
     engine.step(x.reshape(len(x), 2, 3).flatten(1), y[:, None].squeeze(1))  # views of all of it
+    empty = next(engine.batches(toy()))
+    engine.step(*(part[:0] for part in empty))  # that none are in it depends on no record
 
 
 @pytest.mark.parametrize("wrong", ["mine", 3, torch.arange(4), (torch.zeros(4, 6), torch.zeros(4)), [], {}])

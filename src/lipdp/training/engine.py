@@ -27,7 +27,7 @@ from lipdp.training.asking import Asked, ask
 from lipdp.training.batches import Batch, check_batch, check_dataset, gather
 from lipdp.training.continuing import load_state, places_of, state_of
 from lipdp.training.front import applicable_layers
-from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch
+from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch, tell_of_own_records
 from lipdp.training.known import Progress
 from lipdp.training.positions import refuse_forked
 from lipdp.training.preparing import bind, release_statistics, settle_records, shuffle_records
@@ -281,7 +281,8 @@ class PrivacyEngine:
             targets: of the same one.
             sample: which sample these records are, where they are not the very tensors that :meth:`batches` has given: the batch
                 that they were made of, record by record, or the numbers of :meth:`samples` that they were gathered by. "own": the
-                caller has drawn them, for this step alone and as the plan's ``sampling`` says; the guarantee rests on that.
+                caller has drawn them, for this step alone and as the plan's ``sampling`` says; the guarantee rests on that. Where
+                nobody says so, a warning does.
         """
         run = self._run
         if run.streams.private:
@@ -294,6 +295,9 @@ class PrivacyEngine:
             self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
             drawn = claim_batch((inputs, targets), run.account.nonce, sample)
+            if drawn is None and sample is None and not (run.has_own_records or run.public):
+                run.has_own_records = True
+                tell_of_own_records()
             run.watch.restore_modes()
             seats = run.seats(inputs, self.ledger.steps)
             batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)

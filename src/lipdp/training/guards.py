@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,21 @@ import torch
 from torch.multiprocessing import reductions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.inputs import leaves
 
-__all__ = ["OWN", "Held", "Interrupts", "Undoing", "claim_batch", "is_guard", "note_batch", "spend_all", "spend_batch"]
+__all__ = [
+    "OWN",
+    "Held",
+    "Interrupts",
+    "Undoing",
+    "claim_batch",
+    "is_guard",
+    "note_batch",
+    "spend_all",
+    "spend_batch",
+    "tell_of_own_records",
+]
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
@@ -146,9 +158,9 @@ def note_batch(batch: Any, owner: str, number: int) -> None:
 
 
 def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None) -> int | None:
-    """The number of the batch that these records are, by their memory or by what ``sample`` says; ``None`` for the caller's own.
+    """The number of the batch that these records are, by their memory or by what ``sample`` says; ``None``: nobody knows.
 
-    Refused: records that nothing is known of, batches that were used, that are not this owner's, that are two, or a part of one.
+    Refused: batches that were used, that are not this owner's, that are two, or a part of one.
     """
     if isinstance(sample, str) and sample != OWN:
         raise ConfigurationError(f"sample={sample!r}: a batch of engine.batches, numbers of engine.samples, or 'own'")
@@ -174,21 +186,26 @@ def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None)
                 f"these are parts of two batches, number {drawn[0].number} and number {one.number} of this run: a record that is "
                 "in both would move two rows of the sum. Pass inputs and targets as one batch of engine.batches(train) gives them."
             )
-    if sample is None and not all(found):
-        raise ConfigurationError(
-            "these records are not a batch as an engine has drawn it, so nobody knows which sample they are: two steps with one "
-            "sample, or with one that was not drawn as planned (a shuffled DataLoader's), are not what is accounted for. Pass "
-            "batches of engine.batches(train) as they are: step moves and converts them itself. What you have made of one, record "
-            "by record (.to, .clone, another type): engine.step(inputs, targets, sample=batch); gathered by engine.samples(train): "
-            "sample=numbers; samples that you draw yourself, anew for each step and as the plan says: sample='own'."
-        )
-    if drawn and (drawn[0].rows != len(parts[1]) or not all(map(_are_rows, leaves(parts)))):
+    if drawn and (len(parts[1]) not in (0, drawn[0].rows) or not all(map(_are_rows, leaves(parts)))):
         raise ConfigurationError(
             f"this batch was drawn with another number of records than the {len(parts[1])} that are passed, or with others in its "
             "rows. Which ones are left out, or are in it twice, would depend on the others: one record more would move several "
             "rows of the sum. Pass all of them, once."
         )
     return drawn[0].number if drawn else None
+
+
+def tell_of_own_records() -> None:
+    """Say once what a step rests on whose records are no batch that an engine has drawn."""
+    warnings.warn(
+        "these records are not a batch as this engine has drawn it, so nobody but you knows how they were: the guarantee holds if "
+        "each step has a sample of its own, drawn as the plan's sampling says (a shuffled DataLoader's are not). Take batches of "
+        "engine.batches(train), which step moves and converts by itself. What you make of one record by record (.to, .clone): "
+        "engine.step(inputs, targets, sample=batch); gathered by engine.samples(train): sample=numbers; drawn by yourself: "
+        "sample='own'.",
+        LipdpWarning,
+        stacklevel=4,
+    )
 
 
 def spend_batch(parts: tuple[Any, Any], sample: Any = None) -> None:

@@ -100,6 +100,7 @@ class Run:
         data: what the data are known by, until the next release.
         drawn: batches drawn so far.
         used: the number behind the last batch that a step was made with.
+        has_own_records: whether a step was made with records that no engine has drawn, which was said then.
         resumed: whether it goes on from a saved state.
     """
 
@@ -124,6 +125,7 @@ class Run:
         self.paid, self.public, self.resumed = options.budget is not None, bool(options.public), False
         self.seating = Seating(self._seats)
         self.drawn = self.used = 0
+        self.has_own_records = False
         self.clipped_share: float | None = None
         self.data: tuple[str, ...] = ()
         self.held = Held(iter([*self.parameters.values(), *self.shards.parameters.values()]), optimizer)
