@@ -511,6 +511,9 @@ def test_a_part_of_a_batch_and_one_with_records_twice_are_refused():
             engine.step(*given)
     with pytest.raises(ConfigurationError, match="another number of records"):
         engine.step(*twice, sample=(x, y))
+    for given in ((x[:1].expand(len(x), -1), y), (x, y[:1].expand(len(y))), (x.as_strided(x.shape, (1, 6)), y)):
+        with pytest.raises(ConfigurationError, match="others in its rows"):
+            engine.step(*given)
     engine.step(x.reshape(len(x), 2, 3).flatten(1), y[:, None].squeeze(1))  # views of all of it
     empty = next(engine.batches(toy()))
     engine.step(*(part[:0] for part in empty))  # that none are in it depends on no record

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +14,19 @@ from lipdp.privacy.accounting import Accountant, Adjacency, run_epsilon
 from lipdp.privacy.runs import PrivateRun
 
 __all__ = ["Furthest", "Ledger"]
+
+
+_noting = threading.RLock()  # engines of one run may be in several threads
+
+
+def _forked() -> None:
+    """Another thread of the parent's may have held it: that one is not here to let it go."""
+    global _noting
+    _noting = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass
@@ -30,8 +45,9 @@ class Furthest:
 
     def note(self, steps: int, one_off: Iterable[str] = ()) -> None:
         """It came as far as this."""
-        self.steps = max(self.steps, steps)
-        self.one_off.update(one_off)
+        with _noting:
+            self.steps = max(self.steps, steps)
+            self.one_off.update(one_off)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Furthest:
         return self

@@ -81,7 +81,6 @@ def load_state(run: Run, state: dict[str, Any]) -> None:
     except BaseException:
         _put_back(run, before, proved)
         raise
-    run.ledger.furthest.note(given.charged, given.charged_one_off)
 
 
 def _put_back(run: Run, before: EngineState, proved: bool) -> None:
@@ -128,4 +127,5 @@ def _take_over(run: Run, state: EngineState) -> None:
     run.account.adopt(state.run)
     run.streams.load_state_dict(vars(state))
     run.ledger.furthest = run.streams.furthest
+    run.ledger.furthest.note(state.charged, state.charged_one_off)
     run.resumed, run.book.since = True, state.book

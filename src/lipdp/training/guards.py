@@ -121,6 +121,7 @@ class _Drawn:
     owner: str
     number: int
     rows: int
+    strides: set[tuple[int, int]]
     used: bool = False
 
     def lies_in(self, memory: int) -> bool:
@@ -145,7 +146,8 @@ def note_batch(batch: Any, owner: str, number: int) -> None:
     global _look_at
     parts = leaves(batch)
     storages = [part.untyped_storage() for part in parts]
-    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner, number, len(parts[-1]))
+    strides = {(storage._cdata, part.stride(0)) for storage, part in zip(storages, parts, strict=True)}
+    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner, number, len(parts[-1]), strides)
     with _noting:
         if len(_batches) > _look_at:
             for memory in [memory for memory, other in _batches.items() if all(part.expired() for part in other.memory)]:
@@ -184,11 +186,11 @@ def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None)
                 f"these are parts of two batches, number {drawn[0].number} and number {one.number} of this run: a record that is "
                 "in both would move two rows of the sum. Pass inputs and targets as one batch of engine.batches(train) gives them."
             )
-    if drawn and len(parts[1]) not in (0, drawn[0].rows):
+    if drawn and (len(parts[1]) not in (0, drawn[0].rows) or not all(map(_are_rows, leaves(parts)))):
         raise ConfigurationError(
-            f"this batch was drawn with another number of records than the {len(parts[1])} that are passed. Which ones are left "
-            "out, or are in it twice, would depend on the others: one record more would move several rows of the sum. Pass all of "
-            "them, once."
+            f"this batch was drawn with another number of records than the {len(parts[1])} that are passed, or with others in its "
+            "rows. Which ones are left out, or are in it twice, would depend on the others: one record more would move several "
+            "rows of the sum. Pass all of them, once."
         )
     return drawn[0].number if drawn else None
 
@@ -231,6 +233,12 @@ def _drawn_as(part: Any) -> _Drawn | None:
     memory = part.untyped_storage()._cdata
     drawn = _batches.get(memory)
     return drawn if drawn is not None and drawn.lies_in(memory) else None
+
+
+def _are_rows(part: Any) -> bool:
+    """Whether each of its rows is of another record, where it is a view of what was drawn (one that is expanded is not)."""
+    drawn = _drawn_as(part)
+    return drawn is None or len(part) < 2 or (part.untyped_storage()._cdata, part.stride(0)) in drawn.strides
 
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
