@@ -28,9 +28,11 @@ from lipdp._discreet import named
 from lipdp._numerics import HALF, random_states, set_random_states
 from lipdp.clipping.contribution import Contribution, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
-from lipdp.clipping.follow import At, Following, NotApartError
+from lipdp.clipping.follow import Following
+from lipdp.clipping.follow_rules import At
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, UnseenLayerError, Where
 from lipdp.clipping.norm_rules import Contributions
+from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import nothing_kept

@@ -28,7 +28,8 @@ from lipdp.clipping.adoption import Shown, TrainedLayers, Ways, trained_layers
 from lipdp.clipping.contribution import Contribution, Dense
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
-from lipdp.clipping.follow import At, Following
+from lipdp.clipping.follow import Following
+from lipdp.clipping.follow_rules import At
 from lipdp.clipping.handed import Note, Use, stand_ins
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.norm_rules import (

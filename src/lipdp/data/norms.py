@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 from lipdp._checks import known_device, whole
 from lipdp._discreet import kind_of
 from lipdp._texts import figure, saved, source
-from lipdp.clipping.follow import NotApartError
+from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before
 from lipdp.data.alone import kept_apart
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice
