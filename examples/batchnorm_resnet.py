@@ -57,7 +57,7 @@ def main(steps: int, epsilon: float) -> float:
     optimizer, scheduler = lipdp.suggest_optimizer(model, plan)
     history = lipdp.fit(model, loss, optimizer, plan, train, scheduler=scheduler)
     accuracy = lipdp.evaluate(model, loss, test)["accuracy"]
-    print(f"test accuracy {100 * accuracy:.1f} %, ε = {history.epsilon:.3g}, δ = {plan.delta:g}")
+    print(f"test accuracy {100 * accuracy:.1f} %, {lipdp.privacy.guarantee(history.epsilon, plan.delta)}")
     return accuracy
 
 

@@ -65,7 +65,8 @@ def main(
     test = records(*lipdp.data.reviews("test"), tokenizer)
     accuracy = lipdp.evaluate(model, loss, test, device=device)["accuracy"]
     print(
-        f"{sum(p.numel() for p in trained):,} parameters trained: {accuracy:.1%} at ε = {history.epsilon:.3g}, δ = {plan.delta:g}"
+        f"{sum(p.numel() for p in trained):,} parameters trained: {accuracy:.1%} at "
+        f"{lipdp.privacy.guarantee(history.epsilon, plan.delta)}"
     )
     return accuracy
 

@@ -54,7 +54,7 @@ def main(records: int, batch_size: int, steps: int, epsilon: float) -> float:
         engine.step(x, y)
         scheduler.step()
     accuracy = lipdp.evaluate(model, loss, test)["accuracy"]
-    print(f"test accuracy {100 * accuracy:.1f} %, ε = {engine.epsilon:.3g}, δ = {plan.delta:g}")
+    print(f"test accuracy {100 * accuracy:.1f} %, {lipdp.privacy.guarantee(engine.epsilon, plan.delta)}")
     return accuracy
 
 

@@ -64,7 +64,7 @@ def main(text: str, epsilon: float = 8.0, steps: int = 300, batch_size: int = 40
     with torch.no_grad():
         value = torch.cat([next_letter(model(part[:, :-1]), part[:, 1:]) for part in test.split(256)]).mean()
     perplexity = math.exp(float(value))
-    print(f"perplexity {perplexity:.2f} of letters at ε = {history.epsilon:.3g}, δ = {plan.delta:g}")
+    print(f"perplexity {perplexity:.2f} of letters at {lipdp.privacy.guarantee(history.epsilon, plan.delta)}")
     return perplexity
 
 

@@ -151,7 +151,7 @@ def test_a_number_beyond_the_models_type_is_refused_with_its_record():
     model, loss, settings = clipless()
     plan = lipdp.plan(model, loss, dataset_size=SIZE, batch_size=16, delta=1e-3, noise_multiplier=1.0, steps=2, **settings)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), plan, seed=0, reproducible=True)
-    engine.step(x, labels())  # a loop of one's own: left out, as any record that is not finite
+    engine.step(x, labels(), sample="own")  # a loop of one's own: left out, as any record that is not finite
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 

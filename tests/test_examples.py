@@ -39,7 +39,7 @@ def test_the_example_of_opacus(monkeypatch, capsys) -> None:
     monkeypatch.setattr(lipdp.data, "load", lambda name: (images, images, info))
     assert sum(p.numel() for p in example.network().parameters()) == 26_010
     assert math.isfinite(example.main(records=48, batch_size=16, steps=2, epsilon=3.0))
-    assert "ε = 3, δ = 1e-05" in capsys.readouterr().out
+    assert "ε = 3.000, δ = 1e-05" in capsys.readouterr().out
 
 
 def test_a_resnet_with_batch_normalisation(capsys) -> None:

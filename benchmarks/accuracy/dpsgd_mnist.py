@@ -23,6 +23,7 @@ import torch
 
 import lipdp.clipping
 from lipdp import data, models
+from lipdp._texts import upwards
 from lipdp.data import RandomCrop
 from lipdp.losses import CrossEntropy
 from lipdp.recipes import Recipe, train
@@ -262,7 +263,7 @@ def test(arguments: argparse.Namespace) -> None:
         line = {**result.summary(), "config": config, "average": average, "chosen_by": found, "batch_rows": rows}
         with (folder / "test.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")
-        print(f"seed {seed}: {100 * result.accuracy:.2f}% at epsilon {result.epsilon:.4f}, {result.seconds:.1f} s", flush=True)
+        print(f"seed {seed}: {100 * result.accuracy:.2f}% at epsilon {upwards(result.epsilon)}, {result.seconds:.1f} s", flush=True)
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def in_turns(engines: list[lipdp.PrivacyEngine], batch: int, rounds: int, second
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = now()
-            engine.step(*given)
+            engine.step(*given, sample="own")
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if number >= min(8, rounds // 3):  # recordings are made, libraries loaded

@@ -67,7 +67,7 @@ def clipless(pair: Pair, x: Tensor, y: Tensor) -> Step:
     # The accounting is not part of a step; any long plan will do.
     plan = lipdp.plan(model, loss, delta=1e-6, noise_multiplier=4.0, accountant="rdp", precision=precision, **sizes)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan)
-    return lambda: engine.step(x, y)
+    return lambda: engine.step(x, y, sample="own")
 
 
 def _clipping(method: str) -> Make:

@@ -94,7 +94,12 @@ def engine_step(recipe: Recipe, timed: int, device: str) -> tuple[dict[str, floa
         engine.release_statistics(learn)
     rows = engine.settle(learn) if recipe.front == "stored" else learn
     samples = engine.samples(rows)
-    return median_step(lambda: engine.step(*gather_lazily(rows, next(samples))), timed), ready.plan.steps  # as lipdp.fit does
+
+    def step() -> None:  # as lipdp.fit does
+        chosen = next(samples)
+        engine.step(*gather_lazily(rows, chosen), sample=chosen)
+
+    return median_step(step, timed), ready.plan.steps
 
 
 def opacus_step(recipe: Recipe, timed: int, device: str, *, helped: bool) -> dict[str, float]:

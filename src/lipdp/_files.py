@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["PUBLIC", "written_whole"]
+__all__ = ["PUBLIC", "created", "unfinished", "written_whole"]
 
 PUBLIC = 0o644
+
+
+def unfinished(path: Path, kind: str) -> Path:
+    """A name beside this file's that nobody has, for what is to take its place."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(6)}.{kind}")
+
+
+def created(path: Path) -> BinaryIO:
+    """A new file of this name, to write: readable by its owner only."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600), "wb")
 
 
 @contextmanager
@@ -25,10 +35,9 @@ def written_whole(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
         mode: who may read it; by default its owner only. ``PUBLIC``: everybody.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
+    part = unfinished(path, "part")
+    try:  # around its making too: an interrupt behind it leaves nothing
+        with created(part) as file:
             yield file
         part.chmod(mode)
         part.replace(path)

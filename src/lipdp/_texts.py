@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Collection, Iterable, Sequence
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ __all__ = [
     "NEIGHBOURS",
     "REPRODUCIBLE",
     "bound",
+    "brief",
+    "downwards",
     "figure",
     "guarantee",
     "number",
@@ -56,16 +58,42 @@ def percent(value: float | None, digits: int = 1) -> str:
 def upwards(value: float, digits: int = 4) -> str:
     """A number to so many significant digits, rounded *up*: a guarantee must not look better than it is."""
     if not math.isfinite(value) or value == 0:
-        return "∞" if value == math.inf else f"{value:g}"
+        return _unrounded(value)
     rounded = Decimal(f"{value:.12g}")  # 3.0000000000000004 is a 3 spoilt by rounding
     for _ in range(2):  # twice: 0.9999 becomes 1.000 and then 1.00
         rounded = rounded.quantize(Decimal(1).scaleb(min(0, rounded.adjusted() - digits + 1)), rounding=ROUND_CEILING)
     return f"{rounded:f}"
 
 
+def brief(value: float | None, digits: int = 6) -> str:
+    """A number rounded *up*, as short as it can be written: 3, 0.1, 1e-05. For δ, and for what was asked for."""
+    return "–" if value is None else _short(value, digits, ROUND_CEILING)
+
+
+def downwards(value: float, digits: int = 4) -> str:
+    """A number rounded *down*, as short as it can be written: what is left of a budget, what an attack has shown."""
+    return _short(value, digits, ROUND_FLOOR)
+
+
+def _short(value: float, digits: int, rounding: str) -> str:
+    if not math.isfinite(value) or value == 0:
+        return _unrounded(value)
+    exact = Decimal(f"{value:.12g}")
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), rounding=rounding)):.{digits}g}"
+
+
+def _unrounded(value: float) -> str:
+    return "∞" if value == math.inf else f"{value:g}"
+
+
 def guarantee(epsilon: float, delta: float) -> str:
-    """The text ε = 3.000, δ = 1e-05."""
-    return f"ε = {upwards(epsilon)}, δ = {delta:g}"
+    """The text "ε = 3.000, δ = 1e-05", both rounded up: what may be said of a run without saying too much.
+
+    Args:
+        epsilon: what was spent, e.g. ``history.epsilon``.
+        delta: of the plan.
+    """
+    return f"ε = {upwards(epsilon)}, δ = {brief(delta)}"
 
 
 def source(public: bool) -> str:

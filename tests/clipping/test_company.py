@@ -134,7 +134,7 @@ def test_the_engine_takes_no_step(mixer):
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(UnsupportedError, match="mixes the examples"):
-        engine.step(torch.randn(20, 5), torch.randint(3, (20,)))
+        engine.step(torch.randn(20, 5), torch.randint(3, (20,)), sample="own")
     assert engine.steps == 0
     assert all(map(torch.equal, before, model.parameters()))
 

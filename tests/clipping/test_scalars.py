@@ -232,5 +232,5 @@ def test_modules_with_plain_tensors_train(kind, method):
         model, loss, dataset_size=32, batch_size=16, delta=1e-3, noise_multiplier=1.0, steps=1, method=method, max_grad_norm=1.0
     )
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0, reproducible=True)
-    engine.step(inputs(16).float(), torch.arange(16) % 3)
+    engine.step(inputs(16).float(), torch.arange(16) % 3, sample="own")
     assert engine.steps == 1

@@ -110,7 +110,7 @@ def test_models(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> N
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
     x = torch.randn(4, *shape)
     assert torch.equal(model(x), torch.zeros(4, 3))  # the logits start at zero
-    engine.step(x, torch.arange(4) % 3)
+    engine.step(x, torch.arange(4) % 3, sample="own")
     assert not torch.equal(model(x), torch.zeros(4, 3))
     assert torch.allclose(model.export()(x), model(x), atol=1e-6)
     assert set(options) | {"clip", "conv_clip"} <= set(models.by_name.option_names(name))

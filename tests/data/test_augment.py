@@ -264,10 +264,10 @@ def test_copies_depend_on_their_own_example_alone(name: str, method: str) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lipdp.PrivacyEngine(model, loss, optimizer, plan, augmentation={**MIXING, **APART}[name]) as engine:
         if name in APART:
-            engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3)
+            engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3, sample="own")
         else:
             with pytest.raises(DataError, match=r"may mix examples"):
-                engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3)
+                engine.step(torch.rand(8, 1, 4, 4), torch.arange(8) % 3, sample="own")
 
 
 def _cropped(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:

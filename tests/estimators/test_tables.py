@@ -102,7 +102,7 @@ def test_ranges_are_paid_for_from_the_same_budget() -> None:
     assert model.released_ + model.plan_.epsilon == pytest.approx(model.epsilon_)
     assert model.score(x, y) > 0.85
     assert all(900 < column.low < 1100 < column.high + 100 for column in model.schema_.columns)
-    assert "0.5 of it for ranges" in model.report()
+    assert "0.5000 of it for ranges" in model.report()
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -295,7 +295,7 @@ def test_folds_compose_and_it_is_said() -> None:
     model = lipdp.PrivateClassifier(1.0, schema=UNIT)
     before, account._expected = account._expected, 0  # other tests repeat runs all the time
     try:
-        with pytest.warns(RepeatedRunWarning, match=r"fit 2 on some of the same rows .*ε is up to 2 at δ = 2e-05, not 1"):
+        with pytest.warns(RepeatedRunWarning, match=r"fit 2 on some of the same rows .*ε is up to 2.000 at δ = 2e-05, not 1.000"):
             cross_val_score(model, x, y, cv=3)
         forget_rows()
         with warnings.catch_warnings():

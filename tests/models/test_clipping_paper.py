@@ -59,7 +59,7 @@ def test_a_step(name):
     assert ready.plan.dataset_size == info.train_size
     before = [parameter.detach().clone() for parameter in ready.model.parameters()]
     engine = lipdp.PrivacyEngine(ready.model, ready.loss, ready.optimizer, ready.plan, seed=0, reproducible=True, microbatch_size=4)
-    engine.step(inputs(info, 3), torch.randint(0, info.classes, (3,)))
+    engine.step(inputs(info, 3), torch.randint(0, info.classes, (3,)), sample="own")
     assert engine.steps == 1
     for old, new in zip(before, ready.model.parameters(), strict=True):
         assert bool(torch.isfinite(new).all())

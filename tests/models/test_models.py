@@ -35,7 +35,7 @@ def test_forward_plan_and_one_step(name, shape, options, size):
     assert float(model(x * 1e3).detach().norm(dim=1).max()) <= options.get("input_norm", 1.0) * (1 + 1e-5)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
     before = [p.detach().clone() for p in model.parameters()]
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     assert engine.steps == 1
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 

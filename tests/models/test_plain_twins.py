@@ -84,7 +84,7 @@ def test_one_private_step() -> None:
     plan = lipdp.plan(model, loss, dataset_size=50, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=1, method="bookkeeping",
                       max_grad_norm=0.3, accountant="rdp")  # fmt: skip
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
-    engine.step(torch.randn(4, 1, 8, 8), torch.arange(4) % 3)
+    engine.step(torch.randn(4, 1, 8, 8), torch.arange(4) % 3, sample="own")
     assert engine.steps == 1
 
 

@@ -59,7 +59,7 @@ def one_step(model: torch.nn.Module, x: torch.Tensor, shape: tuple[int, ...], **
     )
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan)
     before = [p.detach().clone() for p in model.parameters()]
-    engine.step(x, torch.arange(4) % 3)
+    engine.step(x, torch.arange(4) % 3, sample="own")
     assert engine.steps == 1
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return plan

@@ -76,7 +76,9 @@ def test_the_engine_noises_the_kernel_and_pulls_it_back_to_theta(pi: Any) -> Non
         wanted = {**{name: p for name, p in model.named_parameters() if name not in leaves}, **leaves}
         total = torch.autograd.grad(LOSS(model(x), y).sum(), list(wanted.values()))
     expected = pull_back(model, {name: g / 64 for name, g in zip(wanted, total, strict=True)})
-    lipdp.PrivacyEngine(model, LOSS, optimizer, planned(model, noise_multiplier=1e-4), seed=0, reproducible=True).step(x, y)
+    lipdp.PrivacyEngine(model, LOSS, optimizer, planned(model, noise_multiplier=1e-4), seed=0, reproducible=True).step(
+        x, y, sample="own"
+    )
     for found, (name, parameter) in zip(optimizer.seen[0], model.named_parameters(), strict=True):
         assert found.shape == parameter.shape
         assert torch.allclose(found, expected[name], atol=2e-3), name
@@ -93,7 +95,7 @@ def test_noise_lives_in_the_space_of_the_kernel(pi: Any) -> None:
     engine._run.query.gradients = lambda noised: released.append(dict(noised)) or inner(noised)  # type: ignore[method-assign]
     x, y = data()
     for _ in range(8):
-        engine.step(x[:0], y[:0])
+        engine.step(x[:0], y[:0], sample="own")
     name, weight = "1.weight", model[1].effective("weight")
     assert released[0][name].shape == weight.shape
     assert next(group.size for group in plan.groups if group.name == name) == weight.numel()

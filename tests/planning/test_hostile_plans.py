@@ -156,7 +156,7 @@ def harmless(original, engine):
     assert str(plan)
     rows = plan.batch_size if plan.sampling == "fixed_size" else 5
     for _ in range(2):  # it runs, or says why it does not
-        engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.long))
+        engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.long), sample="own")
 
 
 def run_case(name):

@@ -98,7 +98,7 @@ def trained_sum(model: torch.nn.Module, plan: lipdp.PrivacyPlan, inputs: Any, y:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = Catch(trained.values(), lr=0.0)
     with lipdp.PrivacyEngine(model, LOSS, optimizer, plan, microbatch_size=4) as engine:
-        engine.step(inputs, y)
+        engine.step(inputs, y, sample="own")
     return {
         name: torch.zeros_like(p).double() if g is None else g * plan.batch_size
         for (name, p), g in zip(trained.items(), optimizer.given, strict=True)
@@ -182,7 +182,7 @@ def test_records_in_a_list_are_refused_at_every_step(method: str) -> None:
     with lipdp.PrivacyEngine(model, LOSS, Catch(model.parameters(), lr=0.0), planned(model, method)) as engine:
         for _ in range(3):
             with pytest.raises(LipdpError, match=r"kept|keeps|changes while"):
-                engine.step(inputs, y)
+                engine.step(inputs, y, sample="own")
 
 
 def test_the_attack_can_succeed() -> None:

@@ -162,7 +162,7 @@ def test_a_run_that_ended_early_spent_less(copy) -> None:
     whole = read_run(copy)
     history = json.loads((copy / "history.json").read_text())
     history["metrics"] = {name: column[:3] for name, column in history["metrics"].items()}
-    (copy / "history.json").write_text(json.dumps(history))
+    (copy / "history.json").write_text(json.dumps(history | {"epsilon": 0.01}))
     assert read_run(copy).epsilon == whole.epsilon  # result.json says otherwise, and who says less is not believed
     assert read_run(copy).steps == whole.steps
     result = json.loads((copy / "result.json").read_text())
@@ -173,6 +173,8 @@ def test_a_run_that_ended_early_spent_less(copy) -> None:
     part = read_run(copy)
     assert 0 < part.epsilon < whole.epsilon
     assert part.steps < whole.steps
+    (copy / "history.json").write_text(json.dumps(history | {"epsilon": 2 * part.epsilon}))
+    assert read_run(copy).epsilon == 2 * part.epsilon  # of a run that was rewound, say
 
 
 def test_what_is_computed_from_private_records_is_not_shown(copy) -> None:

@@ -126,7 +126,7 @@ def noise_of_empty_batches(divided):
         divide(model)
     engine = engine_of(model, plan, Spy(model), LOSS, seed=None)
     for _ in range(plan.steps):
-        engine.step(torch.empty(0, 6), torch.empty(0, dtype=torch.long))
+        engine.step(torch.empty(0, 6), torch.empty(0, dtype=torch.long), sample="own")
     seen = [torch.cat([whole_tensor(g).reshape(-1) for g in step.values()]) for step in engine.optimizer.seen]
     return torch.stack(seen), next(iter(plan.noise_stds.values())) / plan.batch_size
 
@@ -171,7 +171,7 @@ def disagreements(folder):
     engine = engine_of(model, plan, loss=LOSS)
     found["data"] = _refusal(lambda: next(engine.batches(toy(seed=rank))))
     batch = next(engine.batches(toy()))
-    found["batch"] = _refusal(lambda: engine.step(batch[0] + rank, batch[1]))
+    found["batch"] = _refusal(lambda: engine.step(batch[0] + rank, batch[1], sample=batch))
     found["steps"] = engine.steps
     with torch.no_grad():
         model[1].weight.mul_(1 - 0.5 * rank)
@@ -202,7 +202,7 @@ def disagreements(folder):
         records.tensors[0][7] = float("nan")
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.1)
     found["own data"] = _refusal(lambda: lipdp.fit(hooked, LOSS, optimizer, plan, records))
-    found["own batch"] = _refusal(lambda: alone.step(torch.randn(3, 6 + rank), torch.zeros(3, dtype=torch.long)))
+    found["own batch"] = _refusal(lambda: alone.step(torch.randn(3, 6 + rank), torch.zeros(3, dtype=torch.long), sample="own"))
     file = f"{folder}/budget"
     Budget(file, epsilon=0.1, delta=1e-4, dataset="toy") if rank == 0 else None
     poor = engine_of(small(), plan, loss=LOSS, budget=file)

@@ -98,7 +98,7 @@ def test_the_noise_that_is_really_drawn_follows_the_clip(kind):
     (name,) = plan.adaptive_clips
     for step in range(60):  # empty batches: b̃ = ½ < 0.9 on average, so the norm drifts up from step to step; pin it
         engine._run.mechanism.clips[name] = 0.5 if step < 30 else 0.25
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
     key = next(iter(plan.sensitivities))
     spread = [torch.stack([g[key] for g in part]).std().item() for part in (engine.optimizer.seen[:30], engine.optimizer.seen[30:])]
     assert spread[0] / spread[1] == pytest.approx(2.0, rel=0.05)
@@ -111,7 +111,7 @@ def test_the_released_count_is_really_noised():
     engine = engine_of(model, plan)
     shares = []
     for _ in range(300):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
         shares.append(1 - engine.clipped_fraction)
     spread = torch.tensor(shares).std().item()
     assert spread == pytest.approx(plan.adaptive.count_noise / plan.batch_size, rel=0.2)

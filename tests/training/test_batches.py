@@ -85,7 +85,7 @@ def test_an_empty_batch_is_a_step():
     assert 0 in sizes
     assert engine.steps == 30
     engine = engine_of(small())
-    engine.step(*empty())
+    engine.step(*empty(), sample="own")
     assert engine.steps == 1
     assert float(engine.optimizer.seen[0]["1.weight"].norm()) > 0
 
@@ -324,7 +324,7 @@ def test_a_whole_batch_is_one_microbatch_and_none_of_its_records_is_lost(count):
     data = toy(count)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LipdpWarning)
-        engine.step(*gather_lazily(data, next(engine.samples(data))))
+        engine.step(*gather_lazily(data, next(engine.samples(data))), sample="own")
     (expected,) = torch.autograd.grad(loss(model(data.tensors[0]), data.tensors[1]).sum(), [model[1].weight])
     assert torch.allclose(32 * engine.optimizer.seen[0]["1.weight"], expected, atol=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import json
@@ -541,9 +542,13 @@ def test_a_state_that_keeps_a_book_wants_it(tmp_path):
         engine_of().load_state_dict(state)
     (tmp_path / "book").unlink()
     lost = engine_of(book=tmp_path / "book")
-    lost.load_state_dict(state)
+    weights = copy.deepcopy(lost.model.state_dict())
     with pytest.raises(CheckpointError, match="is not there"):
-        next(lost.batches(records()))
+        lost.load_state_dict(state)
+    assert lost.steps == 0
+    assert all(torch.equal(value, weights[name]) for name, value in lost.model.state_dict().items())
+    lost.step(*next(lost.batches(records())))
+    assert lost.epsilon < engine.epsilon * 1.0001
 
 
 def test_a_state_of_an_engine_that_has_not_begun_its_book_wants_it_as_well(tmp_path):
@@ -557,9 +562,8 @@ def test_a_state_of_an_engine_that_has_not_begun_its_book_wants_it_as_well(tmp_p
     (tmp_path / "book").unlink()
     positions._runs.clear()
     lost = engine_of(book=tmp_path / "book")
-    lost.load_state_dict(state)
     with pytest.raises(CheckpointError, match="is not there"):
-        lost.bind(records())
+        lost.load_state_dict(state)
 
 
 def test_an_engine_that_was_closed_lets_its_book_go(tmp_path):

@@ -142,7 +142,7 @@ def engine_and_proofs(method="clipless", records=5):
     model = make()
     loss = losses.CrossEntropy(tau=4.0)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.01), plan_of(method))
-    engine.step(*toy(records).tensors)
+    engine.step(*toy(records).tensors, sample="own")
     proofs = []
     prove = engine._run.query.prove
     engine._run.query.prove = lambda: proofs.append(1) or prove()
@@ -151,7 +151,7 @@ def engine_and_proofs(method="clipless", records=5):
 
 def noticed(engine, proofs):
     try:
-        engine.step(*toy(5).tensors)
+        engine.step(*toy(5).tensors, sample="own")
     except LipdpError:
         assert engine.steps == 1
         return True
@@ -201,7 +201,7 @@ def test_hooks_on_all_modules_are_noticed(kind, method):
             lipdp.sensitivities(make(), losses.CrossEntropy())
     finally:
         handle.remove()
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
 
 
 def test_a_class_whose_functions_are_replaced_is_noticed(monkeypatch):
@@ -274,7 +274,7 @@ def test_a_record_written_into_the_state_in_forward_is_refused_and_does_not_stay
 
     def steps():
         for _ in range(30):
-            engine.step(100 * inputs, targets)
+            engine.step(100 * inputs, targets, sample="own")
 
     with pytest.raises(LipdpError):
         steps()
@@ -324,7 +324,7 @@ def test_a_state_dict_that_comes_to_hold_a_record_is_refused(how, method):
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
     inputs, targets = toy(20).tensors
     with pytest.raises(UnsupportedError, match=r"release that nothing accounts for|nor a buffer"):
-        engine.step(100 * inputs, targets)
+        engine.step(100 * inputs, targets, sample="own")
     assert engine.steps == 0
 
 
@@ -355,7 +355,7 @@ def test_a_state_dict_with_other_names_is_fine():
     model._register_state_dict_hook(lambda module, state, *_: state.update(other=state.pop("0.weight")))
     plan = planned(model, loss, method="bookkeeping", max_grad_norm=1.0)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     assert engine.steps == 1
 
 
@@ -394,7 +394,7 @@ def test_a_table_that_grows_in_forward_is_not_state():
     plan = planned(model, loss, method="bookkeeping", max_grad_norm=1.0)
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1e-3), plan)
     for _ in range(3):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
 
 
 def test_a_parameter_of_sensitivity_0_is_not_even_differentiated():
@@ -410,7 +410,7 @@ def test_a_parameter_of_sensitivity_0_is_not_even_differentiated():
     plan = planned(model, loss)
     assert plan.sensitivities["unused"] == 0 == plan.noise_stds["unused"]
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), plan)
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     assert torch.equal(model.unused.detach(), torch.ones(3))
 
 

@@ -182,7 +182,7 @@ def spent_engine(ema=None, optimizer=sgd, steps=3, **plan):
     model = small()
     engine = engine_of(model, planned(model, **plan), optimizer(model), ema_decay=ema)
     for _ in range(steps):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
     return engine
 
 
@@ -259,7 +259,7 @@ def test_a_state_is_a_copy():
     state = engine.state_dict()
     kept = copy.deepcopy(state)
     for _ in range(4):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
     assert str(state) == str(kept)
     ends = []
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_an_unprojected_state_is_projected_when_it_is_loaded():
     refuses(engine, state, "does not match its digest")
     engine.load_state_dict(sealed(state))
     assert all(module.is_inside() for module in engine.model.modules() if isinstance(module, Constrained))
-    engine.step(*empty())
+    engine.step(*empty(), sample="own")
     assert all(float(torch.linalg.matrix_norm(p.double(), 2)) <= 1 for p in weights(engine.model).values() if p.ndim == 2)
 
 

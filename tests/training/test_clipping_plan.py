@@ -72,7 +72,7 @@ def test_every_method_hands_the_same_clipped_sum_and_noise_to_the_optimiser(meth
         # The plan's method is part of the noise's key, so the noise is made negligible to compare the sums.
         plan = planned(model, method=name, noise_multiplier=1e-3, accountant="rdp")
         engine = lipdp.PrivacyEngine(model, LOSS, optimizer, plan, seed=3, reproducible=True, microbatch_size=23)
-        engine.step(*train[:60])
+        engine.step(*train[:60], sample="own")
         clipped = lipdp.clipping.clipped_gradients(model, LOSS, *train[:60], 0.5, "naive")
         for found, reference in zip(optimizer.seen[0], clipped.values(), strict=True):
             assert torch.allclose(found, reference / 64, atol=5 * 0.5e-3 / 64)  # ÷ the constant 64, not the 60 that came
@@ -89,7 +89,7 @@ def test_noise_of_empty_batches_has_the_planned_deviation() -> None:
     engine = lipdp.PrivacyEngine(model, LOSS, optimizer, plan, seed=1, reproducible=True)
     x, y = data()[:0]
     for _ in range(40):
-        engine.step(x, y)
+        engine.step(x, y, sample="own")
     drawn = torch.cat([g.flatten() for step in optimizer.seen for g in step]) * 64 / next(iter(plan.noise_stds.values()))
     assert abs(float(drawn.square().sum()) - drawn.numel()) < 6 * math.sqrt(2 * drawn.numel())
 
@@ -166,7 +166,7 @@ def test_a_record_that_is_not_finite_is_dropped_alone() -> None:
         fresh = network()
         optimizer = Recorder(fresh.parameters())
         plan = planned(fresh, noise_multiplier=1e-6, accountant="rdp")  # other batches have other noise
-        lipdp.PrivacyEngine(fresh, LOSS, optimizer, plan).step(inputs, targets)
+        lipdp.PrivacyEngine(fresh, LOSS, optimizer, plan).step(inputs, targets, sample="own")
         seen.append(optimizer.seen[0])
     for a, b in zip(*seen, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
@@ -233,5 +233,5 @@ def test_a_plan_says_how_records_are_kept_apart_and_the_engine_how_they_were(met
     assert engine.apart == ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.step(torch.randn(5, 6), torch.arange(5) % 3)
+        engine.step(torch.randn(5, 6), torch.arange(5) % 3, sample="own")
     assert engine.apart == said

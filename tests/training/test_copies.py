@@ -95,9 +95,9 @@ def test_random_copies_repeat_on_resume_and_stored_ones_are_checked():
         runs.append(torch.stack([g["1.weight"].flatten() for g in engine.optimizer.seen]))
     assert torch.equal(*runs)
     stored = engine_of(model, planned(model, LOSS), loss=LOSS, augmentation=PrecomputedCopies(2))
-    stored.step(torch.stack([x, x], 1).float(), y)
+    stored.step(torch.stack([x, x], 1).float(), y, sample="own")
     with pytest.raises(DataError):
-        stored.step(x.float(), y)
+        stored.step(x.float(), y, sample="own")
 
 
 def test_runs_that_differ_in_their_copies_do_not_share_noise():
@@ -107,7 +107,7 @@ def test_runs_that_differ_in_their_copies_do_not_share_noise():
     for augmentation in (None, Flip()):
         model = image_model()
         engine = engine_of(model, planned(model, LOSS), loss=LOSS, augmentation=augmentation, seed=7)
-        engine.step(x, y)
+        engine.step(x, y, sample="own")
         gradients.append(engine.optimizer.seen[0]["1.weight"])
     assert not torch.equal(*gradients)
 

@@ -166,7 +166,7 @@ def test_gradients_left_behind_are_not_used():
     optimizer = Spy(dirty, lr=0.1)
     engine = engine_of(dirty, plan, optimizer)
     before = weights(dirty[1])
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     assert set(optimizer.seen[0]) == {"3.weight", "3.bias"}
     assert same(weights(dirty[1]), before)
     assert float(max(g.abs().max() for g in optimizer.seen[0].values())) < 100
@@ -217,7 +217,7 @@ def test_a_buffer_that_the_forward_pass_updates_is_refused_before_anything_is_sp
     torch.manual_seed(0)
     model = nn.Sequential(nn.BoundedInput((6,)), Remembering(), torch.nn.Linear(6, 3))
     with pytest.raises(UnsupportedError, match="total"):
-        engine_of(model, planned(model)).step(*toy(20).tensors)
+        engine_of(model, planned(model)).step(*toy(20).tensors, sample="own")
     assert torch.equal(model[1].total, torch.zeros(6))
 
 
@@ -232,7 +232,7 @@ def test_a_loss_that_reduces_is_refused_at_the_step():
     model = free()
     engine = engine_of(model, planned(model, Averaging()), loss=Averaging())
     with pytest.raises(DataError, match="one value per example"):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
     assert engine.steps == 0
 
 
@@ -240,7 +240,7 @@ def test_a_loss_that_reduces_is_refused_at_the_step():
 def test_coarser_arithmetic_as_planned(precision):
     model = small()
     engine = engine_of(model, planned(model, precision=precision))
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     assert all(torch.isfinite(g).all() for g in engine.optimizer.seen[0].values())
 
 
@@ -274,7 +274,7 @@ def test_a_record_that_overflows_takes_nobody_with_it(bad, device):
         x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)), torch.arange(8) % 3
         with_it = torch.cat([x, torch.full((1, 6), bad)]), torch.cat([y, y[:1]])
         for inputs, targets in ((x, y), with_it):
-            engine.step(inputs.to(device), targets.to(device))
+            engine.step(inputs.to(device), targets.to(device), sample="own")
         assert torch.allclose(sums[-1], sums[-2], atol=1e-5)
         assert float(sums[-1].norm()) > 0.1
 

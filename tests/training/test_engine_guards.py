@@ -121,14 +121,14 @@ def test_weights_changed_between_steps_are_projected_before_the_next_one():
     ):
         model = small()
         engine = engine_of(model)
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
         change(model[1].weight)
         change(model[1].bias)
         assert max(norms(model)) > 1.5
         seen = []
         ask = engine._run.query.ask
         engine._run.query.ask = lambda *a: seen.append((max(norms(model)), float(model[1].bias.detach().norm()))) or ask(*a)  # noqa: B023
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
         assert seen[0][0] <= 1 + 1e-6
         assert seen[0][1] <= 0.1 + 1e-6
 
@@ -139,7 +139,7 @@ def test_a_state_loaded_into_the_model_is_projected_before_the_next_step():
     engine = engine_of(model, plan)
     model.load_state_dict(pretrained)
     x, y = toy(200).tensors
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     noise = engine_of(copy.deepcopy(model), plan)
     assert max(norms(noise.model)) <= 1
     for name, gradient in engine.optimizer.seen[0].items():
@@ -161,11 +161,11 @@ def test_after_a_failed_optimiser_step_weights_are_projected_first():
 
     original, engine.optimizer.step = engine.optimizer.step, half_done
     with pytest.raises(CrashError):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
     assert engine.steps == 1  # spent
     engine.optimizer.step = original
     before = engine.plan.sensitivities["1.weight"]
-    engine.step(*toy(1).tensors)
+    engine.step(*toy(1).tensors, sample="own")
     assert max(norms(model)) <= 1
     gradient = engine.optimizer.seen[-1]["1.weight"] * BATCH
     assert float(gradient.norm()) < before + 8 * engine.plan.noise_stds["1.weight"] * gradient.numel() ** 0.5
@@ -181,15 +181,15 @@ def test_settings_of_layers_that_loosen_a_bound_are_noticed():
     for name, change in changes.items():
         model = small(dropout=0.5, clip=0.1)
         engine = engine_of(model)
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
         change(model)
         with pytest.raises(ConfigurationError, match="another model"):
-            engine.step(*empty())
+            engine.step(*empty(), sample="own")
         assert engine.steps == 1, name
     model = small(clip=0.1)
     engine = engine_of(model)
     model[4].max_norm = 0.05  # tighter: sound, and allowed
-    engine.step(*empty())
+    engine.step(*empty(), sample="own")
 
 
 def test_layers_and_parameters_may_not_be_replaced():
@@ -208,17 +208,17 @@ def test_layers_and_parameters_may_not_be_replaced():
     for change in (replace_layer, replace_weight, freeze, append):
         model = small()
         engine = engine_of(model)
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
         change(model)
         with pytest.raises(ConfigurationError, match="new engine"):
-            engine.step(*empty())
+            engine.step(*empty(), sample="own")
         assert engine.steps == 1
     model = small()
     model[3].requires_grad_(False)
     engine = engine_of(model)
     model[3].requires_grad_(True)
     with pytest.raises(ConfigurationError, match="new engine"):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
 
 
 def test_a_frozen_layer_whose_norm_grows_is_noticed():
@@ -226,10 +226,10 @@ def test_a_frozen_layer_whose_norm_grows_is_noticed():
     model = nn.Sequential(nn.BoundedInput((6,)), nn.SpectralLinear(6, 6, bias=False), torch.nn.Linear(6, 3))
     model[2].requires_grad_(False)
     engine = engine_of(model)
-    engine.step(*empty())
+    engine.step(*empty(), sample="own")
     model[2].weight.mul_(2.0)
     with pytest.raises(ConfigurationError, match="another model"):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
 
 
 def test_frozen_parameters_are_neither_noised_nor_changed():
@@ -241,7 +241,7 @@ def test_frozen_parameters_are_neither_noised_nor_changed():
         engine = engine_of(model, plan, optimizer)
         before, trained = weights(model[1]), weights(model[3])
         for _ in range(5):
-            engine.step(*toy(20).tensors)
+            engine.step(*toy(20).tensors, sample="own")
         assert same(weights(model[1]), before)
         assert not same(weights(model[3]), trained)
     model = small()
@@ -249,7 +249,7 @@ def test_frozen_parameters_are_neither_noised_nor_changed():
     engine = engine_of(model, None, torch.optim.SGD(model.parameters(), lr=1.0))
     before = weights(model)
     for _ in range(5):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
     assert torch.equal(model[1].weight, before["1.weight"])
     assert not torch.equal(model[1].bias, before["1.bias"])
 
@@ -269,7 +269,7 @@ def test_images_of_another_size_are_refused():
     model = Mean()
     plan = planned(model, input_shape=(1, 4, 4))
     engine = engine_of(model, plan, input_shape=(1, 4, 4))
-    engine.step(torch.randn(5, 1, 4, 4), torch.arange(5) % 3)
+    engine.step(torch.randn(5, 1, 4, 4), torch.arange(5) % 3, sample="own")
     with pytest.raises(DataError, match="shape"):
         engine.step(torch.randn(5, 1, 16, 16), torch.arange(5) % 3)
     assert engine.steps == 1
@@ -318,7 +318,7 @@ def test_diverged_weights_are_an_error_and_the_step_is_spent():
     model = small()
     engine = engine_of(model, None, torch.optim.SGD(model.parameters(), lr=float("inf")))
     with pytest.raises(ConfigurationError, match="not finite"):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
     assert engine.steps == 1
 
 
@@ -348,12 +348,12 @@ def test_a_step_beyond_the_plan_is_refused_and_changes_nothing():
     model = small()
     engine = engine_of(model, planned(model, steps=3), torch.optim.Adam(model.parameters(), lr=0.1), ema_decay=0.5)
     for _ in range(3):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
     before, state = weights(model), engine.state_dict()
     assert engine.epsilon == engine.plan.epsilon
     for _ in range(2):
         with pytest.raises(BudgetError, match="3 steps"):
-            engine.step(*toy(20).tensors)
+            engine.step(*toy(20).tensors, sample="own")
     assert engine.steps == 3
     assert engine.epsilon == engine.plan.epsilon
     assert same(before, weights(model))
@@ -384,7 +384,7 @@ def test_an_error_in_the_optimiser_spends_the_step_and_one_before_it_does_not():
     with pytest.raises(DataError):
         engine.step(torch.zeros(3, 7), torch.zeros(3, dtype=torch.long))
     with pytest.raises(DataError):
-        engine.step(torch.zeros(3, 6), torch.full((3,), 9))  # no such class
+        engine.step(torch.zeros(3, 6), torch.full((3,), 9), sample="own")  # no such class
     assert engine.steps == 0
 
     def fail(closure=None):
@@ -392,7 +392,7 @@ def test_an_error_in_the_optimiser_spends_the_step_and_one_before_it_does_not():
 
     engine.optimizer.step = fail
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
     assert engine.steps == 1
     assert engine.epsilon > 0
 
@@ -414,7 +414,7 @@ def test_batches_that_do_not_fit_are_errors_that_cost_nothing(inputs, targets):
     engine = engine_of(small())
     before = weights(engine.model)
     with pytest.raises(DataError):
-        engine.step(inputs, targets)
+        engine.step(inputs, targets, sample="own")
     assert engine.steps == 0
     assert same(before, weights(engine.model))
 
@@ -425,7 +425,7 @@ def test_types_that_can_not_be_converted_are_errors_that_cost_nothing():
     x, y = torch.ones(3, 6), torch.arange(3)
     for inputs, targets in ((x.to(torch.complex64), y), (x.to_sparse(), y), (x, y.to(torch.complex64)), (x, y.double())):
         with pytest.raises(DataError):
-            engine.step(inputs, targets)
+            engine.step(inputs, targets, sample="own")
     assert engine.steps == 0
 
 
@@ -456,12 +456,12 @@ def test_the_mode_of_the_proof_is_the_mode_of_every_step():
     expected = first_gradient(model, plan, batch)
     engine = engine_of(copy.deepcopy(model), plan)
     engine.model.eval()
-    engine.step(*batch)
+    engine.step(*batch, sample="own")
     assert same(engine.optimizer.seen[0], expected)
     calm = copy.deepcopy(model).eval()
     engine = engine_of(calm, planned(calm))
     calm.train()
-    engine.step(*batch)
+    engine.step(*batch, sample="own")
     assert not calm[3].training
 
 
@@ -472,7 +472,7 @@ def test_averaged_weights_come_and_go():
         assert same_model is model
     steps = []
     for _ in range(5):
-        engine.step(*toy(30).tensors)
+        engine.step(*toy(30).tensors, sample="own")
         steps.append(weights(model))
     average = steps[0]
     for number, step in enumerate(steps[1:], 1):
@@ -494,5 +494,5 @@ def test_averaged_weights_come_and_go():
 def test_the_loss_may_be_torchs():
     model, loss = small(), torch.nn.CrossEntropyLoss(reduction="none")
     engine = engine_of(model, planned(model, loss), loss=loss)
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     assert engine.steps == 1

@@ -23,7 +23,7 @@ def pure_noise(model, plan, steps, **options):
     """The noise of ``steps`` empty batches, in units of the planned std."""
     engine = engine_of(model, plan, **options)
     for _ in range(steps):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
     stds = plan.noise_stds
     return {name: torch.stack([g[name] for g in engine.optimizer.seen]).double() * BATCH / stds[name] for name in stds}
 
@@ -98,7 +98,7 @@ def test_runs_that_differ_never_share_noise_even_from_one_seed():
     base = first_gradient(model, plan, empty(), seed=1)
     for options in ({"lr": 0.1}, {"lr": 0.0, "momentum": 0.5}, {"lr": 0.0, "weight_decay": 0.1}):
         engine = fresh(model, plan, **options)
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
         assert not same(engine.optimizer.seen[0], base)
     assert not same(first_gradient(free(seed=1), plan, empty(), seed=1), base)
     other = planned(free(), noise_multiplier=1.0001)
@@ -110,7 +110,7 @@ def test_a_learning_rate_that_differed_once_keeps_the_noise_apart():
     engines = fresh(free(), planned(free()), lr=0.1), fresh(free(), planned(free()), lr=0.2)
     for _ in range(3):
         for engine in engines:
-            engine.step(*empty())
+            engine.step(*empty(), sample="own")
             engine.optimizer.param_groups[0]["lr"] = 0.05
     first, second = (engine.optimizer.seen for engine in engines)
     for a, b in zip(first, second, strict=True):
@@ -151,7 +151,7 @@ def test_noise_in_half_precision_is_drawn_in_float32():
     assert plan.precision == "bfloat16"
     engine = engine_of(model, plan)
     x, y = toy(20).tensors
-    engine.step(x.bfloat16(), y)
+    engine.step(x.bfloat16(), y, sample="own")
     assert {g.dtype for g in engine.optimizer.seen[0].values()} == {torch.bfloat16}
     sums = {name: torch.zeros_like(p) for name, p in engine._run.parameters.items()}
     released = engine._run.mechanism.draw(Answer(sums), engine._run.mechanism.at(5), Stream())
@@ -162,7 +162,7 @@ def test_noise_in_double_precision():
     model = free().double()
     engine = engine_of(model)
     x, y = toy(20).tensors
-    engine.step(x.double(), y)
+    engine.step(x.double(), y, sample="own")
     gradient = engine.optimizer.seen[0]["1.weight"]
     assert gradient.dtype == torch.float64
     assert not torch.equal(gradient, gradient.float().double())

@@ -180,7 +180,7 @@ def test_layers_that_work_in_place_do_not_write_over_stored_rows():
     engine = engine_of(model, planned(model, dataset_size=32, batch_size=32))
     stored = engine.settle(data)
     before = stored.tensors[0].clone()
-    engine.step(*gather_lazily(stored, next(engine.samples(stored))))
+    engine.step(*gather_lazily(stored, next(engine.samples(stored))), sample="own")
     assert torch.equal(stored.tensors[0], before)
     model = nn.Sequential(nn.BoundedInput((6,)), WritesOver(), nn.ClipGradient(0.5))
     engine = engine_of(model, planned(model, dataset_size=32, batch_size=32))
@@ -205,7 +205,7 @@ def test_the_release_is_noised_and_charged_as_before():
     engine, _ = settled(optimizer=None)
     spent = engine.epsilon
     for _ in range(10):
-        engine.step(torch.empty(0, 12), torch.empty(0, dtype=torch.long))
+        engine.step(torch.empty(0, 12), torch.empty(0, dtype=torch.long), sample="own")
     seen = torch.cat([gradients["3.weight"].flatten() for gradients in engine.optimizer.seen]) * engine.plan.batch_size
     assert float(seen.std()) == pytest.approx(engine.plan.noise_stds["3.weight"], rel=0.15)
     assert spent < engine.epsilon == engine.plan.epsilon

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import lipdp
 from lipdp import losses, privacy
-from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, DataError, LipdpWarning
 from lipdp.training import asking, guards, positions
 
 from .common import Spy, engine_of, free, planned, same, small, toy, weights
@@ -58,7 +59,7 @@ def test_so_is_any_other_optimiser_over_any_of_its_parameters(make):
             make(parameters, lr=0.1).step(lambda: 0.0)
     other = free()
     ordinary_step(other, torch.optim.SGD(other.parameters(), lr=0.1), toy(20).tensors)  # nobody's
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
 
 
 def test_the_parameters_are_free_after_the_engine():
@@ -69,7 +70,7 @@ def test_the_parameters_are_free_after_the_engine():
             lipdp.fit(model, LOSS, optimizer, planned(model), toy())
         elif end == "with":
             with engine_of(model, None, optimizer) as engine:
-                engine.step(*toy(20).tensors)
+                engine.step(*toy(20).tensors, sample="own")
         else:
             engine = engine_of(model, None, optimizer)
             with pytest.raises(ConfigurationError, match="PrivacyEngine"):
@@ -100,7 +101,7 @@ def test_a_closed_engine_that_goes_on_holds_again():
     engine = engine_of(model)
     engine.close()
     engine.optimizer.step()
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     with pytest.raises(ConfigurationError, match="PrivacyEngine"):
         engine.optimizer.step()
 
@@ -116,7 +117,7 @@ def test_an_optimiser_that_calls_another_one():
 
     model = free()
     engine = engine_of(model, None, Lookahead(Spy(model)))
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     with pytest.raises(ConfigurationError, match="PrivacyEngine"):
         engine.optimizer.inner.step()
 
@@ -158,7 +159,7 @@ def test_a_batch_is_for_one_step():
     before = weights(engine.model)
     for again in (first, (x, y.clone()), (x.clone(), y), (x[1:], y[1:]), (x.flip(0)[:0], y[:0]), (x.view_as(x), y.view_as(y))):
         with pytest.raises(ConfigurationError, match="used in a step before"):
-            engine.step(*again)
+            engine.step(*again, sample="own")
     assert engine.steps == 1
     assert same(weights(engine.model), before)
     del first, x, y, again
@@ -411,7 +412,10 @@ def test_what_is_saved_behind_a_step_that_was_charged_and_not_made_can_be_loaded
     engine = engine_of(model, seed=None)
     drawn = engine.batches(toy())
     engine.step(*next(drawn))
-    with mock.patch.object(type(engine._run.account), "note", side_effect=error), pytest.raises((KeyboardInterrupt, BudgetError)):
+    with (
+        mock.patch.object(type(engine._run.account), "check_paid", side_effect=error),
+        pytest.raises((KeyboardInterrupt, BudgetError)),
+    ):
         engine.step(*next(drawn))
     assert engine.steps == 2
     state = engine.state_dict()
@@ -420,3 +424,112 @@ def test_what_is_saved_behind_a_step_that_was_charged_and_not_made_can_be_loaded
     assert same(weights(other.model), weights(model))
     other.step(*next(other.batches(toy())))
     assert other.steps == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------- samples
+
+
+def transformed(batch):
+    """As loops do it to batches, each time in other memory."""
+    x, y = batch
+    return {
+        "cloned": (x.clone(), y.clone()),
+        "inputs cloned": (x.clone(), y),
+        "targets cloned": (x, y.clone()),
+        "converted": (x.double(), y.int()),
+        "moved": (x.to("cpu", copy=True), y.to("cpu", copy=True)),
+        "through numpy": (torch.from_numpy(x.numpy()), torch.from_numpy(y.numpy())),
+        "collated anew": torch.utils.data.default_collate(list(zip(x, y, strict=True))),
+        "deep copy": copy.deepcopy(batch),
+        "scaled": (x / 2, y),
+    }
+
+
+@pytest.mark.parametrize("what", ["cloned", "converted", "through numpy", "a loader's", "rows", "of two batches"])
+def test_records_of_which_nobody_knows_how_they_were_drawn_are_said_to_be_the_callers(what):
+    engine = engine_of(free(), seed=None)
+    batches = engine.batches(toy())
+    data, drawn = toy(), next(batches)
+    loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+    unknown = {**transformed(drawn), "a loader's": next(iter(loader)), "rows": data[:32]}
+    unknown["of two batches"] = tuple(torch.cat(parts) for parts in zip(drawn, next(batches), strict=True))
+    with pytest.warns(LipdpWarning, match="nobody but you knows"):
+        engine.step(*unknown[what])
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        engine.step(*unknown[what])
+        other = engine_of(free(), seed=None)
+        other.step(*next(other.batches(data)))
+        other.step(*unknown[what], sample="own")
+    assert (engine.steps, other.steps) == (2, 2)
+
+
+@pytest.mark.parametrize("what", list(transformed(toy(2).tensors)))
+def test_what_was_made_of_a_batch_is_one_step_with_it(what):
+    engine = engine_of(free(), seed=None)
+    batches = engine.batches(toy())
+    drawn = next(batches)
+    other = next(batch for batch in batches if len(batch[1]) != len(drawn[1]))
+    given = transformed(drawn)[what]
+    with pytest.raises(ConfigurationError, match=r"two batches|number of records"):
+        engine.step(*given, sample=other)
+    engine.step(*given, sample=drawn)
+    for again in (drawn, given, transformed(drawn)[what]):
+        with pytest.raises(ConfigurationError, match="used in a step before"):
+            engine.step(*again, sample=drawn)
+    engine.step(*other)
+    assert engine.steps == 2
+
+
+def test_a_loop_that_gathers_its_samples_makes_one_step_with_each():
+    """Also one that leaves some out and goes on from a state."""
+    data, engine = toy(), engine_of(free(), seed=None)
+    samples = engine.samples(data)
+    first, second, third = next(samples), next(samples), next(samples)
+    engine.step(*data[second], sample=second)
+    with pytest.raises(ConfigurationError, match="used in a step"):
+        engine.step(*data[second], sample=second)
+    with pytest.raises(ConfigurationError, match="was passed over"):
+        engine.step(*data[first], sample=first)
+    with pytest.raises(ConfigurationError, match="another number of records"):
+        engine.step(*data[third[1:]], sample=third)
+    with pytest.raises(ConfigurationError, match="no copy"):
+        engine.step(*data[third], sample=third.clone())
+    again = engine_of(free(), seed=None)
+    again.load_state_dict(engine.state_dict())
+    assert len(list(again.samples(data))) == again.plan.steps - 2
+    engine.step(*data[third], sample=third)
+    assert engine.steps == 2
+
+
+def test_a_part_of_a_batch_and_one_with_records_twice_are_refused():
+    engine = engine_of(free(), seed=None)
+    x, y = next(engine.batches(toy()))
+    twice = (x.repeat(2, 1), y.repeat(2))
+    for given in ((x[1:], y[1:]), (x[::2], y[::2]), (x[:-1], y[:-1])):
+        with pytest.raises(ConfigurationError, match="another number of records"):
+            engine.step(*given)
+    with pytest.raises(ConfigurationError, match="another number of records"):
+        engine.step(*twice, sample=(x, y))
+    engine.step(x.reshape(len(x), 2, 3).flatten(1), y[:, None].squeeze(1))  # views of all of it
+    empty = next(engine.batches(toy()))
+    engine.step(*(part[:0] for part in empty))  # that none are in it depends on no record
+
+
+@pytest.mark.parametrize("wrong", ["mine", 3, torch.arange(4), (torch.zeros(4, 6), torch.zeros(4)), [], {}])
+def test_a_sample_that_is_none_is_refused(wrong):
+    engine = engine_of(free(), seed=None)
+    x, y = next(engine.batches(toy()))
+    with pytest.raises(ConfigurationError, match="sample"):
+        engine.step(x, y, sample=wrong)
+    assert engine.steps == 0
+
+
+def test_samples_of_ones_own_are_declared():
+    engine = engine_of(free(), seed=None)
+    engine.step(*toy(20).tensors, sample="own")
+    drawn = next(engine.batches(toy()))
+    engine.step(*drawn, sample="own")  # it is known all the same
+    with pytest.raises(ConfigurationError, match="used in a step before"):
+        engine.step(*drawn, sample="own")
+    assert engine.steps == 2

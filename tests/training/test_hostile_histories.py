@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import dp_accounting
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -62,6 +64,15 @@ def plan() -> lipdp.PrivacyPlan:
 PLAN = plan()
 
 
+@functools.cache
+def cost_of(multipliers: tuple[float, ...]) -> float:
+    """ε of so many steps of the plan, by dp-accounting alone."""
+    ledger = dp_accounting.rdp.RdpAccountant()
+    for sigma in multipliers:
+        ledger.compose(dp_accounting.PoissonSampledDpEvent(PLAN.sampling_rate, dp_accounting.GaussianDpEvent(sigma)))
+    return ledger.get_epsilon(PLAN.delta) * (1 - 1e-9) if multipliers else 0.0
+
+
 class World:
     """One folder, and the processes that come and go over it: one at a time, for what another one leaves are files.
 
@@ -79,6 +90,7 @@ class World:
         self.engines: list[lipdp.PrivacyEngine] = []
         self.hands: list[tuple[lipdp.PrivacyEngine, tuple[torch.Tensor, torch.Tensor]]] = []
         self.states: list[tuple[Path, Path | None]] = []
+        self.backups: list[tuple[Path, Path, bytes]] = []
         self.released: dict[tuple[bytes, int], set[bytes]] = {}
         self.samples: dict[tuple[bytes, bytes], set[int]] = {}
         self.machine, self.refused, self.books, self.data = 0, 0, 0, records()
@@ -114,9 +126,10 @@ class World:
         assert all(len(places) == 1 for places in self.samples.values()), "one step with a sample"
         assert steps_paid(self.budget) >= len(self.released)
         for engine in self.engines:
-            own = [position for run, position in self.released if run == engine._run.streams.run]
-            if engine.steps == STEPS:
-                assert engine.epsilon >= engine.ledger.epsilon_at(len(own))
+            own = sum(run == engine._run.streams.run for run, _ in self.released)
+            least = cost_of((PLAN.noise_multiplier,) * own)
+            assert engine.epsilon >= least, "what an engine shows is spent"
+            assert engine.ledger.charged >= own
 
     # ------------------------------------------------------------------ what may happen
 
@@ -142,9 +155,16 @@ class World:
         self.made_with(engine, next(engine.batches(self.data), None))
 
     def made_with(self, engine, batch) -> None:
-        if batch is not None:
-            self.present = content_digest(*batch)
-            engine.step(*batch)
+        """As it was drawn, or copied: then it has to be said what it is a copy of."""
+        if batch is None:
+            return
+        self.present = content_digest(*batch)
+        copied = tuple(part.clone() for part in batch)
+        form = self.draw.random()
+        if form < 0.1 and engine.steps < STEPS:
+            with pytest.raises(LipdpError):
+                engine.step(*copied)
+        engine.step(*batch) if form < 0.7 else engine.step(*copied, sample=batch)
 
     def several(self) -> None:
         for _ in range(3):
@@ -168,13 +188,16 @@ class World:
 
     def own_step(self, engine) -> None:
         self.present = None
-        engine.step(*records(self.draw.randrange(2)).tensors)
+        engine.step(*records(self.draw.randrange(2)).tensors, sample="own")
 
     def save(self) -> None:
         engine = self.engine()
         file = self.folder / f"state {len(self.states)}"
         save_checkpoint(engine.state_dict(), file)
-        self.states.append((file, engine._run.book.path))
+        book = engine._run.book.path
+        self.states.append((file, book))
+        if book is not None:
+            self.backups.append((file, book, book.read_bytes()))
 
     def load(self) -> None:
         """Into an engine of its own, or into one that has come further."""
@@ -239,9 +262,30 @@ class World:
         if harmed is not None:
             book.write_bytes(harmed)
         engine = self.new(book)
-        engine.load_state_dict(load_checkpoint(file))
         with pytest.raises(CheckpointError):
-            engine.bind(records())
+            engine.load_state_dict(load_checkpoint(file))
+        self.killed()
+        book.write_bytes(whole)
+
+    def put_back(self) -> None:
+        """A state and its book from a backup: the budget knows better, if it has seen more of the book. The newest is put back."""
+        known = [(file, book, content) for file, book, content in self.backups if book.exists()]
+        if not known:
+            return
+        file, book, content = self.draw.choice(known)
+        self.killed()
+        whole = book.read_bytes()
+        marks = [entry.get("book") for entry in Budget(self.budget.path).entries()]
+        sizes = [(int(size), digest) for size, digest in (mark.split() for mark in marks if mark)]
+        seen = max((size for size, digest in sizes if hashlib.sha256(whole[:size]).hexdigest() == digest), default=0)
+        book.write_bytes(content)
+        engine = self.new(book)
+        engine.load_state_dict(load_checkpoint(file))
+        if seen > len(content):
+            with pytest.raises(CheckpointError, match="put back from a backup"):
+                engine.reserve()
+        else:
+            engine.reserve()
         self.killed()
         book.write_bytes(whole)
 
@@ -278,7 +322,7 @@ class World:
         usual = [self.step] * 5 + [self.several, self.fetch, self.fetch, self.late, self.save, self.save, self.load, self.load]
         rare = [self.own, self.copied, self.closed, self.given_up, self.gone, self.killed, self.new, self.other_weights]
         rare += [self.other_rate, self.other_data, self.same_data, self.same_data]
-        rare += [self.harmed_book, self.torn_book, self.replaced_book] if self.kept else []
+        rare += [self.harmed_book, self.torn_book, self.replaced_book, self.put_back] if self.kept else []
         action = self.draw.choice(usual if self.draw.random() < 0.75 else rare)
         self.log.append(action.__name__)
         try:

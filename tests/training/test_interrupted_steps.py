@@ -132,7 +132,7 @@ FIXED = tuple(tensor[:BATCH].clone() for tensor in toy().tensors)
 @pytest.mark.parametrize("build", [clipless, bookkeeping, naive, adaptive])
 def test_a_step_that_ends_anywhere_releases_no_more_than_was_charged(build):
     engine, reference = made(build), made(build)
-    reference.step(*FIXED)
+    reference.step(*FIXED, sample="own")
     expected = reference.optimizer.seen[-1]
     batches, watcher, random_state = engine.batches(toy()), Watcher(engine), torch.get_rng_state()
     with watcher.watching():
@@ -155,7 +155,7 @@ def test_a_step_that_ends_anywhere_releases_no_more_than_was_charged(build):
             assert torch.equal(torch.get_rng_state(), random_state), point
             with pytest.raises(LipdpError, match="PrivacyEngine trains"):
                 engine.optimizer.step()
-            engine.step(*FIXED)
+            engine.step(*FIXED, sample="own")
             watcher.check()
             if build is not adaptive:  # whose norm follows the counts
                 assert near(engine.optimizer.seen[-1], expected), point
@@ -183,11 +183,11 @@ def test_with_a_budget_nothing_leaves_that_is_not_paid_for(build, first, tmp_pat
         budget = Budget(tmp_path / f"{next(numbers)}", epsilon=1000.0, delta=1e-4, dataset="toy")
         engine = made(build, planned, steps=6, budget=budget)
         if not first:
-            engine.step(*FIXED)
+            engine.step(*FIXED, sample="own")
         return budget, engine
 
     def pay_and_close(engine):
-        engine.step(*FIXED)
+        engine.step(*FIXED, sample="own")
         engine.close()
 
     counted = begun()[1]
@@ -200,7 +200,7 @@ def test_with_a_budget_nothing_leaves_that_is_not_paid_for(build, first, tmp_pat
             interrupted(point, kind, lambda engine=engine: pay_and_close(engine))
             watcher.check()
             assert steps_paid(budget) >= len(watcher.drawn), point
-            engine.step(*FIXED)
+            engine.step(*FIXED, sample="own")
             watcher.check()
             assert steps_paid(budget) == 6, point
             engine.close()
@@ -212,13 +212,13 @@ def test_with_a_budget_nothing_leaves_that_is_not_paid_for(build, first, tmp_pat
 def test_a_save_that_ends_anywhere_leaves_a_checkpoint_that_goes_on(tmp_path):
     """The old one or the new one, whole; what it goes on with are the same releases, or steps that were never made."""
     engine, file = made(clipless, planned, steps=500), tmp_path / "run"
-    engine.step(*FIXED)
+    engine.step(*FIXED, sample="own")
     save_checkpoint(engine.state_dict(), file)
     watcher = Watcher(engine)
     watcher.drawn[0] = []
 
     def work():
-        engine.step(*FIXED)
+        engine.step(*FIXED, sample="own")
         save_checkpoint(engine.state_dict(), file)
 
     def saving(points):
@@ -239,15 +239,15 @@ def test_a_save_that_ends_anywhere_leaves_a_checkpoint_that_goes_on(tmp_path):
             assert state["steps"] in (saved, before + 1), point
             assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".previous") == ["run"], point
             engine.load_state_dict(state)
-            engine.step(*FIXED)  # the release that was made before, or the next one
+            engine.step(*FIXED, sample="own")  # the release that was made before, or the next one
             assert watcher.each_once(), point
 
 
 def test_a_state_that_is_loaded_and_ended_anywhere_is_no_way_to_steps_that_nobody_pays_for():
     engine = made(clipless, planned, steps=500)
-    engine.step(*FIXED)
+    engine.step(*FIXED, sample="own")
     state = engine.state_dict()
-    engine.step(*FIXED)
+    engine.step(*FIXED, sample="own")
     watcher = Watcher(engine)
     watcher.drawn |= {0: [], 1: []}
     known = {(each["steps"], each["trail"]) for each in (state, engine.state_dict())}
@@ -258,9 +258,9 @@ def test_a_state_that_is_loaded_and_ended_anywhere_is_no_way_to_steps_that_nobod
             now = engine.state_dict()
             assert (now["steps"], now["trail"]) in known, point
             with contextlib.suppress(LipdpError):
-                engine.step(*FIXED)
+                engine.step(*FIXED, sample="own")
             made_before = len(watcher.drawn)
             assert watcher.each_once(), point
             engine.load_state_dict(state)
-            engine.step(*FIXED)
+            engine.step(*FIXED, sample="own")
             assert len(watcher.drawn) == made_before

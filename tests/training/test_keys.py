@@ -153,7 +153,7 @@ def test_other_programs_augmentations_and_optimisers(mode):
         )
         plan = planned(model, loss)
         engine = lipdp.PrivacyEngine(model, loss or LOSS, Spy(model, lr=lr), plan, augmentation=augmentation, **mode)
-        engine.step(images, labels)
+        engine.step(images, labels, sample="own")
         return engine.optimizer.seen[0], plan
 
     base, plan = release(torch.nn.Tanh())
@@ -178,11 +178,11 @@ def test_weights_changed_by_hand_get_other_noise():
         for change in (None, 1e-3):
             new_process()
             engine = engine_with(**mode)
-            engine.step(*empty())
+            engine.step(*empty(), sample="own")
             if change is not None:
                 with torch.no_grad():
                     engine.model[1].weight[0, 0] += change
-            engine.step(*empty())
+            engine.step(*empty(), sample="own")
             releases.append(engine.optimizer.seen)
         assert same(releases[0][0], releases[1][0])
         assert noise_apart(releases[0][1], releases[1][1], engine.plan)
@@ -195,7 +195,7 @@ def test_private_noise_depends_on_the_sums_themselves():
     first, again, other = (engine_with(microbatch_size=size) for size in (100, 100, 7))
     for engine in (first, again, other):
         new_process()
-        engine.step(*batch)
+        engine.step(*batch, sample="own")
     assert same(first.optimizer.seen[0], again.optimizer.seen[0])
     assert noise_apart(first.optimizer.seen[0], other.optimizer.seen[0], first.plan)
 
@@ -314,7 +314,7 @@ def test_a_copy_repeats_or_is_refused():
     engine.step(*batches[0][1])
     twin = copy.deepcopy(engine)
     engine.step(*batches[1][1])
-    twin.step(*(part.clone() for part in batches[1][1]))  # the same release
+    twin.step(*(part.clone() for part in batches[1][1]), sample="own")  # the same release
     assert same(weights(engine.model), weights(twin.model))
     engine.step(*batches[2][1])
     spent = twin.epsilon
@@ -335,12 +335,12 @@ def test_a_copy_of_an_engine_is_no_copy_of_the_data():
 def test_a_rewound_engine_repeats_or_is_refused(change):
     engine = engine_with(lr=0.1)
     x, y = toy(50).tensors
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     state = engine.state_dict()
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     after = weights(engine.model)
     engine.load_state_dict(state)
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     assert same(after, weights(engine.model))  # the same release
     engine.load_state_dict(state)
     if change == "batch":
@@ -354,7 +354,7 @@ def test_a_rewound_engine_repeats_or_is_refused(change):
     else:
         engine.optimizer.param_groups[0]["lr"] = 0.2
     with pytest.raises(BudgetError, match="step 1 of this run was made before"):
-        engine.step(x, y)
+        engine.step(x, y, sample="own")
 
 
 def test_two_engines_from_one_state_are_one_run():
@@ -362,10 +362,10 @@ def test_two_engines_from_one_state_are_one_run():
     engines = [engine_with(), engine_with()]
     for engine in engines:
         engine.load_state_dict(state)
-    engines[0].step(*toy(20).tensors)
+    engines[0].step(*toy(20).tensors, sample="own")
     with pytest.raises(BudgetError, match="step 0"):
-        engines[1].step(*toy(21).tensors)
-    engines[1].step(*toy(20).tensors)
+        engines[1].step(*toy(21).tensors, sample="own")
+    engines[1].step(*toy(20).tensors, sample="own")
 
 
 def test_statistics_are_released_once_for_each_data():
@@ -420,14 +420,14 @@ def assert_released_once(engine, again, x, y):
     """A second release of the same step is refused where its sums are others, and leaves the weights as they are."""
     state, twin = engine.state_dict(), copy.deepcopy(engine)
     Coin.toss()
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     Coin.toss()  # for all records of a step
     other = twin if again == "copied" else engine
     if again == "rewound":
         engine.load_state_dict(state)
     before = weights(other.model)
     with pytest.raises(BudgetError, match="step 0 of this run was made before, with other sums"):
-        other.step(x.clone(), y.clone())
+        other.step(x.clone(), y.clone(), sample="own")
     assert same(before, weights(other.model))
 
 
@@ -447,10 +447,10 @@ def test_rows_written_to_behind_torch_are_other_sums():
     engine = engine_with()
     chosen = next(engine.samples(data))
     twin = copy.deepcopy(engine)
-    engine.step(*gather_lazily(data, chosen))
+    engine.step(*gather_lazily(data, chosen), sample="own")
     stored[int(chosen[0])] *= -3
     with pytest.raises(BudgetError, match="step 0 of this run was made before, with other sums"):
-        twin.step(*gather_lazily(data, chosen))
+        twin.step(*gather_lazily(data, chosen), sample="own")
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
@@ -460,10 +460,10 @@ def test_an_engine_rewound_inside_its_loop_makes_the_same_release(optimizer):
     engine = lipdp.PrivacyEngine(model, LOSS, optimizer(model.parameters(), lr=0.01), planned(model))
     for number, chosen in enumerate(engine.samples(data)):
         state = engine.state_dict()
-        engine.step(*gather_lazily(data, chosen))
+        engine.step(*gather_lazily(data, chosen), sample="own")
         after = weights(model)
         engine.load_state_dict(state)
-        engine.step(*gather_lazily(data, chosen))
+        engine.step(*gather_lazily(data, chosen), sample="own")
         assert same(after, weights(model)), "the same release"
         if number == 2:
             break
@@ -492,12 +492,12 @@ def test_noise_that_is_drawn_ahead_is_claimed_when_it_leaves(monkeypatch):
 
     monkeypatch.setattr(engine._run.mechanism, "draw", counted)
     monkeypatch.setattr(asking, "look", changed_once)
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     assert len(drawn) == 2, "the first one was thrown away, with its sums"
     with torch.no_grad():
         state["model"]["1.bias"][0] += 1
     engine.load_state_dict(sealed({name: value for name, value in state.items() if name != "digest"}))
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     assert len(drawn) == 3
     assert same(drawn[1], drawn[2]), "the same release"
 
@@ -566,7 +566,7 @@ def test_words_that_were_seen_are_compared_where_both_are_known():
 
 def _in_a_fork(engine, told):
     try:
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
         told.put("released")
     except BudgetError as error:
         told.put(str(error))
@@ -575,14 +575,14 @@ def _in_a_fork(engine, told):
 @pytest.mark.skipif(not hasattr(os, "fork") or torch.cuda.is_available(), reason="needs os.fork, which CUDA does not survive")
 def test_a_fork_does_not_go_on_with_the_run_of_its_parent():
     engine = engine_with()
-    engine.step(*toy(20).tensors)  # torch has its threads by now: what a copy computes with them may never end
+    engine.step(*toy(20).tensors, sample="own")  # torch has its threads by now: what a copy computes with them may never end
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     child = context.Process(target=_in_a_fork, args=(engine, told))
     child.start()
     assert "another process" in told.get(timeout=600)
     child.join()
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
 
 
 def test_a_state_has_all_that_a_resumed_run_needs_and_no_less():
@@ -615,9 +615,9 @@ def test_a_step_that_is_made_again_in_other_microbatches_is_refused_by_name(tmp_
         for model, rows in ((first, 32), (again, 8))
     ]
     engines[1].load_state_dict(engines[0].state_dict())
-    engines[0].step(*data.tensors)
+    engines[0].step(*data.tensors, sample="own")
     with pytest.raises(BudgetError, match=r"step 0 of this run was made before.*another microbatch_size,"):
-        engines[1].step(*data.tensors)
+        engines[1].step(*data.tensors, sample="own")
     assert same(weights(again), weights(free()))
 
 
@@ -633,7 +633,7 @@ def test_on_a_gpu_other_batches_and_weights_get_other_noise():
         engine = engine_with(model=model)
         with torch.no_grad():
             model[1].bias[0] += nudge
-        engine.step(inputs, targets)
+        engine.step(inputs, targets, sample="own")
         return engine.optimizer.seen[0], engine.plan
 
     base, plan = release(x, y)
@@ -648,16 +648,16 @@ def test_on_a_gpu_other_batches_and_weights_get_other_noise():
 def test_on_a_gpu_a_rewound_engine_repeats_or_is_refused():
     x, y = (t.cuda() for t in toy(50).tensors)
     engine = engine_with(model=free().cuda(), lr=0.1)
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     state = engine.state_dict()
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     after = weights(engine.model)
     engine.load_state_dict(state)
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     assert same(after, weights(engine.model))
     engine.load_state_dict(state)
     with pytest.raises(BudgetError, match="step 1 of this run was made before"):
-        engine.step(x, (y + (torch.arange(50, device="cuda") == 3)) % 3)
+        engine.step(x, (y + (torch.arange(50, device="cuda") == 3)) % 3, sample="own")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -676,10 +676,10 @@ def test_on_a_gpu_rows_written_to_behind_torch_are_other_sums(optimizer):
     engine = lipdp.PrivacyEngine(model, LOSS, optimizer(model.parameters(), lr=0.01), planned(model))
     for number, chosen in enumerate(engine.samples(data)):
         state = engine.state_dict()
-        engine.step(*gather_lazily(data, chosen))
+        engine.step(*gather_lazily(data, chosen), sample="own")
         after = weights(model)
         engine.load_state_dict(state)
-        engine.step(*gather_lazily(data, chosen))
+        engine.step(*gather_lazily(data, chosen), sample="own")
         assert same(after, weights(model)), "the same release"
         if number == 5:  # recordings are replayed by now
             break
@@ -689,7 +689,7 @@ def test_on_a_gpu_rows_written_to_behind_torch_are_other_sums(optimizer):
     pointed[row] *= -3
     assert x._version == 0
     with pytest.raises(BudgetError, match="step 5 of this run was made before, with other sums"):
-        engine.step(*gather_lazily(data, chosen))
+        engine.step(*gather_lazily(data, chosen), sample="own")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -95,15 +95,17 @@ def test_a_run(changing, method):
         model, loss, dataset_size=16, batch_size=16, delta=1e-3, noise_multiplier=1.0, steps=3, method=method, max_grad_norm=1.0
     )
     engine = lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=16)
-    engine.step(*DATA)
+    engine.step(*DATA, sample="own")
     change()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(UnsupportedError):
-        engine.step(*DATA)
+        engine.step(*DATA, sample="own")
     assert engine.steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(UnsupportedError):  # a new engine over the same model does not rely on what was verified before
-        lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=16).step(*DATA)
+        lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, microbatch_size=16).step(
+            *DATA, sample="own"
+        )
 
 
 def test_a_clipper(changing, request):

@@ -91,7 +91,7 @@ def test_the_engine_noises_the_effective_gradient_and_pulls_it_back(pi) -> None:
     with effective_leaves(model) as leaves:
         total = torch.autograd.grad(LOSS(model(x), y).sum(), list(leaves.values()))
     expected = pull_back(model, {name: g / 64 for name, g in zip(leaves, total, strict=True)})
-    lipdp.PrivacyEngine(model, LOSS, optimizer, plan, seed=0, reproducible=True).step(x, y)
+    lipdp.PrivacyEngine(model, LOSS, optimizer, plan, seed=0, reproducible=True).step(x, y, sample="own")
     for found, (name, reference) in zip(optimizer.seen[0], expected.items(), strict=True):
         assert torch.allclose(found, reference, atol=2e-4), name
 
@@ -107,7 +107,7 @@ def test_noise_lives_in_the_space_of_the_weight(pi) -> None:
     engine._run.query.gradients = lambda noised: released.append(dict(noised)) or inner(noised)  # type: ignore[method-assign]
     x, y = data()
     for _ in range(20):
-        engine.step(x[:0], y[:0])
+        engine.step(x[:0], y[:0], sample="own")
     for name, std in plan.noise_stds.items():
         drawn = torch.cat([step[name].flatten() for step in released]) * 64 / std
         # A chi-square of n draws is within 6 deviations √(2n) of n, but for one run in 5e8.
@@ -150,7 +150,7 @@ def test_a_shared_parameter_is_refused() -> None:
     model[3].weight = model[1].weight
     engine = lipdp.PrivacyEngine(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), planned(model))
     with pytest.raises(UnsupportedError, match="shared"):
-        engine.step(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+        engine.step(torch.randn(3, 4), torch.tensor([0, 1, 2]), sample="own")
 
 
 def test_clipping_and_other_constraints_are_refused() -> None:

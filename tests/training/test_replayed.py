@@ -146,7 +146,7 @@ def batch_of(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 def take(engine: lipdp.PrivacyEngine, steps: int) -> None:
     for _ in range(steps):
-        engine.step(*batch_of())
+        engine.step(*batch_of(), sample="own")
 
 
 def watched_sums(engine: lipdp.PrivacyEngine) -> list[float]:
@@ -170,7 +170,7 @@ def test_after_weights_diverge_nothing_more_is_released() -> None:
     sums = watched_sums(engine)
     for group in engine.optimizer.param_groups:
         group["lr"] = float("inf")
-    engine.step(*batch_of())
+    engine.step(*batch_of(), sample="own")
     with pytest.raises(ConfigurationError, match="diverged"):
         take(engine, 10)
     assert len(sums) == 1
@@ -185,7 +185,7 @@ def test_weights_written_past_torch_are_noticed_before_anything_is_released() ->
     model, engine = trained("cuda", steps=30)
     engine.ledger.steps = 5
     sums = watched_sums(engine)
-    engine.step(*batch_of())
+    engine.step(*batch_of(), sample="own")
     for p in model.parameters():
         p.data.mul_(30.0)
     take(engine, 8)
@@ -204,7 +204,7 @@ def test_weights_written_through_torch_are_projected_before_the_step() -> None:
     ask = engine._run.query.ask
     engine._run.query.ask = lambda *given: asked.append(max(norms(model))) or ask(*given)  # type: ignore[method-assign]
     sums = watched_sums(engine)
-    engine.step(*batch_of())
+    engine.step(*batch_of(), sample="own")
     assert len(asked) == 2  # once for nothing, and again from projected weights
     assert asked[1] <= 1 < asked[0]
     assert sums[0] > 0
@@ -248,12 +248,12 @@ def test_state_that_a_forward_pass_writes_is_put_back_on_the_device() -> None:
     model, engine = trained("cuda", steps=30)
     engine.ledger.steps = 5
     model[0].register_buffer("note", torch.zeros(4, device="cuda"))
-    engine.step(*batch_of())  # settings have changed: analysed again
+    engine.step(*batch_of(), sample="own")  # settings have changed: analysed again
     ask = engine._run.query.ask
     engine._run.query.ask = lambda *given: (model[0].note.data.add_(7.0), ask(*given))[1]  # type: ignore[method-assign]
     sums = watched_sums(engine)
     with pytest.raises(UnsupportedError, match="note"):
-        engine.step(*batch_of())
+        engine.step(*batch_of(), sample="own")
     assert torch.equal(model[0].note.cpu(), torch.zeros(4))
     assert sums == []
 
@@ -282,7 +282,7 @@ def test_a_clipped_gradient_that_is_not_finite_is_left_out(device: str, rows: in
         bad[step] = step % 3 > 0
         x[bad] = 1e30
         expected = lipdp.clipping.clip_batch(model, loss, x[~bad].to(device), y[~bad].to(device), 0.5).sums
-        engine.step(x, y)
+        engine.step(x, y, sample="own")
         for name, total in expected.items():
             torch.testing.assert_close(released[-1][name], total, rtol=1e-4, atol=1e-6)
         assert all(bool(p.isfinite().all()) for p in model.parameters())

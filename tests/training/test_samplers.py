@@ -251,5 +251,5 @@ def test_batches_that_the_plan_can_not_have_drawn_are_refused(how: dict[str, obj
     run = engine(make(**how))
     x, y = dataset().tensors
     with pytest.raises(LipdpError, match=r"engine\.batches"):
-        run.step(x[:size], y[:size])
+        run.step(x[:size], y[:size], sample="own")
     assert run.steps == 0

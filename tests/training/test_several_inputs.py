@@ -202,7 +202,7 @@ def test_empty_batches_have_the_structure():
         assert y.shape == (0,)
     model = Reader()
     engine = lipdp.PrivacyEngine(model, LOSS, torch.optim.SGD(model.parameters(), 1.0), planned(model))
-    engine.step(x, y)
+    engine.step(x, y, sample="own")
     assert engine.steps == 1
 
 

@@ -57,10 +57,10 @@ def add_a_parameter(model):
 def test_the_structure_is_looked_at_down_to_the_last_layer(change):
     model = nested()
     engine = engine_of(model)
-    engine.step(*empty())
+    engine.step(*empty(), sample="own")
     change(model)
     with pytest.raises(ConfigurationError, match="new engine"):
-        engine.step(*empty())
+        engine.step(*empty(), sample="own")
     assert engine.steps == 1
 
 
@@ -96,9 +96,9 @@ def test_a_setting_that_changes_during_a_step_is_noticed_in_the_next():
             return super().step(closure)
 
     engine = engine_of(model, None, Meddling(model))
-    engine.step(*toy(20).tensors)
+    engine.step(*toy(20).tensors, sample="own")
     with pytest.raises(ConfigurationError, match="another model"):
-        engine.step(*toy(20).tensors)
+        engine.step(*toy(20).tensors, sample="own")
     assert engine.steps == 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lipdp._texts import text_table
+from lipdp._texts import downwards, guarantee, percent, text_table
 from lipdp.audit.curves import GaussianCurve, bisect, run_curve, scaled_run
 from lipdp.audit.statistics import (
     check_confidence,
@@ -111,7 +111,7 @@ class AuditResult:
 
     def __str__(self) -> str:
         claimed = self.claimed or math.inf
-        rows = [(b.name, f"{b.epsilon:.3f}", f"{b.epsilon / claimed:.0%}", b.assumes) for b in self.bounds]
+        rows = [(b.name, downwards(b.epsilon), percent(b.epsilon / claimed, 0), b.assumes) for b in self.bounds]
         verdict = (
             f"REFUTED: under the plan so many right guesses have probability {self.p_value:.2g} at most: the guarantee is broken."
             if self.refuted
@@ -120,7 +120,7 @@ class AuditResult:
         head = (
             f"{self.access}-box audit of {self.steps} steps at sampling rate {self.sampling_rate:.3g} ({self.method}): "
             f"{self.correct:,} of {self.guesses:,} guesses right\n"
-            f"claimed ε = {self.claimed:.4g} at δ = {self.delta:g}; canaries use {self.strength:.0%} of what a record may; "
+            f"claimed {guarantee(self.claimed, self.delta)}; canaries use {self.strength:.0%} of what a record may; "
             f"{self.runs} runs of {self.canaries} canaries, {self.seconds:.1f} s; {self.privacy}"
         )
         headers = ("bound", f"ε ≥ ({self.confidence:.2%})", "of claimed", "assumes")

@@ -96,7 +96,7 @@ def watch_run(
                 stds, clips = engine.noise_stds, engine.clipping
                 if before_step is not None:
                     before_step(stds, clips)
-                engine.step(*gather(records, chosen))
+                engine.step(*gather(records, chosen), sample=chosen)
                 yield Step({name: g * plan.batch_size for name, g in handed.items()}, chosen, stds, clips)
     finally:
         hook.remove()

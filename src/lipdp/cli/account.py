@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lipdp._texts import NEIGHBOURS, guarantee, number, table, upwards
+from lipdp._texts import NEIGHBOURS, brief, downwards, guarantee, table, upwards
 from lipdp.cli import options
 from lipdp.cli.output import console, print_fields, print_json
 from lipdp.errors import ConfigurationError
@@ -199,7 +199,7 @@ def show(file: File, as_json: options.Json = False) -> None:
     _show(budget, as_json)
     if as_json:
         return
-    entries = [entry for entry in budget.entries() if entry["kind"] != "end"]
+    entries = [entry for entry in budget.entries() if entry["kind"] in ("charge", "run")]
     runs = budget.runs()
     rows = [(entry["time"], entry["what"], _cost(entry, runs)) for entry in entries[-_SHOWN:]]
     if len(entries) > _SHOWN:
@@ -218,13 +218,14 @@ def check(file: File, as_json: options.Json = False) -> None:
     spent = budget.spent
     if spent > budget.epsilon:
         raise BudgetError(
-            f"'{file}' holds charges of epsilon {spent:.6g}, above its {budget.epsilon:g}: this should not be possible."
+            f"'{file}' holds charges of epsilon {upwards(spent, 6)}, above its {brief(budget.epsilon)}: this should not be "
+            "possible."
         )
     if as_json:
         print_json({"path": str(file), "whole": True, "entries": len(budget.entries()), "spent": spent, "epsilon": budget.epsilon})
         return
     console().print(
-        f"'{file}' is whole: {len(budget.entries())} entries, ε = {upwards(spent)} of {budget.epsilon:g} spent", soft_wrap=True
+        f"'{file}' is whole: {len(budget.entries())} entries, ε = {upwards(spent)} of {brief(budget.epsilon)} spent", soft_wrap=True
     )
 
 
@@ -276,7 +277,7 @@ def _summary(budget: Budget) -> dict[str, Any]:
         "adjacency": budget.adjacency,
         "spent": budget.spent,
         "remaining": budget.remaining,
-        "charges": sum(1 for entry in budget.entries() if entry["kind"] != "end"),
+        "charges": sum(1 for entry in budget.entries() if entry["kind"] in ("charge", "run")),
     }
 
 
@@ -288,7 +289,7 @@ def _show(budget: Budget, as_json: bool) -> None:
         ("dataset", budget.dataset),
         ("budget", f"({guarantee(budget.epsilon, budget.delta)}) for {NEIGHBOURS[budget.adjacency]}"),
         ("spent", f"ε = {upwards(budget.spent)}" if budget.spent else "nothing"),
-        ("left", number(budget.remaining)),
+        ("left", downwards(budget.remaining)),
         ("file", str(budget.path)),
     )
     print_fields(console(), fields)
@@ -307,8 +308,8 @@ def _event(data: dict[str, Any]) -> str:
 
     kind = data["type"]
     if kind in ("pure", "approximate"):
-        delta = f", δ = {float(Fraction(data['delta'])):g}" if "delta" in data else ""
-        return f"ε = {float(Fraction(data['epsilon'])):g}{delta}"
+        delta = f", δ = {brief(float(Fraction(data['delta'])))}" if "delta" in data else ""
+        return f"ε = {brief(float(Fraction(data['epsilon'])))}{delta}"
     values = {name: value for name, value in data.get("of", {}).items() if not isinstance(value, dict)}
     inner = [_event(value) for value in data.get("of", {}).values() if isinstance(value, dict)]
     shown = ", ".join(f"{value:g}" if isinstance(value, int | float) else str(value) for value in values.values())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import brief, downwards
 from lipdp.cli import options
 from lipdp.cli.csv_files import read_column
 from lipdp.cli.output import console, print_fields, print_json
@@ -111,8 +112,8 @@ def release(
     if as_json:
         print_json({"query": query, "answer": answer, "epsilon": loaded.epsilon, "remaining": left, "mechanism": loaded.title})
         return
-    fields = [(query, f"{answer:.6g}"), ("epsilon", f"{loaded.epsilon:g}, for replacing one record")]
-    print_fields(console(), fields if left is None else [*fields, ("budget left", f"{left:g}")])
+    fields = [(query, f"{answer:.6g}"), ("epsilon", f"{brief(loaded.epsilon)}, for replacing one record")]
+    print_fields(console(), fields if left is None else [*fields, ("budget left", downwards(left))])
 
 
 ANSWER_EXAMPLE = "Example: lipdp mechanism answer data.csv --column age --query median --low 0 --high 120 --epsilon 1"
@@ -196,9 +197,9 @@ def answer(
         return
     fields = [(f"{name}: {one.question}", _shown(one)) for name, own in zip(column, answers, strict=True) for one in own]
     neighbours = "replacing one record" if adjacency == "replace_one" else "adding or removing one record"
-    spent = f"rho {rho:g}" if epsilon is None else f"{epsilon:g}" + (f", delta {delta:g}" if delta else "")
+    spent = f"rho {brief(rho)}" if epsilon is None else brief(epsilon) + (f", delta {brief(delta)}" if delta else "")
     fields.append(("privacy" if epsilon is None else "epsilon", f"{spent}, for {neighbours}"))
-    fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{left:g} left"))
+    fields.append(("budget", "none was given: add up the ε yourself" if left is None else f"{downwards(left)} left"))
     print_fields(console(), fields)
 
 

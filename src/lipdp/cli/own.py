@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lipdp._discreet import discreet
-from lipdp._texts import REPRODUCIBLE, guarantee
+from lipdp._texts import REPRODUCIBLE, brief, guarantee
 from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
 from lipdp.cli.output import console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
@@ -166,7 +166,14 @@ def _finish(
     if account is not None:
         report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
     if output is not None:
-        words = ["lipdp", "train", *command, "--epsilon", f"{epsilon:g}", *([] if delta is None else ["--delta", f"{delta:g}"])]
+        words = [
+            "lipdp",
+            "train",
+            *command,
+            "--epsilon",
+            brief(epsilon, 12),
+            *([] if delta is None else ["--delta", brief(delta, 12)]),
+        ]
         words += [] if test is None else ["--test", str(test)]
         words += [] if validation_fraction is None else ["--validation-fraction", f"{validation_fraction:g}"]
         again = shlex.join([*words, *(["--reproducible", "SEED"] if reproducible else [])])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
-from lipdp._texts import guarantee, table, upwards
+from lipdp._texts import brief, guarantee, table, upwards
 from lipdp.cli import options
 from lipdp.cli.output import console, make_folder, print_json
 from lipdp.errors import ConfigurationError
@@ -98,7 +98,7 @@ def pareto(
                 "evaluated_on": evaluated_on,
                 "hull": [_brief(dot) for dot in corners],
                 "by": {by: groups},
-                "best": {f"{budget:g}": {**_brief(dot), "settings": dot.settings} for budget, dot in best.items()},
+                "best": {brief(budget): {**_brief(dot), "settings": dot.settings} for budget, dot in best.items()},
                 "certified": _certified(dots, budgets),
                 "files": files,
             }
@@ -106,7 +106,7 @@ def pareto(
         return
     out = console()
     rows = [
-        (f"{budget:g}", f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
+        (brief(budget), f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
         for budget, dot in best.items()
     ]
     headers = ("ε up to", f"{metric} %", "ε spent", "recipe", "model", "method")
@@ -144,7 +144,7 @@ def _certified(dots: list[Dot], budgets: list[float]) -> dict[str, Any]:
     shares = {}
     for radius in sorted({dot.radius for dot in dots if dot.radius > 0}):
         best = best_by_epsilon([dot for dot in dots if dot.radius == radius], budgets)
-        shares[f"{radius:g}"] = {f"{budget:g}": dot.score for budget, dot in best.items()}
+        shares[f"{radius:g}"] = {brief(budget): dot.score for budget, dot in best.items()}
     return shares
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
-from lipdp._texts import number, table
+from lipdp._texts import brief, number, table
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import console, duration, print_fields, print_json, print_plan
@@ -275,13 +275,13 @@ def _row(recipe: Recipe, alias: str | None) -> tuple[str, ...]:
 
     name, figures = recipe.name + ("" if alias is None else " *"), measured(recipe.name)
     if figures is None:
-        return name, number(recipe.epsilon), "–", "–", "–", recipe.method
+        return name, brief(recipe.epsilon), "–", "–", "–", recipe.method
     digits = 2 if figures.score >= 99 else 1
     score = f"{figures.score:.{digits}f}" + ("" if figures.deviation is None else f" ± {figures.deviation:.{digits}f}")
     seconds = 0 if figures.seconds is None else max(1, math.ceil(figures.seconds))
     taken = f"{f'{seconds} s' if seconds < 120 else duration(seconds)}, {figures.machine}" if seconds else "–"
     memory = "–" if figures.memory_gb is None else f"{figures.memory_gb:.1f} GB"
-    return name, number(recipe.epsilon), score if figures.part == "test" else f"({score})", taken, memory, recipe.method
+    return name, brief(recipe.epsilon), score if figures.part == "test" else f"({score})", taken, memory, recipe.method
 
 
 def _describe_recipe(recipe: Recipe, alias: str | None, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from lipdp._texts import table
+from lipdp._texts import table, upwards
 from lipdp.cli import options
 from lipdp.cli.output import console, print_json
 from lipdp.errors import ConfigurationError
@@ -98,8 +98,8 @@ def _accounting() -> str:
 
     cost = epsilon(noise_multiplier=1.0, sampling_rate=0.01, steps=100, delta=1e-5)
     if not 0.5 < cost < 2:
-        raise RuntimeError(f"a known run costs ε = {cost:.3f}, not about 0.9")
-    return f"ε = {cost:.4f} for a known run"
+        raise RuntimeError(f"a known run costs ε = {upwards(cost)}, not about 0.9")
+    return f"ε = {upwards(cost)} for a known run"
 
 
 def _step() -> str:
@@ -115,7 +115,7 @@ def _step() -> str:
     plan = lipdp.plan(model, loss, dataset_size=8, batch_size=4, delta=1e-2, noise_multiplier=1.0, steps=2)
     data = TensorDataset(torch.rand(8, 2), torch.tensor([0, 1] * 4))
     history = lipdp.fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), plan, data, evaluations=1)
-    return f"two private steps, ε = {history.epsilon:.3f}"
+    return f"two private steps, ε = {upwards(history.epsilon)}"
 
 
 def _gpu() -> str:
@@ -174,7 +174,7 @@ def main(epochs: float = 40) -> None:
     history = lipdp.fit(model, loss, optimizer, plan, train, scheduler=scheduler, budget=budget,
                         checkpoint="run.ckpt", resume=True, callbacks=[lipdp.training.ProgressBar()])
     accuracy = lipdp.evaluate(model, loss, test)["accuracy"]
-    print(f"epsilon {{history.epsilon:.3f}} at delta {{plan.delta:g}}: test accuracy {{100 * accuracy:.1f}} %")
+    print(f"{{lipdp.privacy.guarantee(history.epsilon, plan.delta)}}: test accuracy {{100 * accuracy:.1f}} %")
     Path("plan.json").write_text(plan.to_json())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipdp._texts import REPRODUCIBLE, guarantee, upwards
+from lipdp._texts import REPRODUCIBLE, brief, downwards, guarantee, upwards
 from lipdp.cli import options
 from lipdp.cli.audit import audit_recipe
 from lipdp.cli.csv_files import CsvForm
@@ -301,13 +301,14 @@ def train(
         soft_wrap=True,
     )
     if account is not None:
-        out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {account.epsilon:g} spent")
+        out.print(f"budget of {account.dataset}: ε = {upwards(account.spent)} of {brief(account.epsilon)} spent")
     if not result.private:
         out.print(REPRODUCIBLE, style="bold red", soft_wrap=True)
     if audited is not None:
         bound = audited.epsilon
         out.print(
-            f"audited: nothing refutes the plan; one step leaks ε ≥ {bound.epsilon:.3g} of {bound.claimed:.3g}", soft_wrap=True
+            f"audited: nothing refutes the plan; one step leaks ε ≥ {downwards(bound.epsilon)} of {upwards(bound.claimed)}",
+            soft_wrap=True,
         )
     if output is not None:
         out.print(f"saved {', '.join(report['files'])} in {output}", soft_wrap=True)
@@ -322,7 +323,8 @@ def _plan_printer(out: Console) -> Callback:
         def on_start(self, run: Run) -> None:
             print_plan(out, run.engine.plan)
             if run.engine.steps:
-                out.print(f"resumed after {run.engine.steps:,} of {run.engine.plan.steps:,} steps")
+                done = f"resumed after {run.engine.steps:,} of {run.engine.plan.steps:,} steps"
+                out.print(f"{done}, with ε = {upwards(run.engine.epsilon)} spent", soft_wrap=True)
 
     return ShowPlan()
 

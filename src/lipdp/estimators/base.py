@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp._checks import known_device, positive, probability
 from lipdp._discreet import discreet, is_discreet, shown
-from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, upwards
+from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, brief, downwards, upwards
 from lipdp.data.images import read_labels
 from lipdp.errors import BudgetError, ConfigurationError, DataError, LipdpNotice
 from lipdp.estimators.reading import check_labels, check_lengths, codes_of, declared_classes, is_place, one_column
@@ -163,8 +163,8 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         account = open_budget(self.budget)
         if account is not None and account.epsilon_with(costs) > account.epsilon:
             raise BudgetError(
-                f"the budget {account.path} has {account.remaining:.4g} of its ε = {account.epsilon:g} left, and this fit needs "
-                f"{float(self.epsilon):g}: nothing was released. Ask for less, or for other data."
+                f"the budget {account.path} has {downwards(account.remaining)} of its ε = {brief(account.epsilon)} left, and this "
+                f"fit needs {brief(float(self.epsilon))}: nothing was released. Ask for less, or for other data."
             )
 
     @property
@@ -237,16 +237,16 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         from sklearn.utils.validation import check_is_fitted
 
         check_is_fitted(self)
-        spent, choice = self.plan_, self.choice_
-        ranges = f" ({self.released_:.3g} of it for ranges of columns)" if self.released_ else ""
-        sources = sorted({group.source for group in spent.groups})
+        plan, choice = self.plan_, self.choice_
+        ranges = f" ({upwards(self.released_)} of it for ranges of columns)" if self.released_ else ""
+        sources = sorted({group.source for group in plan.groups})
         lines = [
             f"# {type(self).__name__}",
             "",
             *([] if self.private_ else [f"**{REPRODUCIBLE}**", ""]),
-            f"- **Guarantee**: ε = {upwards(self.epsilon_)}{ranges} at δ = {self.delta_:g}, for {NEIGHBOURS[spent.adjacency]}; "
-            f"{spent.accountant.upper()} accounting of {spent.steps} steps at sampling rate {spent.sampling_rate:.3g}, noise "
-            f"multiplier {spent.noise_multiplier:.4g}.",
+            f"- **Guarantee**: ε = {upwards(self.epsilon_)}{ranges} at δ = {brief(self.delta_)}, for {NEIGHBOURS[plan.adjacency]}; "
+            f"{plan.accountant.upper()} accounting of {plan.steps} steps at sampling rate {plan.sampling_rate:.3g}, noise "
+            f"multiplier {plan.noise_multiplier:.4g}.",
             f"- **Method**: {choice.method}: {choice.why}. Sensitivities are {' and '.join(sources)}.",
             *(f"- **Taken to be public**: {fact}." for fact in self.public_),
             "- **Not covered**: the test rows, what was done to the table before it came here, other fits on the same rows.",

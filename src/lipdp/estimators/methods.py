@@ -39,6 +39,7 @@ import torch
 
 from lipdp import models, nn
 from lipdp._checks import choose
+from lipdp._texts import number
 from lipdp.estimators.base import Choice
 from lipdp.estimators.schema import Categorical, Schema
 from lipdp.training import PrivacyPlan
@@ -94,7 +95,9 @@ def choose_method(given: str, *, records: int, outputs: int, epsilon: float, sch
             clipped,
         )
     if outputs == 1 and each < _FEW:
-        return Choice("linear", f"N·ε is {each:.3g}, below {_FEW}: too little for curves, a line is what can be learned", settings)
+        return Choice(
+            "linear", f"N·ε is {number(each, 3)}, below {_FEW}: too little for curves, a line is what can be learned", settings
+        )
     if 2 * categories > len(schema.columns):
         return Choice("linear", f"{categories} of the {len(schema.columns)} columns are categories: a weight for each", settings)
     return Choice(

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lipdp._texts import brief
 from lipdp.errors import LipdpWarning
 from lipdp.estimators.schema import Numeric
 from lipdp.privacy import Adjacency, generator, private_quantile
@@ -67,8 +68,8 @@ def private_ranges(
     off = rank_error(each) / size
     if off > _ROUGH:
         warnings.warn(
-            f"{len(columns)} range{'s are' if len(columns) > 1 else ' is'} found from {size} records with ε = {epsilon:.3g}: each "
-            f"end may be off by {min(100.0, 100 * off):.0f} % of the records. Declare what is public: schema={{column: (low, "
+            f"{len(columns)} range{'s are' if len(columns) > 1 else ' is'} found from {size} records with ε = {brief(epsilon)}: "
+            f"each end may be off by {min(100.0, 100 * off):.0f} % of the records. Declare what is public: schema={{column: (low, "
             "high), …}, target=(low, high) for y; that costs no privacy.",
             LipdpWarning,
             stacklevel=4,

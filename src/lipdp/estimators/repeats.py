@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lipdp._texts import brief, upwards
 from lipdp.errors import RepeatedRunWarning
 from lipdp.training.account import are_expected
 
@@ -50,8 +51,8 @@ def note_rows(rows: Any, epsilon: float, delta: float, budget: str | None) -> No
         together = epsilon + sum(other.epsilon for other in before)
         warnings.warn(
             f"this is fit {len(before) + 1} on some of the same rows in this process (folds, a grid, a repetition), and no budget "
-            f"adds them up: for a row that is in all of them ε is up to {together:.3g} at δ = "
-            f"{delta + sum(o.delta for o in before):.2g}, not {epsilon:.3g}. Give all of them one account, "
+            f"adds them up: for a row that is in all of them ε is up to {upwards(together)} at δ = "
+            f"{brief(delta + sum(o.delta for o in before))}, not {upwards(epsilon)}. Give all of them one account, "
             "budget=lipdp.privacy.Budget(…), or report the sum.",
             RepeatedRunWarning,
             stacklevel=4,

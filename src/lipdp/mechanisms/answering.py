@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
 from lipdp.mechanisms.gaussian import GaussianPlan, groups_of, split
@@ -73,7 +74,7 @@ class Plan(Planned):
     def __post_init__(self) -> None:
         """Its parts cost no more than ε together, and are for the plan's own data."""
         if not self.parts or sum(part.exact_epsilon for part in self.parts) > least_of(self.epsilon):
-            raise ConfigurationError(f"the parts of a plan cost more than its epsilon {self.epsilon:g}: make it with plan().")
+            raise ConfigurationError(f"the parts of a plan cost more than its epsilon {brief(self.epsilon)}: make it with plan().")
         own = self.problem.n, self.problem.low, self.problem.high
         if any((part.problem.n, part.problem.low, part.problem.high) != own for part in self.parts):
             raise ConfigurationError("the parts of a plan are for other data: the same n and bounds, which plan() sees to.")

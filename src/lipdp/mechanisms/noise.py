@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import exact
 from lipdp.privacy.randomness import Stream
@@ -203,5 +204,5 @@ def _within(make: Any, sensitivity: int, epsilon: Fraction, scale: float) -> Any
             return measurement
         scale *= 1 + 2**-50
     raise ConfigurationError(
-        f"opendp's privacy map does not reach epsilon {float(epsilon):g} for sensitivity {sensitivity}: use sampler='exact'."
+        f"opendp's privacy map does not reach epsilon {brief(float(epsilon))} for sensitivity {sensitivity}: use sampler='exact'."
     )

@@ -30,6 +30,7 @@ from torch.special import log_ndtr
 
 from lipdp._checks import is_number, positive, whole
 from lipdp._discreet import shown
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, as_numbers, each_bounds, least_of
@@ -155,8 +156,8 @@ def release_vector(
     if not pure:
         if not math.isfinite(std):
             raise ConfigurationError(
-                f"no Gaussian noise can be drawn for rho {spending.rho:g} and an L2 sensitivity of {l2:g}: it is too large or too "
-                "small for float64. Use another rho, or other units."
+                f"no Gaussian noise can be drawn for rho {brief(spending.rho)} and an L2 sensitivity of {l2:g}: it is too large or "
+                "too small for float64. Use another rho, or other units."
             )
         if account is not None:
             account.charge(gaussian_event(spending.multiplier(len(exact)), account.adjacency, adjacency), what)

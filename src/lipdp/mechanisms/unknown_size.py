@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.gaussian import split
 from lipdp.mechanisms.joint import JointQuantiles
@@ -119,7 +120,7 @@ class OpenPlan(Planned):
         if not self._weights:
             raise ConfigurationError("give one or more questions.")
         if self._by_noise is None and self.rho is not None:
-            raise ConfigurationError(f"there is no Gaussian noise for rho {self.rho:g} and these questions: use a larger one.")
+            raise ConfigurationError(f"there is no Gaussian noise for rho {brief(self.rho)} and these questions: use a larger one.")
         if self._ranked:
             self._joint(_MOST_RANKED)  # refuses what can't be chosen before anything is paid, however many records there are
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lipdp._checks import is_number, positive
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import read
 from lipdp.mechanisms.distributions import Belief, Mixture, as_distribution, draw
@@ -167,8 +168,10 @@ def check_parts(parts: Sequence[Mechanism], epsilon: float) -> None:
     """Refuse mechanisms that cost more than ε together: exactly, for they are compared as the rational numbers that they are."""
     positive("epsilon", epsilon)
     if not parts or sum(part.problem.exact_epsilon for part in parts) > least_of(epsilon):
-        spent = ", ".join(f"{part.epsilon:g}" for part in parts)
-        raise ConfigurationError(f"its parts have the epsilons ({spent}): there have to be some, of {epsilon:g} together at most.")
+        spent = ", ".join(brief(part.epsilon) for part in parts)
+        raise ConfigurationError(
+            f"its parts have the epsilons ({spent}): there have to be some, of {brief(epsilon)} together at most."
+        )
 
 
 def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:

@@ -13,6 +13,7 @@ import torch
 
 from lipdp import nn
 from lipdp._checks import is_number, whole
+from lipdp._texts import brief, upwards
 from lipdp.bounds import Analysis
 from lipdp.clipping.support import planned_notes
 from lipdp.errors import ConfigurationError, LipdpError, LipdpNotice, LipdpWarning
@@ -232,9 +233,9 @@ def plan(
         )
     if spent < _VACUOUS and decided.noise_distance > _NEGLIGIBLE * delta:
         raise ConfigurationError(
-            f"at delta={delta:g} and epsilon={spent:.3g}, what the noise itself may add to delta ({decided.noise_distance:.1g}: "
-            f"its distance from exact Gaussian noise, times e^epsilon) is more than {_NEGLIGIBLE:g} of it. Ask for a smaller "
-            "epsilon (more noise, fewer steps) or for a larger delta."
+            f"at delta={brief(delta)} and epsilon={upwards(spent)}, what the noise itself may add to delta "
+            f"({brief(decided.noise_distance, 2)}: its distance from exact Gaussian noise, times e^epsilon) is more than "
+            f"{_NEGLIGIBLE:g} of it. Ask for a smaller epsilon (more noise, fewer steps) or for a larger delta."
         )
     return decided
 
@@ -350,13 +351,13 @@ def _solve(
     spent = run_epsilon(run(sigma, steps), delta, accountant, adjacency)
     if math.isinf(spent):
         raise ConfigurationError(
-            f"noise_multiplier={sigma:g} and {steps} steps have no finite epsilon at delta={delta:g} with the {accountant} "
+            f"noise_multiplier={sigma:g} and {steps} steps have no finite epsilon at delta={brief(delta)} with the {accountant} "
             "accountant. Use a larger delta, more noise, or the other accountant."
         )
     if epsilon is not None and spent > epsilon:
         raise ConfigurationError(
-            f"noise_multiplier={sigma:g} and {steps} steps cost epsilon {spent:.4g}, more than the {epsilon:g} asked for. Leave "
-            "one of the three out, and it will be chosen to fit."
+            f"noise_multiplier={sigma:g} and {steps} steps cost epsilon {upwards(spent)}, more than the {brief(epsilon)} asked "
+            "for. Leave one of the three out, and it will be chosen to fit."
         )
     return sigma, steps, spent
 
@@ -374,8 +375,8 @@ def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise
         raise ConfigurationError(f"delta must lie between 0 and 1, not {delta!r}")
     if delta >= 1 / dataset_size:
         warnings.warn(
-            f"delta={delta:g} is not below 1/dataset_size={1 / dataset_size:g}: such a guarantee allows publishing a random record "
-            "outright. Use a delta well below it.",
+            f"delta={brief(delta)} is not below 1/dataset_size={1 / dataset_size:g}: such a guarantee allows publishing a random "
+            "record outright. Use a delta well below it.",
             LipdpWarning,
             stacklevel=3,
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from lipdp._texts import NEIGHBOURS, bound, number, text_table, upwards
+from lipdp._texts import NEIGHBOURS, bound, brief, number, text_table, upwards
 from lipdp.clipping.styles import Clip, Style
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Bound, Count, Probability, Range, Scale, Size, check_fields, parse_json, read
@@ -362,7 +362,7 @@ def render(plan: PrivacyPlan) -> str:
     )
     parts = ", ".join(f"{_ROUNDING.get(name, name)} {value:.1e}" for name, value in plan.rounding)
     lines = [
-        f"Privacy plan: epsilon = {upwards(plan.epsilon, 5)} at delta = {plan.delta:g}, for {NEIGHBOURS[plan.adjacency]} "
+        f"Privacy plan: epsilon = {upwards(plan.epsilon, 5)} at delta = {brief(plan.delta)}, for {NEIGHBOURS[plan.adjacency]} "
         f"({plan.accountant.upper()}, {_sampling(plan)})",
         f"  {plan.steps:,} steps of {size} {plan.batch_size:,} out of {plan.dataset_size:,} (q = {plan.sampling_rate:.4g}, "
         f"{plan.epochs:.3g} epochs), noise multiplier {plan.noise_multiplier:.4f}, {plan.allocation} allocation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lipdp._texts import guarantee
 from lipdp.privacy.accounting import (
     MAX_STEPS,
     Accountant,
@@ -60,6 +61,7 @@ __all__ = [
     "fresh_seed",
     "generator",
     "gradient_multiplier",
+    "guarantee",
     "longest_run",
     "max_steps",
     "noise_energy",

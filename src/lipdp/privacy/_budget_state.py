@@ -27,6 +27,7 @@ class Run:
     released: int = 0
     made: set[str] = field(default_factory=set)
     kept: bool = False
+    book: str | None = None  # how far its book had come, when it was last seen
 
     @property
     def plan(self) -> tuple[list[Any], dict[str, Any]]:
@@ -88,19 +89,20 @@ class State:
             return
         if kind == "run":
             run = self.runs.get(entry["run"]) or Run(entry["steps"], entry["one_off"])
-        elif kind == "end":
+        elif kind in ("end", "book"):
             run = self.runs[entry["run"]]
         else:
             raise ValueError(f"unknown kind {kind!r}")
         before = run.counted() if entry["run"] in self.runs else {}
         if kind == "run":
             run.holders.add(entry["holder"])
-        else:
+        elif kind == "end":
             run.holders.remove(entry["holder"])
             run.released = max(run.released, _whole(entry["steps"], least=0))
             run.made |= set(entry["one_off"])
             run.check_position(run.released, run.made)
             run.kept = bool(entry["keep"])
+        run.book = entry.get("book") or run.book
         self.runs[entry["run"]] = run
         self.totals.add(minus(run.counted(), before))
 

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from lipdp._checks import is_number, positive, probability, rate, whole
+from lipdp._texts import brief, upwards
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._search import MAX_NOISE, MAX_STEPS, most_steps, smallest_noise
 from lipdp.privacy.runs import PrivateRun, Sampling
@@ -312,8 +313,8 @@ def calibrate_run(
     if math.isinf(sigma):
         raise BudgetError(
             f"No noise multiplier up to {MAX_NOISE:g} brings {one.steps} steps at sampling_rate={one.sampling_rate:g} under "
-            f"epsilon={target:g} at delta={d:g} with the {how[0]} accountant: its numerical floor is higher. Ask for a larger "
-            "epsilon or delta, for fewer steps, or for the other accountant."
+            f"epsilon={brief(target)} at delta={brief(d)} with the {how[0]} accountant: its numerical floor is higher. Ask for a "
+            "larger epsilon or delta, for fewer steps, or for the other accountant."
         )
     _figure(describe(sigma), d, *how).told("epsilon")
     return sigma
@@ -344,8 +345,8 @@ def _refuse_dear_releases(run: PrivateRun, target: float, d: float, accountant: 
     alone = run_epsilon(PrivateRun(run.sampling_rate, (), run.releases, run.sampling), d, accountant, adjacency)
     if alone >= target:
         raise BudgetError(
-            f"the releases beside the training ({', '.join(release.name for release in run.releases)}) cost epsilon {alone:.4g} "
-            f"alone, which leaves nothing of {target:g} for the training. Give them a smaller share."
+            f"the releases beside the training ({', '.join(release.name for release in run.releases)}) cost epsilon "
+            f"{upwards(alone)} alone, which leaves nothing of {target:g} for the training. Give them a smaller share."
         )
 
 
@@ -413,13 +414,13 @@ def longest_run(
     sigma, q = one.segments[0][0], one.sampling_rate
     if most == 0:
         raise BudgetError(
-            f"Even one step costs epsilon={run_epsilon(one, d, *how):.4g} at delta={d:g}, noise_multiplier="
-            f"{sigma:g}, sampling_rate={q:g}: above the budget of {target:g}. Raise the noise multiplier or epsilon, or "
+            f"Even one step costs epsilon={upwards(run_epsilon(one, d, *how))} at delta={brief(d)}, noise_multiplier="
+            f"{sigma:g}, sampling_rate={q:g}: above the budget of {brief(target)}. Raise the noise multiplier or epsilon, or "
             "lower the sampling rate; calibrate_noise finds the noise for a given number of steps."
         )
     if most >= MAX_STEPS:
         raise ConfigurationError(
-            f"At least {MAX_STEPS:,} steps fit in epsilon={target:g} with noise_multiplier={sigma:g}, sampling_rate="
+            f"At least {MAX_STEPS:,} steps fit in epsilon={brief(target)} with noise_multiplier={sigma:g}, sampling_rate="
             f"{q:g}: the budget does not limit the run. Give the number of steps, and calibrate_noise finds less noise."
         )
     return most

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from lipdp._checks import is_number
 from lipdp._discreet import shown
-from lipdp.errors import BudgetError, ConfigurationError
+from lipdp._texts import brief, downwards
+from lipdp.errors import BudgetError, CheckpointError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus
 from lipdp.privacy._journal import Journal, Session
 from lipdp.privacy.accounting import Adjacency
@@ -28,7 +29,7 @@ from lipdp.privacy.composition import check_event
 from lipdp.privacy.costs import Cost, exact, from_key, parts, run_costs, to_data, to_key
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["AnyBudget", "Budget", "Reservation", "charge", "open_budget"]
+__all__ = ["AnyBudget", "Budget", "Reservation", "RunBook", "charge", "open_budget"]
 
 
 class Budget:
@@ -136,11 +137,14 @@ class Budget:
             self._afford(state, more, what)
             self._write(session, state, entry)
 
-    def reserve(self, run: str, plan: PrivateRun, what: str = "") -> Reservation:
+    def reserve(self, run: str, plan: PrivateRun, what: str = "", *, book: RunBook | None = None) -> Reservation:
         """Pay for a whole training run before its first release, or refuse it.
 
         A run is paid for once, however often it is interrupted and resumed: ``run`` is its name for all time, a secret drawn for it
         alone. Where a part of it was given back (:meth:`Reservation.close`), that part is paid for again.
+
+        ``book``: what the run notes its releases in, if it keeps one. One that lacks what was known of it before is refused: it was
+        put back from a backup, or copied and gone on with twice, so that releases that it says nothing of would be made again.
         """
         steps, one_off = run_costs(plan)
         for event, _ in parts(plan):
@@ -151,6 +155,7 @@ class Budget:
             "run": run,
             "holder": holder,
             "what": str(what),
+            "book": None if book is None else book.mark,
             "steps": (planned_steps := [[to_data(event), count] for event, count in steps]),
             "one_off": (planned_one_off := {name: to_data(event) for name, event in one_off.items()}),
         }
@@ -159,6 +164,7 @@ class Budget:
             known = state.runs.get(run)
             if known is not None and known.plan != (planned_steps, planned_one_off):
                 raise ConfigurationError(f"the run {run} is in the budget {self.path} with another plan: it is not the same run.")
+            self._check_book(known, book)
             planned = known or Run(planned_steps, planned_one_off)
             self._afford(state, minus(planned.whole(), {} if known is None else known.counted()), what)
             self._write(session, state, entry)
@@ -186,7 +192,7 @@ class Budget:
             self._now()
 
     def __repr__(self) -> str:
-        return f"Budget({str(self.path)!r}, epsilon={self.epsilon:g}, delta={self.delta:g}, dataset={self.dataset!r})"
+        return f"Budget({str(self.path)!r}, epsilon={brief(self.epsilon)}, delta={brief(self.delta)}, dataset={self.dataset!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
         return self  # an account is not doubled by copying what charges it
@@ -249,9 +255,21 @@ class Budget:
         spent = state.composition.epsilon(state.totals, self._epsilon)
         then = state.composition.epsilon(state.totals.plus(more))
         raise BudgetError(
-            f"dataset {self.dataset!r} has {max(0.0, self.epsilon - spent):.6g} of its epsilon {self.epsilon:g} left (at delta "
-            f"{self.delta:g}), and {what or 'this release'} would bring what is spent from {spent:.6g} to {then:.6g}. Nothing was "
-            "charged, nothing was released. Ask for less (more noise, fewer steps), or stop here."
+            f"dataset {self.dataset!r} has {downwards(max(0.0, self.epsilon - spent), 6)} of its epsilon {brief(self.epsilon)} "
+            f"left (at delta {brief(self.delta)}), and {what or 'this release'} would bring what is spent from {brief(spent)} to "
+            f"{brief(then)}. Nothing was charged, nothing was released. Ask for less (more noise, fewer steps), or stop here."
+        )
+
+    def _check_book(self, run: Run | None, book: RunBook | None) -> None:
+        """Refuse a book that lacks what was known of it."""
+        if run is None or run.book is None or (book is not None and book.leads_to(run.book)):
+            return
+        what = "keeps a book, and this engine has none (book=FILE)" if book is None else "has a book that says more than this one"
+        raise CheckpointError(
+            f"by the budget {self.path}, this run {what}: that was put back from a backup behind a run that went on, or two "
+            "processes go on from copies of one run. Steps that were made would be made again, as releases that nobody pays for. "
+            "Nothing was released. Go on with the newest checkpoint and its own book; if they are lost, make a new run, which is "
+            "charged on top."
         )
 
     def _write(self, session: Session, state: State, entry: dict[str, Any]) -> None:
@@ -260,6 +278,17 @@ class Budget:
         session.append(entry)
         state.add(entry)
         self._state = state
+
+
+class RunBook(Protocol):
+    """What a run notes its releases in, as the account of its data sees it."""
+
+    @property
+    def mark(self) -> str:
+        """How far it has come."""
+
+    def leads_to(self, mark: str) -> bool:
+        """Whether it says all that it said when this was its mark."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +305,19 @@ class Reservation:
     run: str
     holder: str
 
-    def close(self, steps: int, one_off: Iterable[str] = (), *, keep: bool = False) -> None:
+    def note_book(self, book: RunBook) -> None:
+        """Remember how far the run's book has come; refused as by :meth:`Budget.reserve` where it lacks what was known of it."""
+        budget = self.budget
+        with budget._lock, budget._journal.writing() as session:
+            state = budget._read(session)
+            known = state.runs.get(self.run)
+            budget._check_book(known, book)
+            mark = book.mark
+            if known is not None and known.book != mark:
+                budget._write(session, state, {"kind": "book", "run": self.run, "holder": self.holder, "book": mark})
+            book.leads_to(mark)  # it need not be read for it again
+
+    def close(self, steps: int, one_off: Iterable[str] = (), *, keep: bool = False, book: RunBook | None = None) -> None:
         """Say how far the run has come, and give back what was never released.
 
         It is given back only if nobody else may have released it: every holder that this run ever had has to have closed. So a run
@@ -286,9 +327,10 @@ class Reservation:
             steps: how many of its steps were released, by this holder or before it.
             one_off: names of the one-off releases that were made.
             keep: keep all of it reserved, for the run is to go on later.
+            book: what its releases are noted in, to remember how far that has come.
         """
         budget, one_off = self.budget, sorted(set(one_off))
-        entry = {
+        entry: dict[str, Any] = {
             "kind": "end",
             "run": self.run,
             "holder": self.holder,
@@ -302,6 +344,8 @@ class Reservation:
             if known is None or self.holder not in known.holders:
                 raise ConfigurationError(f"the run {self.run} is not held by {self.holder} in the budget {budget.path}")
             known.check_position(int(steps), one_off)
+            if book is not None and (known.book is None or book.leads_to(known.book)):
+                entry["book"] = book.mark
             budget._write(session, state, entry)
 
 
@@ -353,7 +397,7 @@ def _given(epsilon: float | None, delta: float | None, dataset: str | None, adja
 
 def _shown(value: str) -> str:
     try:
-        return f"{float(Fraction(value)):g}"
+        return brief(float(Fraction(value)))
     except ValueError:
         return repr(value)
 

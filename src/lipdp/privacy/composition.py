@@ -24,6 +24,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from lipdp._texts import brief
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._pld import parts_epsilon
 from lipdp.privacy._rdp import FEW_ORDERS, as_known, divergences, events_epsilon
@@ -236,7 +237,7 @@ def check_event(event: Any, adjacency: Adjacency, delta: Fraction) -> None:
     """Refuse an event that a budget with this δ and these neighbours can't account for."""
     if isinstance(event, Pure | Approximate):
         if delta == 0 and isinstance(event, Approximate):
-            raise BudgetError(f"this budget has delta 0, and the release has delta {float(event.delta):g}: {_PURE_ONLY}")
+            raise BudgetError(f"this budget has delta 0, and the release has delta {brief(float(event.delta))}: {_PURE_ONLY}")
         return
     if delta == 0:
         raise BudgetError(f"this budget has delta 0, and {type(event).__name__} needs a delta: {_PURE_ONLY}")
@@ -315,7 +316,7 @@ def _in_relation(event: Any, adjacency: Adjacency) -> Any:
     delta = Fraction(1) if spread is None else event.delta * spread
     if delta >= 1:
         raise BudgetError(
-            f"(epsilon {float(event.epsilon):g}, delta {float(event.delta):g}) says nothing about replacing a record."
+            f"(epsilon {brief(float(event.epsilon))}, delta {brief(float(event.delta))}) says nothing about replacing a record."
         )
     return Approximate(2 * event.epsilon, delta)
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from lipdp._checks import is_number, positive, probability
+from lipdp._texts import brief
 from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy.accounting import event
 from lipdp.privacy.randomness import KEY_BYTES, Stream
@@ -158,8 +159,8 @@ def affordable_run(
         aim = guess * target / spent * (1 - precision / 2)
         guess = aim if low < aim < high else (low + high) / 2
     raise BudgetError(
-        f"no run is small enough for the best of {repetitions.mean:g} in expectation to cost at most epsilon={target:g} at "
-        f"delta={d:g}: the choice alone costs more. Take fewer runs, a smaller shape, or a larger epsilon."
+        f"no run is small enough for the best of {repetitions.mean:g} in expectation to cost at most epsilon={brief(target)} at "
+        f"delta={brief(d)}: the choice alone costs more. Take fewer runs, a smaller shape, or a larger epsilon."
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lipdp._texts import figure
+from lipdp._texts import brief, figure
 from lipdp.errors import ConfigurationError, DataError, LipdpError
 from lipdp.fields import Bound, Probability, Range, Size, parse_json, read
 from lipdp.recipes.recipe import Recipe
@@ -336,7 +336,7 @@ def _axes(dots: Sequence[Dot]) -> tuple[Any, Any]:
     drawn = figure("a plot (--no-plots leaves it out)", 6, 4)
     axes = drawn.add_subplot()
     deltas = sorted({dot.delta for dot in dots})
-    axes.set_xlabel(f"ε spent (δ = {', '.join(f'{delta:g}' for delta in deltas)})")
+    axes.set_xlabel(f"ε spent (δ = {', '.join(map(brief, deltas))})")
     where = ", ".join(sorted({dot.evaluated_on for dot in dots}))
     axes.set_ylabel(f"{where} {'AUROC' if dots[0].metric == 'auroc' else 'accuracy'} in %")
     axes.set_title(", ".join(sorted({dot.dataset for dot in dots})))

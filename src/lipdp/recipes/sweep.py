@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from lipdp import data
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.recipes.pareto import append_history
 from lipdp.recipes.recipe import Metric, Recipe
@@ -91,7 +92,7 @@ class Sweep:
     @property
     def study(self) -> str:
         """The name in the storage: one file can hold many searches."""
-        return f"{self.recipe.name}/{self.chosen_space.name}/epsilon={self.epsilon:g}"
+        return f"{self.recipe.name}/{self.chosen_space.name}/epsilon={brief(self.epsilon)}"
 
     @property
     def identity(self) -> str:
@@ -137,7 +138,7 @@ class Finding:
         trials = self.complete + self.pruned
         provenance = (
             f"best of {trials} trials of lipdp sweep {sweep.recipe.name} (space {sweep.chosen_space.name}, {sweep.sampler}, "
-            f"epsilon={sweep.epsilon:g}) on a share of {sweep.validation_fraction:g} of the training set, held out: "
+            f"epsilon={brief(sweep.epsilon)}) on a share of {sweep.validation_fraction:g} of the training set, held out: "
             f"{self.metric} {100 * self.score:.2f} % there"
         )
         return self.recipe.but(name=name, epsilon=sweep.epsilon, provenance=provenance)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lipdp._texts import REPRODUCIBLE, bound, guarantee, number, percent, upwards
+from lipdp._texts import REPRODUCIBLE, bound, brief, guarantee, number, percent, upwards
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures
 from lipdp.report.run import HISTORY, PLAN, RESULT, About, RunRecord, read_run, write_about
@@ -102,7 +102,7 @@ def _summary(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
             str(run.result.get("dataset", "–")),
             run.plan.method,
             upwards(run.epsilon) if run.private else "none",
-            f"{run.plan.delta:g}",
+            brief(run.plan.delta),
             percent(run.figure("accuracy")),
             f"{run.steps:,}",
             "yes" if run.private else "NO",

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 
+from lipdp._texts import brief, downwards, upwards
 from lipdp.certify import certified_accuracy, certify
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import Range, Size, check_fields, parse_json, read
@@ -169,7 +170,7 @@ class RunRecord:
         result: the figures that ``train`` wrote, as plain data.
         about: command, environment, evaluation.
         epsilon: of the steps that were taken, by the accountant from the plan, and of ranges of columns that were released before;
-            or what the result says, where that is more.
+            or what the result or the history says, where that is more.
         contradictions: where files say other things than follow from the plan.
         model: the file of the model and its digest, so that it is known what a report is of; empty where there is none.
     """
@@ -227,9 +228,12 @@ def read_run(folder: str | Path) -> RunRecord:
     epsilon = dataclasses.replace(ledger, planned_epsilon=math.inf).epsilon if steps < plan.steps else _cost(plan)
     contradictions = tuple(_contradictions(plan, history, result, epsilon))
     said, released = result.get("epsilon"), result.get("released")
+    # More than the steps cost is believed (of a run that was rewound or resumed), less is not.
+    if history.epsilon > epsilon * (1 + 1e-6):
+        epsilon = history.epsilon
     if isinstance(released, int | float) and released > 0:  # pure ε beside the steps, whatever the result makes of both
         epsilon += float(released)
-    if isinstance(said, int | float) and said > epsilon * (1 + 1e-6):  # more than the steps cost is believed, less is not
+    if isinstance(said, int | float) and said > epsilon * (1 + 1e-6):
         epsilon = float(said)
     return RunRecord(place.resolve().name, plan, history, result, about, epsilon, contradictions, _model_in(place))
 
@@ -263,12 +267,12 @@ def _contradictions(plan: PrivacyPlan, history: History, result: dict[str, Any],
     """What the files say less of than the accountant does."""
     said = {RESULT: result.get("epsilon"), HISTORY: history.epsilon}
     rows = [
-        f"{file} says ε = {value:.4g}, but the steps that were taken cost {epsilon:.4g}"
+        f"{file} says ε = {downwards(value)}, but the steps that were taken cost {upwards(epsilon)}"
         for file, value in said.items()
         if isinstance(value, int | float) and value < epsilon * (1 - 1e-6)
     ]
     if result.get("delta") not in (None, plan.delta):
-        rows.append(f"result.json says δ = {result['delta']}, the plan {plan.delta:g}")
+        rows.append(f"result.json says δ = {result['delta']}, the plan {brief(plan.delta)}")
     if history.last.get("step", 0) > plan.steps:
         rows.append(f"history.json has {history.last['step']:g} steps, and the plan pays for {plan.steps}")
     return rows

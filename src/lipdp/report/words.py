@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, guarantee, upwards
+from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, brief, downwards, guarantee, upwards
 from lipdp.report.run import RunRecord
 from lipdp.training import PrivacyPlan
 
@@ -41,7 +41,7 @@ def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
     if isinstance(budget, dict):
         spent, left = budget.get("spent"), budget.get("remaining")
         if isinstance(spent, int | float) and isinstance(left, int | float):
-            yield "account of the dataset", f"ε = {upwards(float(spent))} spent when this run ended, {left:.4g} left"
+            yield "account of the dataset", f"ε = {upwards(float(spent))} spent when this run ended, {downwards(left)} left"
     else:
         yield "account of the dataset", "none: nobody has added this run to others on the same records"
     yield "audit", _audited(run)
@@ -62,7 +62,7 @@ def _audited(run: RunRecord) -> str:
         lower, claimed = float(bound["epsilon"]), float(bound["claimed"])
         if audit["refuted"] or not lower <= claimed:  # type: ignore[index]
             return "REFUTED: an attack found more than is promised"
-        return f"nothing refutes the plan: attacks show ε ≥ {lower:.3g} of {claimed:.3g} for what they audited"
+        return f"nothing refutes the plan: attacks show ε ≥ {downwards(lower)} of {upwards(claimed)} for what they audited"
     except (TypeError, KeyError, ValueError):
         return "none was made (`lipdp train … --audit`)"
 
@@ -102,7 +102,7 @@ def in_short(run: RunRecord) -> str:
     what = "what one given record held" if run.plan.adjacency == "replace_one" else "whether one given record was used"
     return (
         f"In short: whatever else somebody knows, seeing this model changes their odds on {what} by a factor of at most "
-        f"{_odds('e^ε', run.epsilon)} (but for a probability of about {run.plan.delta:g})."
+        f"{_odds('e^ε', run.epsilon)} (but for a probability of about {brief(run.plan.delta)})."
     )
 
 
@@ -138,14 +138,10 @@ def _meaning(run: RunRecord) -> str:
     both = delta * (1 + math.exp(min(epsilon, 700.0)))
     return (
         f"about whether one given record was used, by a factor of at most {_odds('e^ε', epsilon)}, but for a probability of about "
-        f"δ = {delta:g}; and of any conclusion about what that record held, by a factor of at most {_odds('e^2ε', 2 * epsilon)}, "
-        f"but for a probability of about (1 + e^ε)·δ{f' = {_chance(both)}' if both < 1 else ', which may be all cases'}"
+        f"δ = {brief(delta)}; and of any conclusion about what that record held, by a factor of at most "
+        f"{_odds('e^2ε', 2 * epsilon)}, but for a probability of about (1 + "
+        f"e^ε)·δ{f' = {brief(both, 2)}' if both < 1 else ', which may be all cases'}"
     )
-
-
-def _chance(value: float) -> str:
-    """A probability to two digits, rounded up."""
-    return f"{float(upwards(value, 2)):g}"
 
 
 _LARGE = 20.0  # ε from which on a factor says nothing any more
@@ -166,7 +162,7 @@ def together(runs: list[RunRecord]) -> Iterator[str]:
             epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
             yield (
                 f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at δ = "
-                f"{_chance(delta)} (basic composition; an account, `--budget`, composes them more tightly)."
+                f"{brief(delta, 2)} (basic composition; an account, `--budget`, composes them more tightly)."
             )
         if same and len(same) < len(every):
             yield (

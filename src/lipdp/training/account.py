@@ -6,6 +6,7 @@ second run over the same data does not go unsaid.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import secrets
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from lipdp._numerics import Undrawn
-from lipdp._texts import upwards
+from lipdp._texts import brief, upwards
 from lipdp.errors import BudgetError, CheckpointError, LipdpError, RepeatedRunWarning
 from lipdp.inputs import leaves, rows_of
 from lipdp.privacy._journal import when_free
@@ -31,6 +32,7 @@ from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import parts, to_key
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.batches import gather, slices
+from lipdp.training.book import BookFile
 from lipdp.training.known import stored_tensors
 
 __all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
@@ -49,8 +51,8 @@ class RunAccount:
         self.nonce = secrets.token_hex(16)
         self._reserved: Reservation | None = None
         self._process, self._adopted = 0, False
-        self._steps = 0
-        self._one_off: set[str] = set()
+        self._ledger: Ledger | None = None  # of what is reserved
+        self._book: BookFile | None = None
         self._engines = 0
         self._lock = threading.RLock()  # closed by one thread while another one releases, it has to know of that release
 
@@ -76,8 +78,11 @@ class RunAccount:
                 f"this run is paid for by the budget {paid_by}: resume it with budget='{paid_by}' (or the path that it has now)."
             )
 
-    def reserve(self, ledger: Ledger, key: object) -> None:
-        """Pay for the whole run, if it is not paid for; BudgetError where that is too much. ``key`` is the secret of the run."""
+    def reserve(self, ledger: Ledger, key: object, book: BookFile | None = None) -> None:
+        """Pay for the whole run, if it is not paid for; BudgetError where that is too much.
+
+        ``key`` is the secret of the run; ``book`` its book, if it keeps one: the budget remembers how far that has come.
+        """
         if self.budget is None:
             return
         # A run that goes on with another key makes other releases: it is another run.
@@ -86,11 +91,17 @@ class RunAccount:
             if self._reserved is not None and (self._reserved.run != name or self._process != os.getpid()):
                 self.close()
             if self._reserved is None:
-                self._reserved, self._process = self.budget.reserve(name, ledger.run, "a training run"), os.getpid()
-                self._steps, self._one_off = ledger.steps, set(ledger.one_off)  # of a resumed run all that it says
+                self._reserved = self.budget.reserve(name, ledger.run, "a training run", book=book)
+                self._process, self._ledger, self._book = os.getpid(), copy.copy(ledger), book
 
-    def note(self, ledger: Ledger) -> None:
-        """Remember how far the run has come, once a release is charged; BudgetError where it is not paid for any more."""
+    def note_book(self) -> None:
+        """How far the book has come, once all of it is on disk; CheckpointError where another process went on from a copy of it."""
+        with self._lock:
+            if self._reserved is not None and self._book is not None and self._process == os.getpid():
+                self._reserved.note_book(self._book)
+
+    def check_paid(self) -> None:
+        """BudgetError where the run is not paid for any more. Ask once a release is charged: who closes then knows of it."""
         with self._lock:
             if not self.is_reserved:
                 raise BudgetError(
@@ -98,8 +109,6 @@ class RunAccount:
                     f"the run), and the budget {self.name} has what it reserved back. Nothing was released. Call engine.step again "
                     "to go on: the run is then paid for anew."
                 )
-            self._steps = max(self._steps, ledger.steps)
-            self._one_off.update(ledger.one_off)
 
     def adopt(self, nonce: str) -> None:
         """Be the run that a state was saved of."""
@@ -120,8 +129,9 @@ class RunAccount:
             return
         with self._lock:
             held, self._reserved = self._reserved, None
-            if held is not None:
-                held.close(self._steps, self._one_off, keep=keep)
+            book, self._book = self._book, None
+            if held is not None and self._ledger is not None:
+                held.close(self._ledger.charged, self._ledger.charged_one_off, keep=keep, book=book)
 
     def _abandon(self) -> None:
         """:meth:`close` for a run that nobody holds any longer; where that fails, all of it stays reserved."""
@@ -227,7 +237,7 @@ def record_run(marks: tuple[str, ...], run: RunRecord) -> None:
     shared: dict[str, set[str]] = {}
     for mark, other in [(known, other) for known in marks for other in _runs.get(known, ())]:
         paid = run.budget is not None and other.budget == run.budget
-        if other.key != run.key and not paid and (other.ledger.steps or other.ledger.one_off):
+        if other.key != run.key and not paid and (other.ledger.charged or other.ledger.charged_one_off):
             shared.setdefault(other.key, set()).add(mark)
             if not mark.startswith(_RECORD) or len(shared[other.key]) >= _SHARED:
                 before[other.key] = other
@@ -245,7 +255,7 @@ def _warn(before: list[RunRecord], run: RunRecord) -> None:
     unpaid = "no budget adds them up" if run.budget is None else f"the budget {run.budget} was not charged for all of them"
     warnings.warn(
         f"this is run {len(before) + 1} over the same data (or some of them) in this process, and {unpaid}: together they spend "
-        f"epsilon {upwards(together)} at delta {ledger.delta:g} ({alone}). Charge them all to one account, "
+        f"epsilon {upwards(together)} at delta {brief(ledger.delta)} ({alone}). Charge them all to one account, "
         "budget=lipdp.privacy.Budget(…), which refuses what is too much; or report the composed epsilon.",
         RepeatedRunWarning,
         stacklevel=5,

@@ -53,6 +53,7 @@ class BookFile:
         self.path = Path(path).absolute()  # the same one, also where the process goes to another folder
         self.draws: dict[Draw, bytes] = {}
         self._process = os.getpid()
+        self._led = ""  # a mark that it is known to have had
         try:
             self._open(run, since)
         except (OSError, ValueError) as error:
@@ -133,6 +134,18 @@ class BookFile:
         """How far it has come: all that it says by now is in every book that has this mark."""
         size, digest = self._until
         return f"{size} {digest.hexdigest()}"
+
+    def leads_to(self, mark: str) -> bool:
+        """Whether it says all that the book said that had this mark."""
+        if mark not in (self._led, self.mark):
+            try:
+                content = self.path.read_bytes()[: self._until[0]]
+            except OSError:
+                return False
+            if not (MARK.fullmatch(mark) and _leads_to(content, mark)):
+                return False
+        self._led = mark
+        return True
 
     def write(self, draws: Mapping[Draw, bytes]) -> None:
         """What stands for draws that are about to be handed out; ``b""``: it is told later."""

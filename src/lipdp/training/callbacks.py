@@ -50,7 +50,8 @@ class Callback:
 class ProgressBar(Callback):
     """A rich progress bar: steps, time left, the ε spent and the metrics of the last evaluation.
 
-    An ε takes its time to compute. So it is computed now and then, for a step a little ahead: what is shown is never below what is
+    The ε is that of all that was charged: of a resumed run also of the steps that were made before and are made again.
+    It takes its time to compute. So it is computed now and then, for a step a little ahead: what is shown is never below what is
     spent, and "≤" says that it may be above.
 
     Args:
@@ -84,8 +85,8 @@ class ProgressBar(Callback):
 
     def on_step(self, run: Run) -> None:
         """Advance."""
-        if run.engine.steps > self._shown_until:
-            self._look(run, ahead=self._ahead(run.engine.steps))
+        if run.engine.ledger.charged > self._shown_until:
+            self._look(run, ahead=self._ahead(run.engine.ledger.charged))
         self._progress.update(self._task, completed=run.engine.steps, figures=self._figures(run))
 
     def on_evaluation(self, run: Run, row: dict[str, float]) -> None:
@@ -106,7 +107,7 @@ class ProgressBar(Callback):
 
     def _look(self, run: Run, ahead: int) -> None:
         """Compute the ε of the step that is ``ahead`` of the present one."""
-        step, started = run.engine.steps, time.monotonic()
+        step, started = run.engine.ledger.charged, time.monotonic()
         self._shown_until = min(step + ahead, run.engine.plan.steps)
         relation = "=" if self._shown_until == step else "≤"
         self._epsilon = f"ε {relation} {upwards(run.engine.ledger.epsilon_at(self._shown_until))}"

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lipdp._files import created, unfinished
 from lipdp.errors import CheckpointError
 from lipdp.privacy._journal import has_locks, opened, sync_folder, write_all
 
@@ -110,9 +110,9 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")  # mode 0600
+    part = unfinished(path, "tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with created(part) as file:
             file.write(_MAGIC + hashlib.sha256(content).digest() + content)
             file.flush()
             os.fsync(file.fileno())
@@ -121,10 +121,10 @@ def save_checkpoint(state: dict[str, Any], path: str | Path) -> None:
             backup.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # file systems without hard links do without a backup
                 os.link(path, backup)
-        Path(name).replace(path)
+        part.replace(path)
         sync_folder(path.parent)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 

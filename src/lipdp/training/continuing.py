@@ -20,6 +20,8 @@ def state_of(run: Run) -> dict[str, Any]:
     A copy, for a step counter that went back over weights that did not would allow steps nobody paid for.
     """
     run.project.check()
+    book = run.book.sync(run.streams.run)
+    run.account.note_book()
     return sealed(
         copy.deepcopy(
             {
@@ -28,10 +30,12 @@ def state_of(run: Run) -> dict[str, Any]:
                 "steps": run.ledger.steps,
                 "batches": max(run.used, run.ledger.steps),  # a step that was interrupted is charged, and made with no batch
                 "one_off": list(run.ledger.one_off),
+                "charged": run.ledger.charged,
+                "charged_one_off": run.ledger.charged_one_off,
                 "rows": run.microbatch_size if run.ledger.steps or run.rows is not None else None,
                 "run": run.account.nonce,
                 "budget": run.account.name,
-                "book": run.book.sync(run.streams.run),
+                "book": book,
                 **run.streams.state_dict(),
                 "clips": dict(run.mechanism.clips),
                 "model": run.shards.state_dict(),
@@ -68,12 +72,22 @@ def load_state(run: Run, state: dict[str, Any]) -> None:
             run.check_plan()
             run.watch.remember()
     except BaseException as error:
-        _take_over(run, before)
-        run.shards.gather()
-        run.watch.remember() if proved else run.watch.forget()
+        _put_back(run, before, proved)
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"this state does not fit the engine: {error}. Nothing was changed.") from error
+    try:
+        run.open_book()  # it may know of steps behind the state: those are spent
+    except BaseException:
+        _put_back(run, before, proved)
+        raise
+    run.ledger.furthest.note(given.charged, given.charged_one_off)
+
+
+def _put_back(run: Run, before: EngineState, proved: bool) -> None:
+    _take_over(run, before)
+    run.shards.gather()
+    run.watch.remember() if proved else run.watch.forget()
 
 
 def _check_resumed(run: Run, state: EngineState) -> None:
@@ -113,4 +127,5 @@ def _take_over(run: Run, state: EngineState) -> None:
     run.apply_clips()
     run.account.adopt(state.run)
     run.streams.load_state_dict(vars(state))
+    run.ledger.furthest = run.streams.furthest
     run.resumed, run.book.since = True, state.book

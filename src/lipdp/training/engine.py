@@ -27,7 +27,7 @@ from lipdp.training.asking import Asked, ask
 from lipdp.training.batches import Batch, check_batch, check_dataset, gather
 from lipdp.training.continuing import load_state, places_of, state_of
 from lipdp.training.front import applicable_layers
-from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch
+from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch, tell_of_own_records
 from lipdp.training.known import Progress
 from lipdp.training.positions import refuse_forked
 from lipdp.training.preparing import bind, release_statistics, settle_records, shuffle_records
@@ -150,13 +150,13 @@ class PrivacyEngine:
 
     @property
     def steps(self) -> int:
-        """Steps taken so far (charged to the budget)."""
+        """Steps that led to the present weights; all of them were charged."""
         return self.ledger.steps
 
     @property
     def epsilon(self) -> float:
-        """ε of the :attr:`steps` so far, at the plan's δ. Of an engine that was rewound that is less than what was spent, if steps
-        behind the state were released: :meth:`give_up` counts those, too.
+        """ε spent by the run, at the plan's δ: of all that is known to have been charged, the :attr:`steps` behind the present ones
+        included, where the engine was rewound or resumed and its book (or another engine of the run in this process) knows of more.
         """
         return self.ledger.epsilon
 
@@ -201,8 +201,6 @@ class PrivacyEngine:
         run.open_book()
         self.ledger.steps = max(self.steps, min(run.streams.end, self.plan.steps))
         run.drawn = run.used = max(run.used, self.steps, run.streams.batches_end)
-        if run.account.is_reserved:
-            run.account.note(self.ledger)
         spend_all(run.account.nonce)
         return self.steps
 
@@ -234,9 +232,8 @@ class PrivacyEngine:
 
         Each batch is for one step. It is a function of the run's secret key and its number, so a resumed run sees the same
         ones, and no number is drawn twice: batches may be fetched ahead or left out (from a state it goes on behind the last one
-        that a step was made with). Hand steps the batches as they are: of a copy, by ``.to(device)`` for instance, nobody knows
-        which one it is, and steps move them themselves. With Poisson sampling ``train`` may differ in size from
-        ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
+        that a step was made with). Hand steps the batches as they are: they are moved and converted there. With Poisson sampling
+        ``train`` may differ in size from ``plan.dataset_size`` (neighbouring datasets do): q stays the plan's.
         """
         for number, chosen in self._draws(train):
             batch = gather(train, chosen)
@@ -244,10 +241,9 @@ class PrivacyEngine:
             yield batch
 
     def samples(self, train: Any) -> Iterator[torch.Tensor]:
-        """The numbers of the records of each of the :meth:`batches`: a step for each, in this order. (An engine that goes on from a
-        state can't know which of these were left out.)
-        """
-        for _, chosen in self._draws(train):
+        """Of each of the :meth:`batches` the numbers of its records, to be gathered: ``step(inputs, targets, sample=numbers)``."""
+        for number, chosen in self._draws(train):
+            note_batch(chosen, self._run.account.nonce, number)
             yield chosen
 
     def _draws(self, train: Any) -> Iterator[tuple[int, torch.Tensor]]:
@@ -273,12 +269,20 @@ class PrivacyEngine:
             yield number, sample_indices(size, self.plan.sampling_rate, run.streams.sample(number), sampler)
 
     @_alone
-    def step(self, inputs: Any, targets: torch.Tensor) -> None:
+    def step(self, inputs: Any, targets: torch.Tensor, *, sample: Any = None) -> None:
         """One private step on a Poisson batch (of any size, 0 included).
 
         Inputs and targets may be of other types than the model's: floating-point numbers of any precision, whole numbers,
         booleans; they are converted a microbatch at a time. Token ids stay whole numbers. Several inputs are a tuple (the model's
         arguments) or a dict (its arguments by name) of tensors.
+
+        Args:
+            inputs: of a batch of :meth:`batches`.
+            targets: of the same one.
+            sample: which sample these records are, where they are not the very tensors that :meth:`batches` has given: the batch
+                that they were made of, record by record, or the numbers of :meth:`samples` that they were gathered by. "own": the
+                caller has drawn them, for this step alone and as the plan's ``sampling`` says; the guarantee rests on that. Where
+                nobody says so, a warning does.
         """
         run = self._run
         if run.streams.private:
@@ -290,7 +294,10 @@ class PrivacyEngine:
             check_batch(inputs, targets, None if run.augmentation else run.input_shape)
             self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
-            drawn = claim_batch((inputs, targets), run.account.nonce)
+            drawn = claim_batch((inputs, targets), run.account.nonce, sample)
+            if drawn is None and sample is None and not (run.has_own_records or run.public):
+                run.has_own_records = True
+                tell_of_own_records()
             run.watch.restore_modes()
             seats = run.seats(inputs, self.ledger.steps)
             batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)
@@ -302,7 +309,7 @@ class PrivacyEngine:
         run.reserve()  # a run that is refused takes no position
         with run.ranks.together():  # the book is the first rank's: it is written before any of them goes on
             self._release(asked)
-            spend_batch((inputs, targets))
+            spend_batch((inputs, targets), sample)
             noised = self._noised(asked) if asked.moved is None else {}
         with run.ranks.together():  # where one rank fails, none goes on with weights that the others don't have
             # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.
@@ -357,7 +364,7 @@ class PrivacyEngine:
         run = self._run
         run.streams.refuse_taken(asked.prepared, asked.claims)
         self.ledger.charge()
-        run.account.note(self.ledger)
+        run.account.check_paid()
         run.used = max(run.used, self.steps, 0 if asked.prepared.batch is None else asked.prepared.batch + 1)
         run.streams.take(asked.prepared, asked.claims)
 

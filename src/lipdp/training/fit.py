@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from lipdp.planning.decide import STATISTICS
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.suggest import check_parts, check_scheduler
 from lipdp.privacy.budget import AnyBudget
+from lipdp.privacy.ledger import Furthest
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, check_finite
 from lipdp.training.callbacks import Callback, Run
@@ -380,11 +382,11 @@ def _run(
 def _steps(engine: PrivacyEngine, train: Any, workers: int) -> Iterator[None]:
     """The steps that are left. Those that a killed process has made, and that can't be repeated here, are given up."""
     while True:
-        first = engine.steps
+        first, ahead = engine.steps, deque[torch.Tensor]()
         try:
-            for batch in read_ahead(train, engine.samples(train), workers, engine.device):
+            for batch in read_ahead(train, _noted(engine.samples(train), ahead), workers, engine.device):
                 first = engine.steps
-                engine.step(*batch)
+                engine.step(*batch, sample=ahead.popleft())
                 yield
             return
         except RepeatedStepError as error:
@@ -397,6 +399,13 @@ def _steps(engine: PrivacyEngine, train: Any, workers: int) -> Iterator[None]:
                 LipdpWarning,
                 stacklevel=4,
             )
+
+
+def _noted(samples: Iterator[torch.Tensor], ahead: deque[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The samples, put beside until their batches, which are read ahead, are there."""
+    for chosen in samples:
+        ahead.append(chosen)
+        yield chosen
 
 
 def _told_to(hooks: list[Callback]) -> Progress:
@@ -438,14 +447,17 @@ def _state(engine: PrivacyEngine, history: History, scheduler: Any) -> dict[str,
 
 
 def _derive_costs(history: History, engine: PrivacyEngine) -> None:
-    """What each row's steps cost, by the accountant: a file is not asked."""
+    """What each row's steps cost, by the accountant, at least: a file is not believed that says less."""
     plan, steps = engine.plan, history.metrics.get("step", [])
     if any(step != int(step) or not 0 < step <= engine.steps for step in steps) or steps != sorted(set(steps)):
         raise CheckpointError(f"the history's steps {steps[:3]}… do not lead to the {engine.steps} steps that were taken")
     history.delta, history.epsilon = plan.delta, engine.epsilon
     if steps:
-        ledgers = [dataclasses.replace(engine.ledger, steps=int(step)) for step in steps]
-        history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": [own.epsilon for own in ledgers]}
+        ledgers = [dataclasses.replace(engine.ledger, steps=int(step), furthest=Furthest()) for step in steps]
+        # A row of a run that was rewound or resumed says more than its steps cost. Less is not believed.
+        said = history.metrics.get("epsilon", [0.0] * len(steps))
+        costs = [max(own.epsilon, min(value, plan.epsilon)) for own, value in zip(ledgers, said, strict=True)]
+        history.metrics |= {"epoch": [step * plan.sampling_rate for step in steps], "epsilon": costs}
 
 
 def _folder_of(file: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,21 @@ import torch
 from torch.multiprocessing import reductions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lipdp.errors import ConfigurationError
+from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.inputs import leaves
 
-__all__ = ["Held", "Interrupts", "Undoing", "claim_batch", "is_guard", "note_batch", "spend_all", "spend_batch"]
+__all__ = [
+    "OWN",
+    "Held",
+    "Interrupts",
+    "Undoing",
+    "claim_batch",
+    "is_guard",
+    "note_batch",
+    "spend_all",
+    "spend_batch",
+    "tell_of_own_records",
+]
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
@@ -103,11 +115,12 @@ def is_guard(hook: object) -> bool:
 
 @dataclass
 class _Drawn:
-    """A batch that an engine has drawn, by the memory that it lies in: views of it are the same batch."""
+    """A batch that an engine has drawn, or the numbers of its records, by the memory that it lies in: views are the same batch."""
 
     memory: tuple[Any, ...]
     owner: str
     number: int
+    rows: int
     used: bool = False
 
     def lies_in(self, memory: int) -> bool:
@@ -118,6 +131,8 @@ class _Drawn:
         return False
 
 
+OWN = "own"
+"""Said in the place of a batch's name: these records were drawn by the caller, who answers for how."""
 _batches: dict[int, _Drawn] = {}
 _MANY = 256
 _noting = threading.RLock()  # batches may be fetched by several threads
@@ -125,11 +140,12 @@ _look_at = _MANY  # at so many of them it is looked at which are gone
 _weak: Any = reductions.StorageWeakRef  # it is what torch's own queues know a tensor's memory by
 
 
-def note_batch(batch: tuple[Any, torch.Tensor], owner: str, number: int) -> None:
-    """Remember that ``owner`` drew this batch as its ``number``."""
+def note_batch(batch: Any, owner: str, number: int) -> None:
+    """Remember that ``owner`` drew this batch, or these numbers of records, as its ``number``."""
     global _look_at
-    storages = [part.untyped_storage() for part in leaves(batch)]
-    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner, number)
+    parts = leaves(batch)
+    storages = [part.untyped_storage() for part in parts]
+    drawn = _Drawn(tuple(_weak(storage) for storage in storages), owner, number, len(parts[-1]))
     with _noting:
         if len(_batches) > _look_at:
             for memory in [memory for memory, other in _batches.items() if all(part.expired() for part in other.memory)]:
@@ -139,33 +155,62 @@ def note_batch(batch: tuple[Any, torch.Tensor], owner: str, number: int) -> None
             _batches[storage._cdata] = drawn
 
 
-def claim_batch(parts: tuple[Any, Any], owner: str) -> int | None:
-    """Refuse a batch that was used, is not this owner's, or is two. Its number; ``None`` for those that no engine has drawn."""
-    number = None
-    for drawn in _known(parts):
-        if drawn.used:
+def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None) -> int | None:
+    """The number of the batch that these records are, by their memory or by what ``sample`` says; ``None``: nobody knows.
+
+    Refused: batches that were used, that are not this owner's, that are two, or a part of one.
+    """
+    if isinstance(sample, str) and sample != OWN:
+        raise ConfigurationError(f"sample={sample!r}: a batch of engine.batches, numbers of engine.samples, or 'own'")
+    if not isinstance(sample, str | None) and not all(_known(sample)):
+        raise ConfigurationError(
+            "sample is no batch of engine.batches, and no tensor of engine.samples: pass the very object that they gave, no copy."
+        )
+    found = [*_known(parts), *([] if isinstance(sample, str | None) else _known(sample))]
+    drawn = [one for one in found if one is not None]
+    for one in drawn:
+        if one.used:
             raise ConfigurationError(
                 "this batch was used in a step before. A batch is for one step: two steps on one sample are not what was accounted "
                 "for. Take the next one of engine.batches(train)."
             )
-        if drawn.owner != owner:
+        if one.owner != owner:
             raise ConfigurationError(
                 "this batch was drawn by another engine, whose sampling and secret are not this one's. Take batches of "
                 "engine.batches(train) of the same engine."
             )
-        if number not in (None, drawn.number):
+        if one.number != drawn[0].number:
             raise ConfigurationError(
-                f"these are parts of two batches, number {number} and number {drawn.number} of this run: a record that is in both "
-                "would move two rows of the sum. Pass inputs and targets as one batch of engine.batches(train) gives them."
+                f"these are parts of two batches, number {drawn[0].number} and number {one.number} of this run: a record that is "
+                "in both would move two rows of the sum. Pass inputs and targets as one batch of engine.batches(train) gives them."
             )
-        number = drawn.number
-    return number
+    if drawn and len(parts[1]) not in (0, drawn[0].rows):
+        raise ConfigurationError(
+            f"this batch was drawn with another number of records than the {len(parts[1])} that are passed. Which ones are left "
+            "out, or are in it twice, would depend on the others: one record more would move several rows of the sum. Pass all of "
+            "them, once."
+        )
+    return drawn[0].number if drawn else None
 
 
-def spend_batch(parts: tuple[Any, Any]) -> None:
+def tell_of_own_records() -> None:
+    """Say once what a step rests on whose records are no batch that an engine has drawn."""
+    warnings.warn(
+        "these records are not a batch as this engine has drawn it, so nobody but you knows how they were: the guarantee holds if "
+        "each step has a sample of its own, drawn as the plan's sampling says (a shuffled DataLoader's are not). Take batches of "
+        "engine.batches(train), which step moves and converts by itself. What you make of one record by record (.to, .clone): "
+        "engine.step(inputs, targets, sample=batch); gathered by engine.samples(train): sample=numbers; drawn by yourself: "
+        "sample='own'.",
+        LipdpWarning,
+        stacklevel=4,
+    )
+
+
+def spend_batch(parts: tuple[Any, Any], sample: Any = None) -> None:
     """From now on the batch is used."""
-    for drawn in _known(parts):
-        drawn.used = True
+    for drawn in [*_known(parts), *([] if isinstance(sample, str | None) else _known(sample))]:
+        if drawn is not None:
+            drawn.used = True
 
 
 def spend_all(owner: str) -> None:
@@ -175,13 +220,17 @@ def spend_all(owner: str) -> None:
             drawn.used = drawn.used or drawn.owner == owner
 
 
-def _known(parts: tuple[Any, Any]) -> Iterator[_Drawn]:
-    for part in leaves(parts):
-        if isinstance(part, torch.Tensor):
-            memory = part.untyped_storage()._cdata
-            drawn = _batches.get(memory)
-            if drawn is not None and drawn.lies_in(memory):
-                yield drawn
+def _known(parts: Any) -> list[_Drawn | None]:
+    """What each tensor of it was drawn as."""
+    return [_drawn_as(part) for part in leaves(parts)] or [None]
+
+
+def _drawn_as(part: Any) -> _Drawn | None:
+    if not isinstance(part, torch.Tensor):
+        return None
+    memory = part.untyped_storage()._cdata
+    drawn = _batches.get(memory)
+    return drawn if drawn is not None and drawn.lies_in(memory) else None
 
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

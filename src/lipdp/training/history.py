@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lipdp._texts import REPRODUCIBLE, figure, saved, text_table, upwards
+from lipdp._texts import REPRODUCIBLE, brief, figure, saved, text_table, upwards
 from lipdp.errors import CheckpointError, LipdpError
 from lipdp.fields import Probability, Range, read
 from lipdp.privacy.ledger import Ledger
@@ -101,7 +101,7 @@ class History:
         for number, name in enumerate(names):
             axes = drawn.add_subplot(1, len(names), number + 1)
             axes.plot(self.metrics["epsilon"], self.metrics[name], marker="o", markersize=3)
-            axes.set_xlabel(f"ε spent (δ = {self.delta:g})")
+            axes.set_xlabel(f"ε spent (δ = {brief(self.delta)})")
             axes.set_ylabel(name.replace("_", " "))
             axes.grid(alpha=0.3)
         return saved(drawn, path)

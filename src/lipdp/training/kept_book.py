@@ -51,6 +51,11 @@ class KeptBook:
         self.since = sync_book(run) or self.since
         return self.since
 
+    def seen(self, run: bytes) -> BookFile | None:
+        """The file, all of it on disk, for who remembers how far it has come; ``None`` where none is written here."""
+        self.sync(run)
+        return self._file
+
     def close(self, run: bytes) -> None:
         """Let the file go."""
         self.since = close_book(run) or self.since

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, RepeatedStepError
+from lipdp.privacy.ledger import Furthest
 from lipdp.privacy.randomness import Claim
 from lipdp.training.book import BookFile, Draw
 
@@ -30,6 +31,7 @@ __all__ = [
     "claim_draw",
     "close_book",
     "end_of",
+    "furthest_of",
     "is_book_open",
     "know_draws",
     "know_run",
@@ -61,6 +63,7 @@ class _Run:
     def __init__(self) -> None:
         self.steps = bytearray()
         self.named: dict[str, bytes] = {}
+        self.furthest = Furthest()
         self.draws: dict[Draw, Claim] = {}
         self.words, self.tags = _Rows(_COLUMNS), _Rows(_TAG)
         self.is_open = False  # its book, here or in the process that writes it
@@ -125,6 +128,14 @@ class _Run:
         self.draws.setdefault(draw, tag)
         if draw[0] == _LEFT_OUT:
             self.batches = max(self.batches, draw[1] + 1)
+        else:
+            self._came_to(draw[0])
+
+    def _came_to(self, position: int | str) -> None:
+        if isinstance(position, int):
+            self.furthest.note(position + 1)
+        else:
+            self.furthest.note(0, [position])
 
     def before(self, position: int | str) -> bytes | None:
         """The trail of an earlier release here."""
@@ -135,6 +146,7 @@ class _Run:
 
     def write(self, position: int | str, trail: bytes, words: torch.Tensor) -> None:
         """Take it."""
+        self._came_to(position)
         if isinstance(position, str):
             self.named[position] = trail
             return
@@ -307,6 +319,11 @@ def close_book(run: bytes) -> str | None:
 def end_of(run: bytes) -> int:
     """The number behind the last step of a run that is known to have been made."""
     return _runs.setdefault(run, _Run()).end
+
+
+def furthest_of(run: bytes) -> Furthest:
+    """What is known to have been charged by this run, here or by earlier processes. All of its engines have this object."""
+    return _book(run).furthest
 
 
 def batches_end(run: bytes) -> int:

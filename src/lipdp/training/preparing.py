@@ -69,7 +69,7 @@ def release_statistics(run: Run, train: Any) -> None:
     run.reserve()
     noise = run.streams.release_noise(STATISTICS, str(run.model))
     run.ledger.charge_release(STATISTICS)
-    run.account.note(run.ledger)
+    run.account.check_paid()
     moments = _release_moments(
         program_of(run.trained_part, run.input_shape),
         layer,

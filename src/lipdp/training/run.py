@@ -10,6 +10,7 @@ import torch
 
 from lipdp._checks import known_device
 from lipdp._numerics import keep_freed_memory
+from lipdp._texts import downwards, upwards
 from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError
 from lipdp.inputs import leaves, rows_of
@@ -99,6 +100,7 @@ class Run:
         data: what the data are known by, until the next release.
         drawn: batches drawn so far.
         used: the number behind the last batch that a step was made with.
+        has_own_records: whether a step was made with records that no engine has drawn, which was said then.
         resumed: whether it goes on from a saved state.
     """
 
@@ -123,6 +125,7 @@ class Run:
         self.paid, self.public, self.resumed = options.budget is not None, bool(options.public), False
         self.seating = Seating(self._seats)
         self.drawn = self.used = 0
+        self.has_own_records = False
         self.clipped_share: float | None = None
         self.data: tuple[str, ...] = ()
         self.held = Held(iter([*self.parameters.values(), *self.shards.parameters.values()]), optimizer)
@@ -177,6 +180,7 @@ class Run:
             given = {"an argument of the engine": options.shared(), "the mode (training or evaluation) of a layer": modes}
             self.ranks.agree_on_run(self.plan, {**parts_of_run(secret, *about), **given}, self.microbatch_size)
         self.streams = Streams(derive_run_key(secret, *about), self.device, private=not options.reproducible)
+        self.ledger.furthest = self.streams.furthest
 
     def open_book(self) -> None:
         """Keep the book on disk from here on, where there is one."""
@@ -192,7 +196,7 @@ class Run:
             record_run(self.data, RunRecord(secret, self.ledger, self.account.name))
         self.data = ()
         if self.paid:
-            self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key))
+            self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key, self.book.seen(self.streams.run)))
 
     # ------------------------------------------------------------------ what holds between steps
 
@@ -212,7 +216,8 @@ class Run:
         spent = run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
         if not spent <= plan.epsilon * _SAME_EPSILON:
             raise ConfigurationError(
-                f"the plan's {plan.steps} steps cost epsilon {spent:.6g}, not the {plan.epsilon:.6g} it says. Make a new plan."
+                f"the plan's {plan.steps} steps cost epsilon {upwards(spent, 6)}, not the {downwards(plan.epsilon, 6)} it says. "
+                "Make a new plan."
             )
 
     def prove_again(self) -> None:

@@ -151,7 +151,7 @@ def check_scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler, other
         raise CheckpointError(f"the learning-rate scheduler can't go on from this state: {error!r}") from error
 
 
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 # A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
 CLIP_RANGE = Range(least=1e-6, most=1e6)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -165,9 +165,11 @@ class EngineState:
     Attributes:
         format: of the state.
         plan: as JSON.
-        steps: charged so far.
+        steps: that led to the weights.
         batches: the number behind the last batch that a step was made with: more than steps where some were left out.
-        one_off: the one-off releases charged so far.
+        one_off: the one-off releases that led to the weights.
+        charged: the number behind the last step that was charged: more than steps where the engine was rewound.
+        charged_one_off: the one-off releases that were charged.
         rows: of a microbatch; ``None`` where nothing has fixed it, before the first step.
         run: a name drawn for this run alone.
         budget: the file of the budget that pays for it, if one does.
@@ -185,11 +187,13 @@ class EngineState:
         digest: of all of this: a number that goes back over weights that did not would allow steps that nobody paid for.
     """
 
-    format: Literal[6]
+    format: Literal[7]
     plan: str
     steps: Size
     batches: Size
     one_off: list[str]
+    charged: Size
+    charged_one_off: list[str]
     rows: Count | None
     run: str
     budget: str | None
@@ -270,8 +274,12 @@ def _check_account(state: EngineState, plan: PrivacyPlan) -> None:
         raise CheckpointError(f"this state says {state.steps} steps were taken; the plan has {plan.steps}")
     if not state.steps <= state.batches <= plan.steps:
         raise CheckpointError(f"this state says that {state.batches} batches led to its {state.steps} steps of {plan.steps}")
+    if not state.steps <= state.charged <= plan.steps:
+        raise CheckpointError(
+            f"this state says that {state.charged} of {plan.steps} steps were charged, and that it has {state.steps}"
+        )
     planned = {release.name for release in plan.releases}
-    if len(set(state.one_off)) < len(state.one_off) or not set(state.one_off) <= planned:
+    if len(set(state.one_off)) < len(state.one_off) or not set(state.one_off) <= set(state.charged_one_off) <= planned:
         raise CheckpointError(f"this state's one_off releases {state.one_off} are not among those of the plan, each once")
     for name in ("key", "trail", *(name for name in ("data", "left") if getattr(state, name) is not None)):
         if not _DIGEST.fullmatch(getattr(state, name)):

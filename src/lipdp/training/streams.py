@@ -24,9 +24,10 @@ from lipdp.digest import Tag, content_digest
 from lipdp.errors import ConfigurationError
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy import noise_cuda
+from lipdp.privacy.ledger import Furthest
 from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh_key, mix_key
 from lipdp.training.known import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
-from lipdp.training.positions import Claims, batches_end, claim_draw, end_of, know_run, refuse_taken, take_position
+from lipdp.training.positions import Claims, batches_end, claim_draw, end_of, furthest_of, know_run, refuse_taken, take_position
 
 __all__ = ["Prepared", "Streams", "derive_run_key", "parts_of_run", "secret_of"]
 
@@ -138,10 +139,12 @@ class Streams:
         kept: how their dataset keeps them; a text, empty before they are seen.
         steady: whether they are the same at every reading, so that steps that are done again are the same releases.
         left: of a reproducible run: a digest of the weights as its last step left them; ``None`` before the first.
+        furthest: what is known to have been charged by the run. (Another run from the same seed starts from nothing: it has no
+            secret that its releases could be told by.)
     """
 
     def __init__(self, key: bytes, device: torch.device, *, private: bool) -> None:
-        self.device = device
+        self.device, self.key = device, b""
         self._begin(key, private)
         self.trail = bytes(KEY_BYTES)
         self.data: bytes | None = None
@@ -165,8 +168,11 @@ class Streams:
         self.trail, self.data, self.left, self.kept = trail, data, left, str(state["kept"])
 
     def _begin(self, key: bytes, private: bool) -> None:
+        again = key == self.key
         self.key, self.private = key, private
         self.run = derive_key(key, "run's name")
+        if private or not again:
+            self.furthest = furthest_of(self.run) if private else Furthest()
         self.words_key = derive_key(key, "words")
         self._batch_key = derive_key(key, "batch")
         self._known: list[torch.Tensor] = []
