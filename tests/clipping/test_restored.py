@@ -419,6 +419,31 @@ def test_what_one_record_hands_on_to_the_next_is_refused(place: str, method: str
     assert len(norms) < 2 or torch.equal(norms[0][21:], norms[1][21:])
 
 
+@pytest.mark.parametrize("place", ["a list", "a global name", "a class", "a cell", "a tensor", "a cache", "a waiting generator"])
+def test_a_record_that_is_not_finite_takes_no_other_with_it(place: str) -> None:
+    """Which one it is multiloss finds record by record: what it left there spoiled all behind it, and they were left out."""
+
+    class Spoiled(torch.nn.Module):
+        def __init__(self, get: Get, put: Put) -> None:
+            super().__init__()
+            self.get, self.put = get, put
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 1 and not bool(torch.isfinite(x).all()):
+                self.put(float("inf"))
+            return x * (1 + self.get()) if len(x) == 1 else x
+
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.long)
+    clip = clipping.Clipper(torch.nn.Sequential(Spoiled(*PLACES[place]()), torch.nn.Linear(3, 2)), LOSS, "multiloss")
+    expected = clip(x, y, 1.0)
+    x[2] = float("nan")
+    with suppress(UnsupportedError) if place == "a waiting generator" else nullcontext():
+        found = clip(x, y, 1.0)
+        assert torch.equal(found.factors[3:], expected.factors[3:])
+        assert torch.isfinite(found.norms[3:]).all()
+
+
 def test_what_is_written_anew_and_stays_equal_is_no_change() -> None:
     """The shape of the last record, say: a new object each time."""
 
