@@ -26,7 +26,8 @@ from torch import nn
 
 import lipdp
 from lipdp import clipping, losses
-from lipdp.clipping.follow import At, Following, Mixed
+from lipdp.clipping.follow import Following
+from lipdp.clipping.follow_rules import At, Mixed
 from lipdp.errors import DataError, LipdpNotice, UnsupportedError
 from tests.many import examples
 

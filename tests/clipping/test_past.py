@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils.dlpack import to_dlpack
 
 from lipdp import clipping
-from lipdp.clipping.follow import Mixed, follow, known_before
+from lipdp.clipping.follow import follow
+from lipdp.clipping.follow_rules import Mixed
+from lipdp.clipping.kept import known_before
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import quadratic
 

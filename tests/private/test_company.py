@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lipdp
-from lipdp.clipping.follow import Reason
+from lipdp.clipping.past import Reason
 from lipdp.clipping.verify import check_alone
 from lipdp.errors import CheckpointError, LipdpError, UnexpectedError, UnsupportedError
 from lipdp.training.distributed import Ranks

@@ -26,9 +26,9 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -60,10 +60,12 @@ from lipdp.clipping.batch import (
 )
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
-from lipdp.clipping.follow import ATTEMPTS, EARLIER, NotApartError, Reason, distrust, follow, known_before
-from lipdp.clipping.kept import kept_elsewhere
+from lipdp.clipping.follow import ATTEMPTS, follow
+from lipdp.clipping.kept import kept_elsewhere, known_before
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
+from lipdp.clipping.memories import EARLIER, distrust
+from lipdp.clipping.past import NotApartError, Reason
 from lipdp.clipping.record import check_supported, leave_off, recording
 from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
@@ -222,6 +224,15 @@ def shown_gradients(
         return recorded.contributions(followed_losses(model, loss, x, y, copies, following).sum())
 
 
+@contextmanager
+def _numbers_of_its_own(device: torch.device) -> Iterator[None]:
+    """A single record may decide what the generators that everybody draws from give next: not for the next batch."""
+    seed = int(torch.randint(2**62, ()))
+    with Undrawn(device):
+        seed_all(seed)
+        yield
+
+
 # Where something has run beside every pass: batches, at most, that are taken record by record before one is tried together again.
 _PAUSE = 64
 
@@ -374,7 +385,7 @@ class Clipper:
         else:
             replays = self._replayed.replays
             try:
-                with self._numbers_of_its_own(batch):
+                with nullcontext() if rows_of(batch.x) > 1 else _numbers_of_its_own(device):
                     computed = self._together(batch, groups, bounds, flag)
                 self._pause = 1
             except NotApartError as error:
@@ -510,15 +521,6 @@ class Clipper:
             raise
         if rows_of(x) == 1:
             self._before.put_back_all()
-
-    def _numbers_of_its_own(self, batch: Batch) -> AbstractContextManager[Any]:
-        """A single record may decide what the generators that everybody draws from give next: not for the next batch."""
-        if rows_of(batch.x) != 1:
-            return nullcontext()
-        seed, stack = int(torch.randint(2**62, ())), ExitStack()
-        stack.enter_context(Undrawn(device_of(batch.x)))
-        seed_all(seed)
-        return stack
 
     def _kept(self) -> Hashable:
         """All that can be named of what the model and its loss could keep of a record."""

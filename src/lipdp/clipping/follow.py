@@ -2,18 +2,11 @@
 
 Clipping is right if what it calls the gradient of a record depends on that record alone. Checks on some batches can't show that for
 the next one: a model may mix its records only where a pixel is above 50. So it is not checked, it is followed: while the model and
-the loss run, in every pass, each memory that depends on the batch has a map from addresses to records. With B records,
-
-    record(address) = ((address - start) // unit) mod B,        in bytes.
-
-Views and writes in place need no rule: they are the same memory, and where a tensor has its records follows from its strides. Any
-other operation has a rule (:mod:`lipdp.clipping.follow_rules`) that says where the records of its result are, or that it has
-mixed them. Elementwise operations, products with weights, normalisations of a record: kept apart. A sum over the batch, a sort of
-it, a product of records with records: mixed, whatever the numbers are. An operation without a rule is mixing.
-
-A memory that nobody has seen being made is no constant. Known are those that were there before the pass (what the model and the
-loss lead to: :func:`known_before`), and those that operations of this pass, or of an earlier one, have made of nothing or of
-constants. Any other came past the operations (from another thread, by DLPack, from numpy): whose it is can't be told.
+the loss run, in every pass, it is known of each memory whose the numbers in it are (:mod:`lipdp.clipping.memories`). Views and
+writes in place need no rule for that. Any other operation has one (:mod:`lipdp.clipping.follow_rules`) that says where the records
+of its result are, or that it has mixed them. Elementwise operations, products with weights, normalisations of a record: kept apart.
+A sum over the batch, a sort of it, a product of records with records: mixed, whatever the numbers are. An operation without a rule
+is mixing.
 
 Only operations of the thread that runs the pass are seen. A number that another one has read is no operation's, so no other may run
 meanwhile (:mod:`lipdp.clipping.beside`). A memory that can be read without an operation, because its storage or its address was
@@ -31,102 +24,22 @@ holds in each pass by itself: nothing is concluded from one batch for another.
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-import types as kinds
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import TAKEN_OUT, At, Call, Mixed, Rule, State, rule_of
-from lipdp.clipping.kept import names_of
-from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, hands_out, is_lifted, line
-from lipdp.errors import UnsupportedError
-from lipdp.fingerprint import reachable_tensors
+from lipdp.clipping.memories import Memories, key_of
+from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, line
 from lipdp.inputs import Inputs, leaves, rows_of
 
-__all__ = [
-    "ATTEMPTS",
-    "TAKEN_OUT",
-    "UNKNOWN",
-    "At",
-    "Following",
-    "Mixed",
-    "NotApartError",
-    "Reason",
-    "distrust",
-    "follow",
-    "known_before",
-    "rows_first",
-]
-
-
-class _Memory(NamedTuple):
-    """Whose the numbers at an address are, in bytes."""
-
-    start: int
-    unit: int
-
-
-_Form = tuple[torch.Size, tuple[int, ...], int, int]
-"""Of a tensor: shape, strides, where it begins in its memory, and bytes of a number."""
-
-
-def _form(tensor: torch.Tensor) -> _Form:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
-
-
-_FUNCTIONS = (kinds.FunctionType, kinds.MethodType, functools.partial, functools._lru_cache_wrapper)
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_map(records: int, whose: _Memory, form: _Form) -> At | None:
-    """Where the records are in a tensor of this form; ``None``: in no order."""
-    start, unit = whose
-    shape, strides, offset, width = form
-    turn, (above, within) = records * unit, divmod(offset * width - start, unit)
-    found = None
-    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        step = stride * width
-        if size == 1 or step == 0 or step % turn == 0:
-            continue
-        runs = unit // step if step <= unit else 0
-        if found is None and runs and runs * step == unit and size % (records * runs) == 0:
-            found = At(dim, runs)
-            within += (runs - 1) * step
-        else:
-            within += (size - 1) * step
-    return None if found is None or within >= unit or above % records else found
-
-
-@functools.lru_cache(maxsize=4096)
-def _map(records: int, at: At, form: _Form, exact: bool) -> _Memory | str:
-    """The memory of a tensor of this form that has its records there; or why there is none."""
-    _, strides, offset, width = form
-    unit = at.runs * strides[at.dim] * width
-    if unit == 0:
-        return "one memory for all records"
-    whose = _Memory(offset * width if exact else offset * width - offset * width % unit, unit)
-    return whose if _read_map(records, whose, form) == at else "records that overlap in memory"
-
-
-class _Entry(NamedTuple):
-    """A memory; as long as ``alive`` is held, no other memory has its key.
-
-    ``whose`` is ``None`` for nobody's; then ``made`` is the tensor that it was made as.
-    """
-
-    alive: StorageWeakRef | torch.UntypedStorage
-    whose: _Memory | Mixed | None
-    made: weakref.ref[torch.Tensor] | None = None
-
+__all__ = ["ATTEMPTS", "Following", "follow", "rows_first"]
 
 # How often a pass is made that something else has run beside.
 ATTEMPTS = 4
@@ -135,152 +48,23 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
-class Following(TorchDispatchMode):
+class Following(Memories, TorchDispatchMode):
     """Within the block, operations on what was declared are followed.
 
     Attributes:
-        records: rows of the batch.
         answering: whether a question if something holds for all of the batch is answered by no, whatever the batch is, and if it
             does for any of it, by yes, where a library asks that is known for shortcuts (for masks that are full): they are not
             taken, and no answer depends on a record. Elsewhere it is a read.
         answered: whether that was done.
-        reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
         recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
     """
 
     def __init__(self, records: int, *, answering: bool = True, known: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.records, self.answering, self.answered = records, answering, False
-        self.reads: list[Reason] = []
+        Memories.__init__(self, records, known)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.answering, self.answered = answering, False
         self.recomputed = False
-        self._memories: dict[int, _Entry] = {}
-        self._lent: set[int] = set()  # memories that may be read past all operations
-        self._bare: set[int] = set()  # memories that may be written to without a version that tells
         self._beside: Beside | None = None
-        self._given: set[int] = set()  # the batch itself, which is the caller's to keep
-        self._known = [tensor for tensor in known if tensor.layout == torch.strided]
-        for key, (made, version) in list(_constants.items()):
-            tensor = made()
-            if tensor is None or _version(tensor) != version or _key(tensor) != key:
-                del _constants[key]
-            else:
-                self._known.append(tensor)
-        self._versions = [_version(tensor) for tensor in self._known]
-        self._written: set[int] = set()
-        for tensor in self._known:
-            storage = tensor.untyped_storage()
-            self._memories[storage._cdata] = _Entry(storage, None)
-        earlier = Mixed(EARLIER)  # one for all of them: nobody writes to a state
-        for key, alive in list(_earlier.items()):
-            if alive.expired():  # type: ignore[no-untyped-call]
-                del _earlier[key]
-            else:
-                self._memories[key] = _Entry(alive, earlier)
-
-    # What is known of a tensor -------------------------------------------------------------------------------------------
-
-    def declare(self, tensor: torch.Tensor, at: At, *, given: bool = False) -> None:
-        """From here on, these are the records' numbers. ``given``: the batch itself, which is the caller's to keep."""
-        if given:
-            self._given.add(_key(tensor))
-        if tensor.numel() and not (_key(tensor) in self._memories and self.state(tensor) == at):
-            self._set(tensor, at, exact=True)
-
-    def state(self, tensor: torch.Tensor) -> State:
-        """Where the records are in a tensor; ``None``: it does not depend on the batch."""
-        if tensor.layout != torch.strided:
-            return Mixed("a tensor without a memory of its own (sparse)", line())
-        entry = self._memories.get(tensor.untyped_storage()._cdata)
-        if entry is None:
-            return Mixed(UNKNOWN, line()) if tensor.numel() else None
-        whose = entry.whose
-        if whose is None or isinstance(whose, Mixed):
-            return whose
-        if not tensor.numel():
-            return None  # no number at all, whatever the batch is
-        found = _read_map(self.records, whose, _form(tensor))
-        if found is None:
-            return Mixed(TAKEN_OUT, line())
-        return found
-
-    def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether something of the batch may be in a tensor's memory, in entries that it does not have itself too."""
-        entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
-        return entry is None or entry.whose is not None
-
-    def lend(self, tensor: torch.Tensor, how: str) -> None:
-        """The tensor's memory is handed out: what is in it, or is written to it from here on, can be read past all operations."""
-        self._lent.add(_key(tensor))
-        if self.shows(tensor):
-            self.reads.append(Reason(f"Python sees values of the batch ({how})", line()))
-
-    def bare(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory can be written to from here on without a version that tells (``.data``)."""
-        if tensor.layout == torch.strided:
-            self._bare.add(_key(tensor))
-
-    def _set(self, tensor: torch.Tensor, at: At | Mixed, *, exact: bool = False) -> None:
-        if tensor.layout != torch.strided:
-            return  # see state
-        storage = tensor.untyped_storage()
-        whose = at if isinstance(at, Mixed) else _map(self.records, at, _form(tensor), exact)
-        if isinstance(whose, str):
-            whose = Mixed(whose, line())
-        self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
-
-    def _nobodys(self, tensor: torch.Tensor) -> None:
-        """The tensor was made of nothing that depends on the batch."""
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._memories.setdefault(storage._cdata, _Entry(alive, None, weakref.ref(tensor)))
-
-    def _write(self, tensor: torch.Tensor, state: State) -> None:
-        """The tensor was given numbers with this state; its memory may be that of others.
-
-        Numbers of no record change nothing: whose the rest is stays true of them too.
-        """
-        if state is None:
-            return
-        entry = self._memories.get(_key(tensor)) if tensor.layout == torch.strided else None
-        if tensor.layout == torch.strided and (entry is None or entry.whose is None or _key(tensor) in _earlier):
-            self._check_shared(tensor.untyped_storage())
-        if tensor.layout == torch.strided and _key(tensor) in self._lent:
-            what = "records are written into memory that was handed out, and can be read past all operations"
-            self.reads.append(Reason(what, line()))
-        before = None if entry is None else self.state(tensor)
-        if isinstance(state, Mixed) or entry is None or entry.whose is None:
-            self._set(tensor, state)
-        elif before != state:
-            self._set(tensor, state := Mixed("records written over others", line()))
-        if entry is not None and not isinstance(before, Mixed) and (isinstance(state, Mixed) or _key(tensor) in self._bare):
-            self._overwritten(before, state)
-
-    def _overwritten(self, before: State, state: State) -> None:
-        """A memory has become other records'. What was read of it before, the backward pass reads again: from the same memory.
-
-        Where versions are counted torch sees that; they are not for what is written through ``.data``, or in compiled code.
-        """
-        if before != state:
-            what = state.what if isinstance(state, Mixed) else "records are written past the versions of a tensor (.data)"
-            self.reads.append(Reason(f"what the backward pass may need is overwritten: {what}", line()))
-
-    def _check_shared(self, storage: torch.UntypedStorage) -> None:
-        """Records are written into a memory that was nobody's: is it also that of others?"""
-        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        for tensor in self._known:
-            other = tensor.untyped_storage()
-            apart = other.device != storage.device or other.data_ptr() >= end or begin >= other.data_ptr() + other.nbytes()
-            if other._cdata != storage._cdata and not apart:
-                self._set(tensor, Mixed("records are written into memory that it has too", line()))
-        if not storage.resizable():
-            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", line()))
-
-    def _meet(self, tensor: torch.Tensor) -> State:
-        """The state of an argument of :meth:`lift_fresh`: numbers of Python's that torch has just copied are nobody's."""
-        if tensor.layout == torch.strided and _key(tensor) not in self._memories and is_lifted(self.state) and _is_fresh(tensor):
-            self._nobodys(tensor)
-        return self.state(tensor)
 
     # Operations ----------------------------------------------------------------------------------------------------------
 
@@ -313,7 +97,7 @@ class Following(TorchDispatchMode):
             self._note_made(output)
         for part in self._written_by(rule, rule.changed, args_in_order) if rule.changed else ():
             if part.layout == torch.strided:
-                self._written.add(_key(part))
+                self._written.add(key_of(part))
         return output
 
     def _note_keeper(self) -> None:
@@ -326,11 +110,6 @@ class Following(TorchDispatchMode):
     @staticmethod
     def _is_shortcut(state: Any) -> bool:
         return isinstance(state, Mixed) and state.answer is not None and asks_for_a_shortcut()
-
-    def _note_made(self, output: Any) -> None:
-        for part in output if isinstance(output, list | tuple) else [output]:
-            if isinstance(part, torch.Tensor):
-                self._nobodys(part)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -395,8 +174,7 @@ class Following(TorchDispatchMode):
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that is not followed."""
         copy = tensor.detach().clone()
-        self._memories.pop(_key(copy), None)
-        self._nobodys(copy)
+        self.forget(copy)
         return copy
 
     def _reason(self, state: State, what: str) -> Reason:
@@ -414,9 +192,8 @@ class Following(TorchDispatchMode):
         self._alone(started=True)
         if self.reads:
             raise NotApartError(self.reads[0])
-        for tensor, version in zip(self._known, self._versions, strict=True):
-            if _version(tensor) != version and _key(tensor) not in self._written:
-                raise NotApartError(Reason("a tensor that the model reads was written to by something else (a thread?)", ""))
+        if self.was_written_past():
+            raise NotApartError(Reason("a tensor that the model reads was written to by something else (a thread?)", ""))
         foreign = None if losses.grad_fn is None else _foreign(losses.grad_fn)
         if foreign is not None:
             raise NotApartError(Reason(f"{foreign.__qualname__} has a backward pass of its own", foreign.__module__))
@@ -438,12 +215,7 @@ class Following(TorchDispatchMode):
                 yield
         finally:
             _current = before
-            for key, (alive, whose, made) in self._memories.items():
-                if whose is not None:
-                    if key not in self._given and isinstance(alive, StorageWeakRef):
-                        _earlier[key] = alive
-                elif made is not None and (tensor := made()) is not None and _key(tensor) == key:
-                    _constants[key] = made, _version(tensor)
+            self.remember()
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
@@ -475,7 +247,7 @@ class _Again(TorchDispatchMode):
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether something that is computed anew may have kept this memory, so that what is written there matters."""
-        return tensor.layout == torch.strided and _key(tensor) in self._of._memories and _key(tensor) not in self._own
+        return self._of.knows(tensor) and key_of(tensor) not in self._own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         parts = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
@@ -485,10 +257,10 @@ class _Again(TorchDispatchMode):
             if not any(self._is_kept(part) for part in written):
                 output = func(*args, **(kwargs or {}))
                 if all(self._of.state(part) is None for part in parts):
-                    self._own.update(_key(part) for part in tree_leaves(output) if isinstance(part, torch.Tensor))
+                    self._own.update(key_of(part) for part in tree_leaves(output) if isinstance(part, torch.Tensor))
                     self._of._note_made(output)
                 return output
-        self._own.difference_update(_key(part) for part in parts if part.layout == torch.strided)
+        self._own.difference_update(key_of(part) for part in parts if part.layout == torch.strided)
         output = self._of.__torch_dispatch__(func, types, args, kwargs)
         for part in tree_leaves(output):
             state = self._of.state(part) if isinstance(part, torch.Tensor) else None
@@ -510,8 +282,7 @@ class _Untouched(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
         for part in given:
-            of._memories.pop(_key(part), None)
-            of._nobodys(part)
+            of.forget(part)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for part in tree_leaves((args, kwargs)):
@@ -536,12 +307,6 @@ def _forked() -> None:
 
 
 on_fork(_forked)
-_earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
-
-
-_constants: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # made of nothing in passes before, and not written to since
-EARLIER = "numbers of an earlier batch, which the model has kept"
-UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
 
 
 def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True) -> Following:
@@ -553,80 +318,6 @@ def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answeri
     for part in sorted((*leaves(x), y), key=torch.Tensor.storage_offset):  # columns of one table have one map
         following.declare(part, At(0, 1), given=True)
     return following
-
-
-def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
-    """Tensors that the two may use and that are there before a pass: in attributes, in containers, behind names that their
-    functions read (globals, closures), in caches of functions."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    if not isinstance(loss, kinds.FunctionType):
-        classes.update(type(loss).__mro__)
-    functions = [part for cls in classes if not _is_torchs(cls) for part in vars(cls).values()]
-    functions += [value for module in model.modules() for value in vars(module).values() if isinstance(value, _FUNCTIONS)]
-    tensors, waiting, seen = reachable_tensors(model, loss), [*functions, loss], set()
-    behind: list[Any] = []
-    met: dict[int, Any] = {}  # what functions read, by id, and kept while ids are compared: most of them read the same
-    opened: dict[int, Any] = {}
-    while waiting:
-        value = waiting.pop()
-        value = getattr(value, "__func__", value)
-        if isinstance(value, functools._lru_cache_wrapper):
-            behind += gc.get_referents(value)
-        if isinstance(value, kinds.FunctionType | functools._lru_cache_wrapper) and hasattr(value, "__wrapped__"):
-            waiting.append(value.__wrapped__)  # too: what is around it may keep what it gives
-        value = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
-        if not isinstance(value, kinds.FunctionType) or value in seen or _is_torchs(value):
-            continue
-        seen.add(value)
-        names = names_of(value.__code__)
-        read = [value.__globals__[name] for name in names if name in value.__globals__]
-        for part in list(read):
-            if isinstance(part, kinds.ModuleType) and not _is_torchs(part):
-                read += [vars(part)[name] for name in names if name in vars(part)]
-        read += [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-        read += [value.__defaults__, value.__kwdefaults__]
-        for part in list(read):
-            if id(part) not in opened and isinstance(part, Mapping | list | tuple | set):
-                opened[id(part)] = part
-                read += part.values() if isinstance(part, Mapping) else part
-        for part in read:
-            if id(part) in met:
-                continue
-            met[id(part)] = part
-            if hands_out(part):
-                raise UnsupportedError(
-                    f"{value.__qualname__} reads the memory of tensors by {part.__name__}, past all that lipdp can follow. Use "
-                    "torch.from_dlpack(tensor), or tensor.__dlpack__()."
-                )
-            if callable(part):
-                waiting.append(part)
-            if id(part) in opened or isinstance(part, torch.Tensor) or not (callable(part) or isinstance(part, kinds.ModuleType)):
-                behind.append(part)
-    return list({id(t): t for t in (*tensors, *reachable_tensors(behind))}.values())
-
-
-def distrust(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> None:
-    """What a model has come to hold while it ran, and no operation that was followed has made of nothing, is the batch's."""
-    keys = {_key(tensor) for tensor in before if tensor.layout == torch.strided}
-    for tensor in after:
-        if tensor.layout == torch.strided and _key(tensor) not in keys and _key(tensor) not in _constants:
-            _earlier[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _is_empty(cell: kinds.CellType) -> bool:
-    try:
-        return cell.cell_contents is None
-    except ValueError:
-        return True
-
-
-def _is_torchs(value: Any) -> bool:
-    home = getattr(value, "__module__", None) or getattr(value, "__name__", "")
-    return str(home).split(".")[0] in ("torch", "lipdp", "builtins", "typing", "abc")
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def rows_first(tensor: torch.Tensor) -> None:
@@ -658,16 +349,6 @@ def _foreign(start: Any) -> type | None:
 _keeping: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
-def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def _tells(output: Any) -> bool:
     """Whether what an operation gives is of as many numbers as values say (sparse)."""
     return isinstance(output, torch.Tensor) and (output.layout != torch.strided or output.is_nested)
-
-
-def _is_fresh(tensor: torch.Tensor) -> bool:
-    """Whether its memory is torch's own, not one that it was lent (numpy's)."""
-    return tensor.untyped_storage().resizable()

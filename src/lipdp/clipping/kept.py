@@ -1,4 +1,4 @@
-"""What a model or its loss may keep where no attribute of theirs leads: classes, functions, globals, references that are weak.
+"""What a model or its loss may read and keep where no attribute of theirs leads: classes, functions, globals, weak references.
 
 :mod:`lipdp.fingerprint` follows attributes, containers and closures, and is asked in every step. Records that are taken one by one
 must leave nothing behind, so there one looks further: into what the functions of the model's own classes name. Not into
@@ -11,6 +11,7 @@ import contextvars
 import ctypes
 import enum
 import functools
+import gc
 import inspect
 import io
 import os
@@ -29,9 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lipdp.clipping.past import hands_out
+from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, generator_states, reachable_tensors, reached, readable
 
-__all__ = ["behind", "is_iterator", "is_nobodys", "kept_elsewhere", "names_of", "position"]
+__all__ = ["behind", "is_iterator", "is_nobodys", "kept_elsewhere", "known_before", "names_of", "position"]
 
 # Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
 _NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
@@ -44,9 +47,72 @@ _DATA = (
 )
 _CACHES = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, _CACHES)
+_CALLED = (*_FUNCTIONS, types.MethodType, functools.partial)
 # Of references from what was found to what that leads to; items of a container, bytes of an array.
 _DEPTH = 4
 _MANY, _LARGE = 4096, 2**20
+
+
+def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
+    """Tensors that the two may use and that are there before a pass: in attributes, in containers, behind names that their
+    functions read (globals, closures), in caches of functions."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    if not isinstance(loss, types.FunctionType):
+        classes.update(type(loss).__mro__)
+    functions = [part for cls in classes if not _is_torchs(cls) for part in vars(cls).values()]
+    functions += [value for module in model.modules() for value in vars(module).values() if isinstance(value, _CALLED)]
+    tensors, waiting, seen = reachable_tensors(model, loss), [*functions, loss], set()
+    behind: list[Any] = []
+    met: dict[int, Any] = {}  # what functions read, by id, and kept while ids are compared: most of them read the same
+    opened: dict[int, Any] = {}
+    while waiting:
+        value = waiting.pop()
+        value = getattr(value, "__func__", value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            behind += gc.get_referents(value)
+        if isinstance(value, types.FunctionType | functools._lru_cache_wrapper) and hasattr(value, "__wrapped__"):
+            waiting.append(value.__wrapped__)  # too: what is around it may keep what it gives
+        value = getattr(value, "__func__", getattr(value, "func", getattr(value, "fget", value)))
+        if not isinstance(value, types.FunctionType) or value in seen or _is_torchs(value):
+            continue
+        seen.add(value)
+        names = names_of(value.__code__)
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        for part in list(read):
+            if isinstance(part, types.ModuleType) and not _is_torchs(part):
+                read += [vars(part)[name] for name in names if name in vars(part)]
+        read += [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        read += [value.__defaults__, value.__kwdefaults__]
+        for part in list(read):
+            if id(part) not in opened and isinstance(part, Mapping | list | tuple | set):
+                opened[id(part)] = part
+                read += part.values() if isinstance(part, Mapping) else part
+        for part in read:
+            if id(part) in met:
+                continue
+            met[id(part)] = part
+            if hands_out(part):
+                raise UnsupportedError(
+                    f"{value.__qualname__} reads the memory of tensors by {part.__name__}, past all that lipdp can follow. Use "
+                    "torch.from_dlpack(tensor), or tensor.__dlpack__()."
+                )
+            if callable(part):
+                waiting.append(part)
+            if id(part) in opened or isinstance(part, torch.Tensor) or not (callable(part) or isinstance(part, types.ModuleType)):
+                behind.append(part)
+    return list({id(t): t for t in (*tensors, *reachable_tensors(behind))}.values())
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
+
+
+def _is_torchs(value: Any) -> bool:
+    home = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+    return str(home).split(".")[0] in ("torch", "lipdp", "builtins", "typing", "abc")
 
 
 def kept_elsewhere(*objects: Any) -> Hashable:

@@ -108,9 +108,9 @@ class Loops:
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             record = select((x, y), slice(i * self.copies, (i + 1) * self.copies))
             found = alone(record, i)
-            if before is not None and not before.holds():  # the next one could use it, and put it back
+            if not before.holds():  # the next one could use it, and forget it
                 self._refuse_changes(state)
-                before.put_back()  # equal, but other objects
+                before.put_back_all()  # equal, but other objects
             if i == secret:
                 seen.append((record, i, found))
             return found
@@ -121,7 +121,7 @@ class Loops:
                     seen += [(made_up, len(keep), alone(made_up, len(keep)))] * 2
             # Behind the made-up record: what is kept of that one (tables of positions, say) is nobody's.
             state = None if self.kept is None else self.kept()
-            before = None if self.kept is None else Before(self.model, self.loss)
+            before = Before(self.model, self.loss)
             result = self._over(gradients, keep)
             with torch.enable_grad():
                 for record, seat, found in seen:

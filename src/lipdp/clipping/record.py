@@ -25,18 +25,11 @@ from torch.utils._pytree import tree_leaves
 from lipdp._checks import no_gradient
 from lipdp._numerics import no_autocast
 from lipdp.clipping.adoption import Shown, TrainedLayers, Ways, trained_layers
-from lipdp.clipping.contribution import (
-    Contribution,
-    Contributions,
-    Dense,
-    NormRule,
-    find_refusal,
-    is_at_once,
-    watched_forward,
-)
+from lipdp.clipping.contribution import Contribution, Contributions, Dense, NormRule, find_refusal, is_at_once, watched_forward
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
-from lipdp.clipping.follow import At, Following
+from lipdp.clipping.follow import Following
+from lipdp.clipping.follow_rules import At
 from lipdp.clipping.handed import Note, Use, copies_for_all, stand_ins, swapped
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.outer import combine

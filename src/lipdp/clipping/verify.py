@@ -38,9 +38,11 @@ from lipdp.clipping.checking import (
     same_randomness,
 )
 from lipdp.clipping.contribution import Contribution
-from lipdp.clipping.follow import Reason, follow, known_before
+from lipdp.clipping.follow import follow
+from lipdp.clipping.kept import known_before
 from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
 from lipdp.clipping.loops import PerExampleLoss, loss_values, public_record
+from lipdp.clipping.past import Reason
 from lipdp.clipping.record import Recording, recording
 from lipdp.clipping.restored import left_as_it_was
 from lipdp.digest import Tag, same_bits

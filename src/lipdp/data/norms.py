@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from lipdp._checks import discreet, kind_of, known_device, whole
 from lipdp._texts import figure, saved, source
-from lipdp.clipping.follow import NotApartError
+from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before
 from lipdp.data.alone import kept_apart
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice

@@ -26,6 +26,7 @@ from lipdp._checks import discreet
 from lipdp._files import written_whole
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import Bound, Call, Transfer, rule
+from lipdp.clipping.restored import left_as_it_was
 from lipdp.data.augment import Augmentation, copies_of, fixed_views
 from lipdp.data.norms import one_by_one
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
@@ -306,7 +307,8 @@ def extract_features(
         if place.type == "cpu":
             keep_freed_memory()
         with _evaluating(module), torch.no_grad():
-            _check_one_by_one(module, inputs, place, front.types)
+            with left_as_it_was(module):  # a scale of the first records would be a constant to the others
+                _check_one_by_one(module, inputs, place, front.types)
             rows = batch_size or max(1, (_ROWS_ON_CPU if place.type == "cpu" else _ROWS_ON_GPU) // front.count)
             stored, _ = front.apply(
                 lambda numbers: (inputs[numbers.to(inputs.device)], targets[numbers.to(targets.device)]),

@@ -314,26 +314,6 @@ def in_plain_words(name: str) -> str:
     return _IN_PLAIN_WORDS[name.split(":")[0]]
 
 
-_IN_PLAIN_WORDS = {
-    "guarantee": "ε: how much the model may tell of one record; smaller is safer. δ: how rarely that may fail",
-    "model": "the file that this report is about",
-    "neighbouring datasets": "nobody can tell well from which of two such datasets the model comes",
-    "accountant": "how ε follows from steps and noise: it is never below the true one",
-    "sampling": "which records a step reads; drawn in secret",
-    "steps": "each reads a batch and adds noise once",
-    "noise": "how large it is beside the most that one record can change a step by",
-    "method": "why one record can change a step by no more than that",
-    "released beside the steps": "computed from the records as well, and noised",
-    "account of the dataset": "the file that adds up all that is released about these records",
-    "audit": "attacks on the training itself: they bound ε from below, as the accountant does from above",
-}
-
-
-def in_plain_words(name: str) -> str:
-    """What a row of :func:`promises` means, for who does not know the field."""
-    return _IN_PLAIN_WORDS[name.split(":")[0]]
-
-
 def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
     """What is promised, and under which description of the run."""
     plan = run.plan
