@@ -445,13 +445,13 @@ def transformed(batch):
     }
 
 
-@pytest.mark.parametrize("what", ["cloned", "converted", "through numpy", "a loader's", "rows", "of two batches"])
+@pytest.mark.parametrize("what", ["scaled", "a loader's", "rows", "of two batches"])
 def test_records_of_which_nobody_knows_how_they_were_drawn_are_said_to_be_the_callers(what):
     engine = engine_of(free(), seed=None)
     batches = engine.batches(toy())
     data, drawn = toy(), next(batches)
     loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
-    unknown = {**transformed(drawn), "a loader's": next(iter(loader)), "rows": data[:32]}
+    unknown = {"scaled": (drawn[0] / 2, drawn[1].clone()), "a loader's": next(iter(loader)), "rows": data[:32]}
     unknown["of two batches"] = tuple(torch.cat(parts) for parts in zip(drawn, next(batches), strict=True))
     with pytest.warns(LipdpWarning, match="nobody but you knows"):
         engine.step(*unknown[what])
@@ -462,6 +462,54 @@ def test_records_of_which_nobody_knows_how_they_were_drawn_are_said_to_be_the_ca
         other.step(*next(other.batches(data)))
         other.step(*unknown[what], sample="own")
     assert (engine.steps, other.steps) == (2, 2)
+
+
+COPIES = ["cloned", "converted", "moved", "through numpy", "collated anew", "deep copy"]
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("what", COPIES)
+def test_a_copied_batch_is_known_by_its_values(what, reproducible):
+    """Without a word of the caller's: two steps with one sample are refused, in whichever order, also by an engine that goes on."""
+    engine = engine_of(free(), seed=3, reproducible=reproducible)
+    batches = engine.batches(toy())
+    first, second, third = next(batches), next(batches), next(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(*transformed(second)[what])
+        with pytest.raises(ConfigurationError, match="used in a step before"):
+            engine.step(*second)
+        if not reproducible:
+            for late in (first, second):
+                with pytest.raises(ConfigurationError, match="was passed over"):
+                    engine.step(*transformed(late)[what])
+        assert engine.steps == 1
+        state = engine.state_dict()
+        assert state["batches"] == 2
+        engine.step(*transformed(third)[what])
+        again = engine_of(free(), seed=3, reproducible=reproducible)
+        again.load_state_dict(state)
+        again.step(*transformed(next(again.batches(toy())))[what])
+    assert (engine.steps, again.steps) == (2, 2)
+
+
+def test_copies_of_full_batches_are_steps_one_after_another():
+    """All samples are alike; the next one is meant."""
+    engine = engine_of(free(), planned(free(), batch_size=256, dataset_size=256, steps=5), seed=None)
+    for batch in engine.batches(toy()):
+        engine.step(*(part.clone() for part in batch))
+    assert engine.steps == 5
+
+
+def test_copies_of_gathered_records_and_of_several_inputs_are_known():
+    data, engine = toy(), engine_of(free(), seed=None)
+    samples = engine.samples(data)
+    first, second = next(samples), next(samples)
+    engine.step(*data[first])
+    with pytest.raises(ConfigurationError, match="was passed over"):
+        engine.step(*data[first])
+    engine.step(*data[second])
+    assert engine.steps == 2
 
 
 @pytest.mark.parametrize("what", list(transformed(toy(2).tensors)))
@@ -493,7 +541,7 @@ def test_a_loop_that_gathers_its_samples_makes_one_step_with_each():
         engine.step(*data[first], sample=first)
     with pytest.raises(ConfigurationError, match="another number of records"):
         engine.step(*data[third[1:]], sample=third)
-    with pytest.raises(ConfigurationError, match="no copy"):
+    with pytest.raises(ConfigurationError, match="the very object"):
         engine.step(*data[third], sample=third.clone())
     again = engine_of(free(), seed=None)
     again.load_state_dict(engine.state_dict())

@@ -295,6 +295,8 @@ class PrivacyEngine:
             self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
             drawn = claim_batch((inputs, targets), run.account.nonce, sample)
+            copied = run.copied_sample(inputs, targets) if drawn is None and sample is None else None
+            drawn = copied if drawn is None else drawn
             if drawn is None and sample is None and not (run.has_own_records or run.public):
                 run.has_own_records = True
                 tell_of_own_records()
@@ -310,6 +312,8 @@ class PrivacyEngine:
         with run.ranks.together():  # the book is the first rank's: it is written before any of them goes on
             self._release(asked)
             spend_batch((inputs, targets), sample)
+            if copied is not None:
+                spend_all(run.account.nonce, copied)
             noised = self._noised(asked) if asked.moved is None else {}
         with run.ranks.together():  # where one rank fails, none goes on with weights that the others don't have
             # From here on it is post-processing: nothing below reads data. Gradients that someone left behind may have.

@@ -164,12 +164,15 @@ def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None)
     """
     if isinstance(sample, str) and sample != OWN:
         raise ConfigurationError(f"sample={sample!r}: a batch of engine.batches, numbers of engine.samples, or 'own'")
-    if not isinstance(sample, str | None) and not all(_known(sample)):
-        raise ConfigurationError(
-            "sample is no batch of engine.batches, and no tensor of engine.samples: pass the very object that they gave, no copy."
-        )
-    found = [*_known(parts), *([] if isinstance(sample, str | None) else _known(sample))]
-    drawn = [one for one in found if one is not None]
+    found = _known(parts)
+    drawn = [one for _, one in found if one is not None]
+    if not isinstance(sample, str | None):
+        named = [one for _, one in _known(sample) if one is not None]
+        if len(named) < max(1, len(leaves(sample))):
+            raise ConfigurationError(
+                "sample is no batch of engine.batches, nor a tensor of engine.samples: pass the very object that they gave."
+            )
+        drawn += named
     for one in drawn:
         if one.used:
             raise ConfigurationError(
@@ -186,7 +189,11 @@ def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None)
                 f"these are parts of two batches, number {drawn[0].number} and number {one.number} of this run: a record that is "
                 "in both would move two rows of the sum. Pass inputs and targets as one batch of engine.batches(train) gives them."
             )
-    if drawn and (len(parts[1]) not in (0, drawn[0].rows) or not all(map(_are_rows, leaves(parts)))):
+    are_rows = True
+    for part, known in found:  # a view that is expanded has one record in several rows
+        if known is not None and len(part) > 1:
+            are_rows = are_rows and (part.untyped_storage()._cdata, part.stride(0)) in known.strides
+    if drawn and (len(parts[1]) not in (0, drawn[0].rows) or not are_rows):
         raise ConfigurationError(
             f"this batch was drawn with another number of records than the {len(parts[1])} that are passed, or with others in its "
             "rows. Which ones are left out, or are in it twice, would depend on the others: one record more would move several "
@@ -210,35 +217,29 @@ def tell_of_own_records() -> None:
 
 def spend_batch(parts: tuple[Any, Any], sample: Any = None) -> None:
     """From now on the batch is used."""
-    for drawn in [*_known(parts), *([] if isinstance(sample, str | None) else _known(sample))]:
+    for _, drawn in [*_known(parts), *([] if isinstance(sample, str | None) else _known(sample))]:
         if drawn is not None:
             drawn.used = True
 
 
-def spend_all(owner: str) -> None:
-    """From now on all batches that ``owner`` has drawn are used."""
+def spend_all(owner: str, number: int | None = None) -> None:
+    """From now on all batches that ``owner`` has drawn are used, or the one of this number."""
     with _noting:
         for drawn in _batches.values():
-            drawn.used = drawn.used or drawn.owner == owner
+            drawn.used = drawn.used or (drawn.owner == owner and number in (None, drawn.number))
 
 
-def _known(parts: Any) -> list[_Drawn | None]:
-    """What each tensor of it was drawn as."""
-    return [_drawn_as(part) for part in leaves(parts)] or [None]
-
-
-def _drawn_as(part: Any) -> _Drawn | None:
-    if not isinstance(part, torch.Tensor):
-        return None
-    memory = part.untyped_storage()._cdata
-    drawn = _batches.get(memory)
-    return drawn if drawn is not None and drawn.lies_in(memory) else None
-
-
-def _are_rows(part: Any) -> bool:
-    """Whether each of its rows is of another record, where it is a view of what was drawn (one that is expanded is not)."""
-    drawn = _drawn_as(part)
-    return drawn is None or len(part) < 2 or (part.untyped_storage()._cdata, part.stride(0)) in drawn.strides
+def _known(parts: Any) -> list[tuple[Any, _Drawn | None]]:
+    """Each tensor of it, with what it was drawn as."""
+    known: list[tuple[Any, _Drawn | None]] = []
+    for part in leaves(parts):
+        drawn = None
+        if isinstance(part, torch.Tensor):
+            memory = part.untyped_storage()._cdata
+            drawn = _batches.get(memory)
+            drawn = drawn if drawn is not None and drawn.lies_in(memory) else None
+        known.append((part, drawn))
+    return known
 
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,17 @@ from lipdp.inputs import leaves, named_leaves
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import Batch, LazyBatch, Rows, check_dataset, gather, gather_lazily, slices
 
-__all__ = ["Progress", "batch_digest", "digest_records", "layout", "read_ahead", "stored_tensors", "unsteady_digest", "versions"]
+__all__ = [
+    "Progress",
+    "batch_digest",
+    "copied_sample",
+    "digest_records",
+    "layout",
+    "read_ahead",
+    "stored_tensors",
+    "unsteady_digest",
+    "versions",
+]
 
 Progress = Callable[[int, int], None]
 """Called with the number of records read so far, and of all."""
@@ -86,6 +96,27 @@ def stored_tensors(dataset: Any) -> list[torch.Tensor]:
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
         return list(dataset.tensors)
     return []
+
+
+def copied_sample(inputs: Any, targets: torch.Tensor, dataset: Any, samples: Iterable[tuple[int, torch.Tensor]]) -> int | None:
+    """Which of these samples of the dataset the records are, by their values: a batch that was copied, moved or converted.
+
+    ``None``: none of them. Of several that are alike, the first.
+    """
+    given = [part[slice(0, len(part))] if isinstance(part, Rows) else part for part in (targets, *leaves(inputs))]
+    for number, chosen in samples:
+        if len(chosen) == len(targets):
+            drawn_inputs, drawn_targets = gather(dataset, chosen)
+            drawn = [drawn_targets, *leaves(drawn_inputs)]
+            if len(drawn) == len(given) and all(map(_are_equal, given, drawn)):
+                return number
+    return None
+
+
+def _are_equal(given: torch.Tensor, drawn: torch.Tensor) -> bool:
+    if given.shape != drawn.shape:
+        return False
+    return torch.equal(given.detach().to(drawn.device), drawn.to(given.dtype))
 
 
 def layout(dataset: Any) -> str:

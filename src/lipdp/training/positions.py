@@ -128,14 +128,10 @@ class _Run:
         self.draws.setdefault(draw, tag)
         if draw[0] == _LEFT_OUT:
             self.batches = max(self.batches, draw[1] + 1)
+        elif isinstance(draw[0], int):
+            self.furthest.note(draw[0] + 1)
         else:
-            self._came_to(draw[0])
-
-    def _came_to(self, position: int | str) -> None:
-        if isinstance(position, int):
-            self.furthest.note(position + 1)
-        else:
-            self.furthest.note(0, [position])
+            self.furthest.note(0, [draw[0]])
 
     def before(self, position: int | str) -> bytes | None:
         """The trail of an earlier release here."""
@@ -146,7 +142,6 @@ class _Run:
 
     def write(self, position: int | str, trail: bytes, words: torch.Tensor) -> None:
         """Take it."""
-        self._came_to(position)
         if isinstance(position, str):
             self.named[position] = trail
             return

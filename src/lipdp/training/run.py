@@ -25,6 +25,7 @@ from lipdp.planning.suggest import check_optimizer
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.ledger import Ledger
+from lipdp.privacy.sampling import sample_indices
 from lipdp.program import find_input_shape
 from lipdp.program.dtypes import Types
 from lipdp.training.account import RunAccount, RunRecord, record_run
@@ -34,6 +35,7 @@ from lipdp.training.distributed import Ranks, check_unwrapped, present_ranks
 from lipdp.training.front import Settled
 from lipdp.training.guards import Held
 from lipdp.training.held import HeldState, refuse_foreign_state
+from lipdp.training.known import copied_sample
 from lipdp.training.methods import query_of
 from lipdp.training.positions import close_book, is_book_open, know_draws, open_book, sync_book
 from lipdp.training.seats import Copies, Seating
@@ -97,6 +99,7 @@ class KeptBook:
 
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
+_RECENT = 16  # batches drawn last, by which copies are known
 
 
 class Options(NamedTuple):
@@ -329,6 +332,19 @@ class Run:
         stored = not isinstance(inputs, torch.Tensor)
         shuffled = stored and all(isinstance(part, Rows) and part.shuffled for part in leaves(inputs))
         return self.seating(rows_of(inputs), self.streams.seats(number), shuffled=shuffled)
+
+    def copied_sample(self, inputs: Any, targets: torch.Tensor) -> int | None:
+        """The number of the batch that these records are a copy of, of those drawn last; ``None`` where they are none."""
+        dataset, plan = self.streams.dataset, self.plan
+        if dataset is None or not len(targets):
+            return None
+        end, next_step = max(self.drawn, self.streams.batches_end), self.ledger.steps
+        numbers = sorted(range(max(0, end - _RECENT), end), key=lambda number: (number < next_step, number))
+        drawn = (
+            (number, sample_indices(len(dataset), plan.sampling_rate, self.streams.sample(number), plan.sampler))
+            for number in numbers
+        )
+        return copied_sample(inputs, targets, dataset, drawn)
 
     def choose_microbatch_size(self) -> None:
         """As many rows as were asked for, else as many as the device computes best."""

@@ -204,6 +204,11 @@ class Streams:
         self._dataset, self._known = dataset, stored_tensors(dataset)
         self._versions = versions(self._known)
 
+    @property
+    def dataset(self) -> Any:
+        """That of :meth:`know`; ``None`` before there is one."""
+        return self._dataset
+
     # ------------------------------------------------------------------ draws
 
     def sample(self, number: int) -> Stream:
