@@ -16,6 +16,7 @@ import queue
 import random
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -441,6 +442,25 @@ def test_a_record_that_is_not_finite_takes_no_other_with_it(place: str) -> None:
         found = clip(x, y, 1.0)
         assert torch.equal(found.factors[3:], expected.factors[3:])
         assert torch.isfinite(found.norms[3:]).all()
+
+
+@pytest.mark.parametrize("method", ["naive", "bookkeeping"])
+def test_what_torch_sets_when_it_compiles_is_no_change(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    class Compiling(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if float(x.detach().max()) > 5:
+                cache_dir()
+            return super().forward(x)
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    x = torch.randn(5, 3)
+    x[2] += 10
+    with warnings.catch_warnings(action="ignore"):
+        clip = clipping.Clipper(Compiling(3, 2), LOSS, method)  # type: ignore[arg-type]
+        assert clip(x, torch.zeros(5, dtype=torch.long), 1.0).norms.shape == (5, 1)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_what_is_written_anew_and_stays_equal_is_no_change() -> None:

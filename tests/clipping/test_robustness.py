@@ -356,15 +356,25 @@ class Remembering(torch.nn.Module):
         return self.inner(x) * (1 + before)
 
 
-@pytest.mark.parametrize("place", [Elsewhere, warnings], ids=["a class", "a module"])
-def test_records_that_are_taken_one_by_one_do_not_meet_by_a_number_kept_elsewhere(place):
-    model, draw = Remembering(place, "last_of_a_test"), torch.Generator().manual_seed(0)
+def test_records_that_are_taken_one_by_one_do_not_meet_by_a_number_kept_elsewhere():
+    model, draw = Remembering(warnings, "last_of_a_test"), torch.Generator().manual_seed(0)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
     try:
         with pytest.raises(UnsupportedError, match="remembers"):
             clipping.clipped_gradients(model, loss, torch.randn(5, 4, generator=draw), torch.arange(5) % 3, 1.0, "naive")
     finally:
-        del place.last_of_a_test
+        del warnings.last_of_a_test
+
+
+def test_what_is_kept_on_a_class_that_a_closure_names_is_put_back_behind_each_record():
+    model, draw = Remembering(Elsewhere, "last_of_a_test"), torch.Generator().manual_seed(0)
+    loss, x, y = torch.nn.CrossEntropyLoss(reduction="none"), torch.randn(5, 4, generator=draw), torch.arange(5) % 3
+    clip = clipping.Clipper(model, loss, "naive")
+    try:
+        together = clip(x, y, 1.0).norms
+        assert torch.equal(together, torch.cat([clip(x[i : i + 1], y[i : i + 1], 1.0).norms for i in range(5)]))
+    finally:
+        del Elsewhere.last_of_a_test
 
 
 def test_what_can_not_be_repeated_can_not_be_told_from_what_remembers():
@@ -518,11 +528,11 @@ def test_what_a_model_remembers_is_looked_for_among_records_that_count(copies):
     x[0] = x[-1] = x[1]
     keep = torch.tensor([False, True, True, True, True, False, False])
     rows, targets = x.repeat_interleave(copies, 0), torch.arange(7 * copies) % 3
-    model, loss = Remembering(Elsewhere, "last_of_a_test"), torch.nn.CrossEntropyLoss(reduction="none")
+    model, loss = Remembering(warnings, "last_of_a_test"), torch.nn.CrossEntropyLoss(reduction="none")
     clipper = clipping.Clipper(model, loss, "naive", copies=copies)
     try:
         clipper(rows, targets, 1.0, mask=torch.zeros(7, dtype=torch.bool))  # nobody to look at
         with pytest.raises(UnsupportedError, match="remembers"):
             clipper(rows, targets, 1.0, mask=keep)
     finally:
-        del Elsewhere.last_of_a_test
+        del warnings.last_of_a_test

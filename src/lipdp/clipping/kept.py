@@ -51,6 +51,8 @@ _CALLED = (*_FUNCTIONS, types.MethodType, functools.partial)
 # Of references from what was found to what that leads to; items of a container, bytes of an array.
 _DEPTH = 4
 _MANY, _LARGE = 4096, 2**20
+# Variables of the environment that torch sets when it comes to compile something: put back behind a record, and no change.
+_TORCHS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
 def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
@@ -125,7 +127,8 @@ def kept_elsewhere(*objects: Any) -> Hashable:
     with readable():
         data, numbers = _found(objects)
     tensors = tuple(_contents(tensor) for tensor in reachable_tensors(*data))
-    return fingerprint(*data), tensors, generator_states(*data), tuple(numbers), tuple(os.environ.items())
+    environment = tuple(pair for pair in os.environ.items() if pair[0] not in _TORCHS)
+    return fingerprint(*data), tensors, generator_states(*data), tuple(numbers), environment
 
 
 def _found(objects: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:

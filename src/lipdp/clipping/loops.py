@@ -105,12 +105,15 @@ class Loops:
                 value = loss_values(self.loss, call(self.model, one), target, self.copies).sum()
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
-        def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
-            record = select((x, y), slice(i * self.copies, (i + 1) * self.copies))
-            found = alone(record, i)
+        def look_behind() -> None:
             if not before.holds():  # the next one could use it, and forget it
                 self._refuse_changes(state)
                 before.put_back_all()  # equal, but other objects
+
+        def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
+            record = select((x, y), slice(i * self.copies, (i + 1) * self.copies))
+            found = alone(record, i)
+            look_behind()
             if i == secret:
                 seen.append((record, i, found))
             return found
@@ -126,6 +129,7 @@ class Loops:
             with torch.enable_grad():
                 for record, seat, found in seen:
                     _refuse_other(type(self.model).__name__, found, alone(record, seat))
+                    look_behind()
         self._refuse_changes(state)
         return result
 
