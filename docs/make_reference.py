@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import types
 from pathlib import Path
 
@@ -23,6 +24,20 @@ def names(package: str) -> list[str]:
     return [name for name in sorted(module.__all__) if not inspect.ismodule(getattr(module, name))]
 
 
+def entry(path: str, value: object) -> list[str]:
+    """What mkdocstrings is to document under a public name.
+
+    Where a module has a function's name (``lipdp.planning.plan``, which ``lipdp.plan`` leads to) the public path means the module
+    to it. So such a function is named by where it stands, under its public heading.
+    """
+    name = path.rpartition(".")[2]
+    modules = {info.name.rpartition(".")[2] for info in pkgutil.walk_packages(importlib.import_module("lipdp").__path__, "lipdp.")}
+    if name not in modules:
+        return [f"::: {path}", ""]
+    own = f"{value.__module__}.{value.__qualname__}"  # type: ignore[attr-defined]
+    return [f"::: {own}", "    options:", f"      heading: {path}", f"      toc_label: {name}", ""]
+
+
 def page(package: str) -> str:
     """The page of one package."""
     path = "lipdp" if package == "lipdp" else f"lipdp.{package}"
@@ -34,7 +49,7 @@ def page(package: str) -> str:
         if getattr(value, "__name__", name) != name and inspect.isclass(value):
             parts += [f"## `{name}`", "", f"Another name of `{value.__name__}`.", ""]
         elif inspect.isclass(value) or inspect.isfunction(value):
-            parts += [f"::: {path}.{name}", ""]
+            parts += entry(f"{path}.{name}", value)
         elif isinstance(value, str | int | float | tuple | dict | types.UnionType) or "typing" in type(value).__module__:
             parts += [f"## `{name}`", "", "A value or a type; see the source.", ""]
     return "\n".join(parts).rstrip() + "\n"

@@ -46,6 +46,14 @@ def test_the_pages_are_made_from_the_names(tool) -> None:
     assert f"reference/{tool.PACKAGES[-1]}.md" in (DOCS.parent / "mkdocs.yml").read_text()
 
 
+def test_a_function_is_not_taken_for_the_module_of_its_name(tool) -> None:
+    """mkdocstrings takes ``lipdp.plan`` for the module ``lipdp.planning.plan``: the page said nothing of the function."""
+    page = tool.page("lipdp")
+    for name in ("plan", "fit", "certify", "convert", "export"):
+        value = getattr(importlib.import_module("lipdp"), name)
+        assert f"::: {value.__module__}.{name}\n    options:\n      heading: lipdp.{name}\n" in page
+
+
 def test_every_public_package_has_a_page(tool) -> None:
     import lipdp
 

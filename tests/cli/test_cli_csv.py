@@ -55,12 +55,24 @@ def test_classes_with_a_report(table: Path) -> None:
     assert sum(map(sum, read.about.evaluation.confusion)) == 100
     assert "--target kind" in read.about.command
     page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Privacy report: " in page
+    assert "people.csv</h1>" in page
     assert "ranges or categories of 4 columns, as declared: " in page  # and which: whoever signs has to know
     assert "age, from 18 to 90; job, one of clerk, nurse; hours, from 0 to 60, or missing" in page
     assert json.loads((run / "schema.json").read_text())["job"] == {"values": ["clerk", "nurse"]}
     code, told = train(table, SCHEMA, *words)
     assert code == 2
     assert "of another run" in told
+
+
+def test_a_model_that_is_not_kept_and_not_judged(table: Path) -> None:
+    """Its ε is spent all the same: said before that happens."""
+    code, told = train(table, {**SCHEMA, "pay": [0, 100_000]}, "--target", "kind", "--epsilon", "1")
+    assert code == 0
+    told = " ".join(told.split())
+    assert "no --output: the model will not be kept, and its ε is spent all the same" in told
+    assert "trained with (ε = 1.000, δ = 1e-05), in " in told
+    assert "judged on no records: --test FILE or --validation-fraction 0.2 holds some out" in told
 
 
 def test_numbers_and_ranges_that_are_paid_for(table: Path) -> None:

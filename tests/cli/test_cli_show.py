@@ -65,7 +65,7 @@ def test_plan_warns_of_a_large_delta(lipdp):
 def test_plan_into_a_missing_folder(lipdp, tmp_path):
     refused = lipdp("plan", "digits", "--noise-multiplier", "2", "--epochs", "1", "--output", tmp_path / "no" / "plan.json")
     assert refused.code == 2
-    assert "No such file or directory" in refused.stderr
+    assert "does not exist" in refused.stderr
 
 
 @pytest.mark.usefixtures("no_data")

@@ -147,7 +147,7 @@ COLUMNS: dict[str, Any] = {
 }
 
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
-    "answer": lambda x: mechanisms.answer(x, "mean", (0, 10), 1.0, robustness=0, settings=mechanisms.Settings.quick()),
+    "answer": lambda x: mechanisms.answer(x, "mean", (0, 10), 1.0),
     "answer, private size": lambda x: mechanisms.answer(x, ["count", "p90"], (0, 10), 1.0, adjacency="add_remove"),
     "moments": lambda x: mechanisms.release_moments(x, [(0, 10), (0, 10)], 1.0),
     "line": lambda x: mechanisms.release_line(x, [(0, 10), (0, 10)], 1.0),
@@ -158,6 +158,30 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_mechanisms_say_nothing_of_a_record(question: str) -> None:
+    assert QUESTIONS[question]([[1.0, 2.0]] * 10 if question in ("moments", "line") else [1.0] * 10) is not None  # it reads data
     for name, column in COLUMNS.items():
         heard = check(lambda column=column: QUESTIONS[question](column) is None, what=(question, name))  # type: ignore[misc]
         assert heard.error is None or isinstance(heard.error, LipdpError), name
+
+
+def _complains(*_: object) -> Any:
+    raise ValueError(f"could not convert {NUMBER} of {TEXT}")
+
+
+class _Complaining(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(_complains(input))
+
+
+ROWS, CLASSES = torch.rand(SIZE, 4), torch.zeros(SIZE, dtype=torch.int64)
+OWN_FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "a query": lambda: mechanisms.release_query(_complains, ROWS, sensitivity=1.0, epsilon=1.0),
+    "a map of inputs": lambda: lipdp.data.map_inputs(TensorDataset(ROWS, CLASSES), _complains),
+    "an extractor": lambda: lipdp.features.extract_features(_Complaining(4, 2), TensorDataset(ROWS, CLASSES)),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FUNCTIONS)
+def test_functions_of_ones_own_say_nothing_of_a_record(name: str) -> None:
+    heard = check(OWN_FUNCTIONS[name], what=name)
+    assert isinstance(heard.error, LipdpError)

@@ -81,6 +81,27 @@ def test_train_writes_a_report(run) -> None:
     assert str(run.parent) not in (run / "report.html").read_text()
 
 
+def test_who_signs_finds_all_of_it_before_the_details(run, repeatable) -> None:
+    for file in ("report.html", "report.md"):
+        text = (run / file).read_text()
+        parts = [
+            "In short",
+            "What is promised",
+            "declared public",
+            "For the data-protection officer",
+            "does not cover",
+            "Sensitivity and",
+        ]
+        places = [text.index(part) for part in parts]
+        assert places == sorted(places)
+        assert "which records a step reads; drawn in secret" in text
+        assert "does not cover" not in (repeatable / file).read_text()
+    page = (run / "report.html").read_text()
+    assert "`" not in page.replace("</style>", "").split("<body>")[1]
+    promised = page.split('class="facts"')[1].split("</table>")[0]
+    assert promised.count("<small>") == promised.count("<tr>") > 8  # each row says what it means
+
+
 def test_the_confusion_matrix_counts_all_records_outside(run) -> None:
     judged = read_run(run).about.evaluation
     assert judged is not None

@@ -12,7 +12,7 @@ import typer
 
 from lipdp._texts import NEIGHBOURS, brief, downwards, guarantee, table, upwards
 from lipdp.cli import options
-from lipdp.cli.output import console, print_fields, print_json
+from lipdp.cli.output import check_new_file, console, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -248,8 +248,7 @@ def export(
     if output is None:
         print_json(content)
         return
-    if output.exists():
-        raise ConfigurationError(f"'{output}' exists: choose another file.")
+    check_new_file(output, "--output")
     output.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if as_json:
         print_json({**_summary(budget), "written": str(output)})

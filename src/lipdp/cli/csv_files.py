@@ -85,11 +85,31 @@ class Frame:
         return Frame({name: column[which] for name, column in self._values.items()})
 
 
+_BEGINNINGS = {  # of files that are no texts: what they are, and what to do
+    b"PK\x03\x04": "a workbook of a spreadsheet, or an archive: save the sheet as CSV, or unpack it",
+    b"\xd0\xcf\x11\xe0": "a workbook of a spreadsheet: save the sheet as CSV",
+    b"\x1f\x8b": "compressed: unpack it",
+    b"PAR1": "a Parquet file: pandas.read_parquet(…).to_csv(…, index=False) makes a CSV file of it",
+}
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse, by name, what is there and is no text."""
+    if path.is_dir():
+        raise DataError(f"'{path}' is a folder: give the CSV file itself (a folder of pictures goes to `lipdp train --images`)")
+    if not path.is_file():
+        raise DataError(f"there is no file '{path}'")
+    with path.open("rb") as file:
+        start = file.read(4)
+    found = next((what for mark, what in _BEGINNINGS.items() if start.startswith(mark)), None)
+    if found is not None:
+        raise DataError(f"'{path}' is no CSV file, but {found}")
+
+
 @discreet
 def read_csv(path: Path, form: CsvForm) -> dict[str, list[str]]:
     """The columns of a file, as texts, by the names in its first row."""
-    if not path.is_file():
-        raise DataError(f"there is no file '{path}'")
+    _check_kind(path)
     try:
         encoding = "utf-8-sig" if form.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else form.encoding
         with path.open(newline="", encoding=encoding) as file:
@@ -155,10 +175,21 @@ def frame(
         raise DataError(f"'{path}' has no column but {target!r}: there is nothing to predict it from")
     read = {name: _values(name, columns[name], declared.get(name), form) for name in wanted}
     classes = isinstance(goal, Categorical)  # the estimator looks whether they are the declared ones
+    own = goal.values if isinstance(goal, Categorical) else ()
+    if any(_is_missing(cell) and cell not in own for cell in columns[target]):
+        quoted = json.dumps(target, ensure_ascii=False)
+        raise DataError(
+            f"the --target {target!r} is missing in some rows (empty cells, NA, null, none): leave such rows out. Where that is a "
+            f'class of its own, declare the classes in the schema, {{{quoted}: ["yes", "none"]}}'
+        )
     return Frame(read), np.array(columns[target], dtype=object) if classes else _values(target, columns[target], goal, form)
 
 
 _MISSING = ("", "na", "n/a", "nan", "null", "none")
+
+
+def _is_missing(cell: str) -> bool:
+    return cell.lower() in _MISSING
 
 
 def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm) -> Any:
@@ -173,9 +204,10 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
             raise DataError(
                 f"column {name!r} has cells that are not among its {len(declared.values)} declared categories. List them all in "
                 f'the schema, or {{{quoted}: {{"values": […], "other": true}}}}, which gives the rest one category of their own'
+                f"{_dates_instead(quoted, declared.values)}"
             )
         return np.array(cells, dtype=object)
-    absent = [cell.lower() in _MISSING for cell in cells]
+    absent = [_is_missing(cell) for cell in cells]
     if isinstance(declared, Dates):
         try:
             days(["" if gone else cell for cell, gone in zip(cells, absent, strict=True)])
@@ -191,14 +223,14 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
             )
         return np.array(["" if gone else cell for cell, gone in zip(cells, absent, strict=True)], dtype=object)
     try:
-        numbers = np.array(
-            [np.nan if gone else float(cell.replace(form.decimal, ".")) for cell, gone in zip(cells, absent, strict=True)]
-        )
+        numbers = np.array([np.nan if gone else _number(cell, form.decimal) for cell, gone in zip(cells, absent, strict=True)])
     except ValueError:  # without the cell: it is somebody's
         if isinstance(declared, Numeric):
+            other, word = ("'.'", "point") if form.decimal == "," else ("','", "comma")
             raise DataError(
-                f"column {name!r} is declared as numbers, and has a cell that is none: repair it, or give --decimal ',' where "
-                "numbers have a comma"
+                f"column {name!r} is declared as numbers, and has a cell that is none (a unit, a mark between thousands, a sign "
+                f"for what is missing): repair it, or give --decimal {other} where numbers have a {word}; missing values are "
+                "empty cells"
             ) from None
         return np.array(cells, dtype=object)
     if isinstance(declared, Numeric) and any(absent) and not declared.missing:
@@ -207,6 +239,20 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
             f'{{{quoted}: {{"low": {declared.low:g}, "high": {declared.high:g}, "missing": true}}}}, or repair such rows'
         )
     return numbers
+
+
+def _number(cell: str, decimal: str) -> float:
+    """Of a cell; with a decimal comma a point is a mark between thousands, and 1.500 is not one and a half."""
+    if "_" in cell or (decimal != "." and "." in cell):
+        raise ValueError
+    return float(cell.replace(decimal, "."))
+
+
+def _dates_instead(name: str, values: Sequence[object]) -> str:
+    """What to write, where two dates were declared as two categories."""
+    if len(values) != 2 or not all(re.match(r"\d{4}-\d\d-\d\d", str(value)) for value in values):
+        return ""
+    return f'. If it holds dates: {{{name}: {{"from": "{values[0]}", "to": "{values[1]}"}}}}'
 
 
 _FORMS = (
@@ -218,14 +264,30 @@ _FORMS = (
 def read_schema(path: Path) -> dict[str, Column]:
     """What is public of the columns, from a JSON file."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise ConfigurationError(f"there is no schema '{path}'. Write one: {_FORMS}") from None
+    except _TwiceError as error:
+        raise ConfigurationError(f"'{path}' says {error} twice: which of the two is meant? Leave one out") from None
     except (OSError, ValueError):
         raise ConfigurationError(f"'{path}' is no JSON file that can be read. Expected is something like {_FORMS}") from None
     if not isinstance(given, dict):
         raise ConfigurationError(f"'{path}' has to hold what is public of each column by its name, like {_FORMS}")
     return {name: _column(name, value, path) for name, value in given.items()}
+
+
+class _TwiceError(Exception):
+    """A name stands twice in an object of JSON."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ: json keeps the last of two alike without a word."""
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise _TwiceError(repr(name))
+        made[name] = value
+    return made
 
 
 def _column(name: str, value: Any, path: Path) -> Column:
@@ -237,11 +299,11 @@ def _column(name: str, value: Any, path: Path) -> Column:
     if isinstance(value, list):
         return Categorical([_cell(entry) for entry in value])
     if isinstance(value, dict) and set(value) <= {"values", "other"} and isinstance(value.get("values"), list):
-        return Categorical([_cell(entry) for entry in value["values"]], other=bool(value.get("other", False)))
+        return Categorical([_cell(entry) for entry in value["values"]], other=value.get("other", False))
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "missing"}:
-        return Numeric(value["low"], value["high"], missing=bool(value.get("missing", False)))
+        return Numeric(value["low"], value["high"], missing=value.get("missing", False))
     if isinstance(value, dict) and {"from", "to"} <= set(value) <= {"from", "to", "missing"}:
-        return Dates(value["from"], value["to"], missing=bool(value.get("missing", False)))
+        return Dates(value["from"], value["to"], missing=value.get("missing", False))
     raise ConfigurationError(f"'{path}' says {json.dumps(value)[:80]} of column {name!r}; expected is something like {_FORMS}")
 
 
@@ -280,8 +342,7 @@ def _is_a_record(header: list[str]) -> bool:
 @discreet
 def read_column(path: Path, column: str, encoding: str | None = None) -> list[float]:
     """The numbers of a CSV column; empty and non-numeric cells are refused, and so is a name that stands twice."""
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
+    _check_kind(path)
     text, used = _decoded(path, encoding)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
     names = next(reader, [])

@@ -15,7 +15,7 @@ import typer
 from lipdp._texts import brief, downwards
 from lipdp.cli import options
 from lipdp.cli.csv_files import read_column
-from lipdp.cli.output import console, print_fields, print_json
+from lipdp.cli.output import check_new_file, console, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(name="mechanism", no_args_is_help=True, help="Private mechanisms for statistics: learned, or the experts'.")
+app = typer.Typer(
+    name="mechanism",
+    no_args_is_help=True,
+    help="Private statistics of a column: means, medians, quantiles, histograms, with intervals.",
+)
 
 _EVERY = 5.0  # seconds between two signs of life
 LEARN_EXAMPLE = "Example: lipdp mechanism learn median --epsilon 1 --size 100 --low 0 --high 10 --output median.mechanism"
@@ -60,10 +64,7 @@ def learn(
     as_json: options.Json = False,
 ) -> None:
     """Learn a mechanism from the default prior and save it. No data are read."""
-    if not output.parent.is_dir():  # found out now, not after the training
-        raise ConfigurationError(f"--output {output}: the folder {output.parent} does not exist")
-    if output.is_dir():
-        raise ConfigurationError(f"--output {output} is a folder: give the name of a file in it")
+    check_new_file(output, "--output")
     with _working(f"learning {query} of {size} records", quiet=as_json):
         chosen = _compare(query, epsilon, size, (low, high), loss, robustness, quick, seed).chosen
     chosen.save(output)
@@ -162,7 +163,7 @@ def answer(
 ) -> None:
     """Plan, charge and release private answers about columns of a CSV file."""
     from lipdp import mechanisms
-    from lipdp.mechanisms.problem import share_of
+    from lipdp.mechanisms.problem import Problem, share_of
     from lipdp.mechanisms.questions import release_all
     from lipdp.privacy.budget import open_budget
 
@@ -181,6 +182,9 @@ def answer(
     part = share_of(delta, len(column)) if delta else 0.0
     settings = mechanisms.Settings.quick() if quick else None
     plans: list[mechanisms.Plan | mechanisms.GaussianPlan | mechanisms.OpenPlan] = []
+    if adjacency == "replace_one":  # what is wrong with a column is said before the work; release_all looks again
+        for own, bounds in zip(values, zip(lows, highs, strict=True), strict=True):
+            Problem.of("mean", 1.0, len(own), bounds).dataset(own, clamp)
     for name, own, known, bounds in zip(column, values, public, zip(lows, highs, strict=True), strict=True):
         if adjacency == "add_remove":
             plans.append(mechanisms.OpenPlan(share, *bounds, tuple(query), step, part, concentrated))

@@ -159,6 +159,16 @@ def make_folder(folder: Path, option: str) -> None:
         ) from None
 
 
+def check_new_file(file: Path, option: str) -> None:
+    """A file that a command will write: its folder is there, and nothing is overwritten. Looked at before the work."""
+    if not file.parent.is_dir():
+        raise ConfigurationError(f"{option} {file}: the folder {file.parent} does not exist")
+    if file.is_dir():
+        raise ConfigurationError(f"{option} {file} is a folder: give the name of a file in it")
+    if file.exists():
+        raise ConfigurationError(f"{option} {file} exists, and nothing is overwritten: choose another file")
+
+
 def make_run_folder(folder: Path, *, resume: bool = False) -> None:
     """The folder of ``--output``; one that holds a file that would be written is refused, unless its run is to be continued."""
     from lipdp.report.page import HTML, MARKDOWN

@@ -139,6 +139,8 @@ def _finish(
     console(stderr=True).print(
         f"training on {len(x):,} records{'' if test is None and judged is None else ', then judging'}: {_HOW_LONG[kind]}"
     )
+    if output is None:
+        console(stderr=True).print("no --output: the model will not be kept, and its ε is spent all the same", style="yellow")
     model.fit(x, y)
     part = None if judged is None else "test" if test is not None else "validation"
     figures = {} if judged is None else _figures(model, *judged)
@@ -185,8 +187,9 @@ def _finish(
     of = "" if classes is None else f" of {len(classes)} classes"
     out.print(f"{len(x):,} records{of}; {model.choice_.method}: {model.choice_.why}", soft_wrap=True)
     shown = ", ".join(f"{part} {_NAMES[name]} {100 * value:.1f}%" for name, value in figures.items())
-    told = shown or "nothing was held out: give --test or --validation-fraction"
-    out.print(f"{told}, with ({guarantee(model.epsilon_, model.delta_)}), in {duration(report['seconds'])}", soft_wrap=True)
+    promise = f"({guarantee(model.epsilon_, model.delta_)}), in {duration(report['seconds'])}"
+    unjudged = f"trained with {promise}; judged on no records: --test FILE or --validation-fraction 0.2 holds some out"
+    out.print(f"{shown}, with {promise}" if shown else unjudged, soft_wrap=True)
     if not model.private_:
         out.print(REPRODUCIBLE, style="bold red", soft_wrap=True)
     if output is not None:

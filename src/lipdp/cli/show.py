@@ -14,7 +14,7 @@ from lipdp._checks import match
 from lipdp._texts import brief, number, table
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
-from lipdp.cli.output import console, duration, print_fields, print_json, print_plan
+from lipdp.cli.output import check_new_file, console, duration, print_fields, print_json, print_plan
 from lipdp.errors import ConfigurationError
 
 __all__ = ["BOUNDS_EXAMPLE", "DATA_EXAMPLE", "PLAN_EXAMPLE", "RECIPES_EXAMPLE", "bounds", "data", "plan", "recipes"]
@@ -43,6 +43,8 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """The privacy plan of a run: its sensitivities, noise, length and cost, before any data is read."""
+    if output is not None:
+        check_new_file(output, "--output")
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     drawn = drawing(sampling, largest_batch, adjacency)
     chosen = configured(

@@ -18,7 +18,7 @@ import typer
 
 from lipdp._texts import table, upwards
 from lipdp.cli import options
-from lipdp.cli.output import console, print_json
+from lipdp.cli.output import check_new_file, console, print_json
 from lipdp.errors import ConfigurationError
 
 __all__ = ["NEW_EXAMPLE", "doctor", "features", "new"]
@@ -243,6 +243,8 @@ def train(
     name = choose("network", network, tuple(SHAPES))
     if output is not None and output.suffix != ".npz":
         raise ConfigurationError(f"--output is a file that ends in .npz, and '{output}' does not")
+    if output is not None:
+        check_new_file(output, "--output")
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     lesson = Lesson(steps=steps or _STEPS[name], seed=seed, batch=batch, pool=pool)
     progress = console(stderr=True)

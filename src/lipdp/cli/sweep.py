@@ -12,7 +12,7 @@ import typer
 from lipdp._texts import guarantee, upwards
 from lipdp.cli import options
 from lipdp.cli.options import configured
-from lipdp.cli.output import console, duration, print_fields, print_json
+from lipdp.cli.output import check_new_file, console, duration, make_folder, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -110,9 +110,11 @@ def sweep(
         )
     if trials is None and minutes is None:
         raise ConfigurationError("say when the search ends: --trials 20, --minutes 30, or both")
-    if weights is not None and (not private_tuning or weights.exists()):
-        why = f"'{weights}' exists; choose another" if private_tuning else "--weights goes with --private-tuning"
-        raise ConfigurationError(why)
+    if weights is not None and not private_tuning:
+        raise ConfigurationError("--weights goes with --private-tuning")
+    if weights is not None:
+        make_folder(weights.parent, "--weights")
+        check_new_file(weights, "--weights")
     if budget_file is not None and not private_tuning:
         raise ConfigurationError("--budget goes with --private-tuning: an ordinary search is not paid for, whatever it spends")
     if save is not None and private_tuning:
@@ -220,7 +222,6 @@ def _tune(
         "settings": finding.settings,
     }
     if weights is not None:
-        weights.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: tensor.cpu() for name, tensor in finding.model.state_dict().items()}, weights)
     if test:
         from lipdp import data

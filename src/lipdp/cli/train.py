@@ -422,7 +422,14 @@ def _save(
     about = About(
         command=command,
         environment=this_environment(str(next(result.model.parameters()).device)),
-        public=(f"the settings of the recipe {recipe.name}: {recipe.provenance}",) if recipe.provenance else (),
+        public=(
+            ()
+            if not recipe.provenance
+            else (
+                f"the settings of the recipe {recipe.name} (what a search for them read of these records is not covered): "
+                f"{recipe.provenance}",
+            )
+        ),
         evaluation=evaluate_run(predictor, judged, info.class_names, part="test" if fraction is None else "validation"),
     )
     return [*written, *write_run(folder, result.plan, result.history, report, about)]

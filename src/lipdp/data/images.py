@@ -102,7 +102,15 @@ def read_pictures(path: Place, shape: tuple[int, ...] | None = None, *, side: in
         raise DataError(f"'{place}' holds no pictures ({', '.join(kind[1:] for kind in _KINDS)})")
     mode = None if shape is None else "L" if shape[0] == 1 else "RGB"
     size = (shape[2], shape[1]) if shape is not None else None if side is None else (side, side)
-    pictures = [_opened(file, mode, size) for file in files]
+    opened = [_opened(file, mode, size) for file in files]
+    if any(several for _, several in opened):
+        warnings.warn(
+            f"'{place}' holds pictures of several frames or pages (animations, scans): the first of each counts, the others are "
+            "passed over.",
+            LipdpWarning,
+            stacklevel=3,
+        )
+    pictures = [picture for picture, _ in opened]
     if mode is None:
         mode = "L" if all(picture.mode == "L" for picture in pictures) else "RGB"
     if size is None:
@@ -140,8 +148,8 @@ def _in_silence() -> Iterator[None]:
             log.setLevel(before)
 
 
-def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
-    """A picture of Pillow, grey ("L") or in colour ("RGB")."""
+def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> tuple[Any, bool]:
+    """A picture of Pillow, grey ("L") or in colour ("RGB"), and whether the file holds others behind it."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -150,6 +158,7 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
         ) from None
     try:
         with _in_silence(), Image.open(file) as opened:
+            several = bool(getattr(opened, "is_animated", False))  # before anything else is read: it moves in the file
             picture = ImageOps.exif_transpose(opened)
             if picture.mode[0] in "IF":  # 16 bits, or 32 that hold them, or floating point: from 0 to 1 where none is larger
                 values = np.asarray(picture)
@@ -162,7 +171,7 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> Any:
                 picture = picture.convert("RGBA")
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
                 picture = picture.convert("L" if grey else "RGB")
-            return _as(picture, mode or ("L" if picture.mode in ("1", "L") else "RGB"), size or picture.size)
+            return _as(picture, mode or ("L" if picture.mode in ("1", "L") else "RGB"), size or picture.size), several
     except (OSError, ValueError, SyntaxError, TypeError, KeyError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(
             f"a picture in the folder can't be read ({type(error).__name__}: damaged, of another kind than its name says, or "

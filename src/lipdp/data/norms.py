@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lipdp._checks import whole
+from lipdp._discreet import discreet
 from lipdp._texts import figure, saved, source
 from lipdp.clipping.follow import NotApartError, kept_apart
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice
@@ -235,6 +236,7 @@ class Projection:
         return f"Projection(norm={self.norm:g}, mode={self.mode!r})"
 
 
+@discreet
 def map_inputs(
     dataset: TensorDataset,
     function: Callable[[Tensor], Tensor],

@@ -102,7 +102,7 @@ def choose_method(given: str, *, records: int, outputs: int, epsilon: float, sch
         return Choice("linear", f"{categories} of the {len(schema.columns)} columns are categories: a weight for each", settings)
     return Choice(
         "kernel",
-        f"{len(schema.columns)} columns, mostly numbers: fixed public random features beside them "
+        f"{len(schema.columns)} column{'s' * (len(schema.columns) != 1)}, mostly numbers: fixed public random features beside them "
         "bend the boundary, and cost no more noise than a line",
         curved,
     )

@@ -28,6 +28,12 @@ Floats = npt.NDArray[np.float64]
 _MISSING, _LISTED = ", or missing", 12  # words; categories that are told one by one
 
 
+def _check_flag(name: str, value: Any) -> None:
+    """Refuse words: "no" would count as true."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigurationError(f"{name} is {shown(value)}: whether values of the column may be {name}, true or false")
+
+
 @dataclass(frozen=True)
 class Numeric:
     """A column of numbers with a *public* range; what lies outside counts as its end.
@@ -43,6 +49,7 @@ class Numeric:
     missing: bool = False
 
     def __post_init__(self) -> None:
+        _check_flag("missing", self.missing)
         ends = is_number(self.low) and is_number(self.high)
         if not (ends and self.low <= self.high and math.isfinite(float(self.high) - float(self.low))):
             raise ConfigurationError(
@@ -98,6 +105,7 @@ class Categorical:
             raise ConfigurationError(
                 f"the categories of a column are a list of different values, at least one, not {shown(listed)}"
             )
+        _check_flag("other", other)
         object.__setattr__(self, "values", listed)
         object.__setattr__(self, "other", bool(other))
 
@@ -161,6 +169,7 @@ class Dates:
                 "a column of dates has a public range, two dates like '2015-01-31', the earlier one first; not "
                 f"({shown(first)}, {shown(last)})"
             )
+        _check_flag("missing", missing)
         object.__setattr__(self, "first", ends[0])
         object.__setattr__(self, "last", ends[1])
         object.__setattr__(self, "missing", bool(missing))

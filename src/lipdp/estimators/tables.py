@@ -73,7 +73,10 @@ class _PrivateTable(PrivateEstimator):
                 )
             table = as_table(table, declared=self.schema is not None)
         elif len(table) == 0 or len(table.columns) == 0:
-            raise DataError(f"the table has shape {tuple(table.shape)}: there is nothing to learn from")
+            raise DataError(
+                f"the table has shape {tuple(table.shape)}: Found array with 0 sample(s) or 0 feature(s), and at least one row and "
+                "one column are needed"
+            )
         else:
             check_names(table)
         if not first:
@@ -392,12 +395,12 @@ class PrivateRegressor(RegressorMixin, _PrivateTable):  # type: ignore[misc]
         tags.regressor_tags.poor_score = True  # on the few rows of its own checks, noise is what is left
         return tags
 
-    def fit(self, X: Any, y: Any) -> PrivateRegressor:
+    def fit(self, X: Any, y: Any = None) -> PrivateRegressor:
         """Train privately.
 
         Args:
             X: the rows: an array or a DataFrame.
-            y: a number for each.
+            y: a number for each; it has to be given.
         """
         columns, rows = self._read(X, first=True)
         note_pairing(X, y)

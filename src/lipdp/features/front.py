@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset
 
 from lipdp import nn
+from lipdp._discreet import discreet
 from lipdp._files import written_whole
 from lipdp._numerics import keep_freed_memory
 from lipdp.bounds import Bound, Call, Transfer, rule
@@ -263,6 +264,7 @@ def cache_file(cache: str | os.PathLike[str], front: Front, inputs: torch.Tensor
     return Path(cache) / f"features-{front.digest(inputs, dtype)}.pt"
 
 
+@discreet
 def extract_features(
     module: torch.nn.Module,
     dataset: TensorDataset,

@@ -1,4 +1,4 @@
-"""Private mechanisms for statistics, found by gradient descent, and the experts' to compare with.
+"""Private statistics: means, medians, quantiles, histograms, by mechanisms that are fitted to public beliefs.
 
 mechanism = lipdp.mechanisms.learn(query="median", epsilon=1.0, n=100, bounds=(0, 10))
 answer = mechanism.release(x, budget=lipdp.privacy.Budget("survey.budget", epsilon=2.0, delta=1e-6, dataset="survey"))

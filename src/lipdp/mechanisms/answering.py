@@ -216,6 +216,7 @@ def answer(
     except TypeError:
         raise DataError(f"the dataset is a {type(x).__name__}: give a tensor, array or list of numbers.") from None
     kept = {"robustness": robustness, "settings": settings, "step": step}
+    Problem.of("mean", 1.0, size, bounds).dataset(x, clamp)  # what is wrong with them is said before the work, not behind it
     planned = plan(questions, epsilon, size, bounds, distribution, delta=delta, rho=rho, **kept)  # type: ignore[arg-type]
     return planned.release(x, budget=budget, clamp=clamp)
 

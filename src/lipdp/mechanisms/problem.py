@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipdp._checks import is_number, positive, whole
+from lipdp._checks import instance, is_number, positive, whole
 from lipdp._discreet import discreet, kind_of
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
@@ -165,6 +165,8 @@ def parse_query(query: str | Query) -> Query:
         text = str(query).strip().lower()
         percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", text)
         level = re.fullmatch(r"quantile:(\d*\.?\d+(?:e-?\d+)?)", text)
+        if max(float(percent[1]) if percent else 0.0, 100 * float(level[1]) if level else 0.0) > 100:
+            raise ConfigurationError(f"query {query!r}: percentiles are from p0 to p100, quantiles from quantile:0 to quantile:1.")
         if text in ("mean", "variance"):
             made = Query(text)  # type: ignore[arg-type]
         elif text == "median":
@@ -173,7 +175,9 @@ def parse_query(query: str | Query) -> Query:
             made = Query("quantile", Fraction(percent[1]) / 100 if percent else Fraction(level[1] if level else "0"))
         else:
             raise ConfigurationError(
-                f"query {query!r} is unknown: choose 'mean', 'variance', 'median', 'p10' (any percentile) or 'quantile:0.25'."
+                f"query {query!r} is unknown: choose 'mean', 'variance', 'median', 'p10' (any percentile) or 'quantile:0.25'; "
+                "`lipdp mechanism answer` and lipdp.mechanisms.answer know 'sum', 'std', 'iqr', 'min', 'max', 'count:18,65' and "
+                "'histogram:0,18,65' as well."
             )
     return made
 
@@ -264,7 +268,13 @@ class Problem:
         them to the nearest bound, which is done record by record and keeps the guarantee. The refusal itself tells something
         about the data: it is for whoever holds them, not to be published.
         """
+        instance("clamp", clamp, bool, "whether values outside of the bounds are moved to the nearest one, True or False")
         data = as_numbers(x)
+        if data.ndim > 1:
+            raise DataError(
+                f"the dataset has shape {tuple(data.shape)}: one column is asked for, table['age'] or table[:, 0]. Several: "
+                "lipdp.mechanisms.learn_columns, or release_moments for means and covariances."
+            )
         if data.ndim != 1 or data.shape[0] != self.n:
             raise DataError(
                 f"the dataset has shape {tuple(data.shape)}, the mechanism is for ({self.n},): its sensitivity and noise are set "

@@ -29,7 +29,7 @@ import torch
 from torch.special import log_ndtr
 
 from lipdp._checks import is_number, positive, whole
-from lipdp._discreet import shown
+from lipdp._discreet import discreet, shown
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
@@ -185,6 +185,7 @@ def gaussian_event(multiplier: float, paying: Adjacency, proved: Adjacency) -> A
     return dp_event.GaussianDpEvent(2 * multiplier if (paying, proved) == ("replace_one", "replace_one") else multiplier)
 
 
+@discreet
 def release_query(
     query: Any,
     x: Any,

@@ -291,11 +291,20 @@ class Session:
         try:
             head = os.open(self._journal.head_path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise self._journal.damaged(f"{self._journal.head_path.name}, which belongs to it, is missing") from None
+            raise self._journal.damaged(f"{self._journal.head_path.name}, which belongs to it, is missing{self._doubt()}") from None
         try:
             return _slots(head)
         finally:
             os.close(head)
+
+    def _doubt(self) -> str:
+        """What speaks for another file having been meant."""
+        path = self._journal.path
+        if path.suffix == ".head" and path.with_suffix("").exists():
+            return f" (is {path.with_suffix('').name} meant, which it belongs to?)"
+        if _read(self._file, 0, 1) == b"{":
+            return ""
+        return f" (is it the right file? Its first line is none of a {self._journal.what})"
 
     def _promised(self) -> _Mark:
         valid = [slot for slot in self._slots if slot is not None]

@@ -143,6 +143,8 @@ def _file_runs(path: Path) -> list[dict[str, Any]]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"there is no '{path}'") from None
     except (OSError, UnicodeError) as error:
         raise DataError(f"'{path}' can't be read: {error}") from None
 

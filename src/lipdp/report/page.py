@@ -13,7 +13,7 @@ from lipdp._texts import REPRODUCIBLE, bound, brief, guarantee, number, percent,
 from lipdp.errors import ConfigurationError
 from lipdp.report import figures
 from lipdp.report.run import HISTORY, PLAN, RESULT, About, RunRecord, read_run, write_about
-from lipdp.report.words import declared_public, in_short, not_covered, promises, statement, together
+from lipdp.report.words import declared_public, in_plain_words, in_short, not_covered, promises, statement, together
 from lipdp.training import History, PrivacyPlan
 
 __all__ = ["HTML", "MARKDOWN", "html", "markdown", "write", "write_run"]
@@ -23,6 +23,7 @@ _COUNTED = ("step", "epoch", "epsilon")
 # Of a history, what may be shown: what the ledger counts, what was released, and metrics of records outside the guarantee.
 _SHOWN = ("validation_", "clip ", "certified ")
 
+_OFFICER, _OUTSIDE = "For the data-protection officer", "The guarantee does not cover:"
 _STYLE = files("lipdp.report").joinpath("style.css").read_text(encoding="utf-8")
 
 
@@ -82,7 +83,8 @@ def html(runs: Sequence[RunRecord]) -> str:
 def _title(runs: Sequence[RunRecord]) -> str:
     if not runs:
         raise ConfigurationError("a report is of one run at least: give the folder of one")
-    names = ", ".join(str(run.result.get("recipe", run.name)) for run in runs[:3])
+    own = "dataset" if len(runs) == 1 else "recipe"  # a table of one's own has no recipe; several runs on it have folders
+    names = ", ".join(str(run.result.get("recipe", run.result.get(own, run.name))) for run in runs[:3])
     return f"Privacy report: {names}{' …' if len(runs) > 3 else ''}"
 
 
@@ -117,18 +119,18 @@ def _run(run: RunRecord, *, alone: bool) -> str:
     parts += [f'<p class="danger">{escape(text)}</p>' for text in _alarms(run)]
     parts.append(f'<p>{escape(_headline(run))}</p><p class="short">{escape(in_short(run))}</p>')
     heading: Callable[[str], str] = (lambda text: f"<h2>{text}</h2>") if alone else (lambda text: f"<h3>{text}</h3>")
-    parts += [heading("What is promised"), _facts(promises(run))]
+    parts += [heading("What is promised"), _facts((name, value, in_plain_words(name)) for name, value in promises(run))]
     parts += [heading("What was declared public"), _list(declared_public(run))]
+    signature = '<div class="line"><span>place, date</span><span>name</span><span>signature</span></div>'
+    said = "".join(f"<p>{escape(text)}</p>" for text in statement(run))
+    outside = f"<p>{_OUTSIDE}</p>{_list(not_covered(run))}" if run.private else ""
+    parts += [heading(_OFFICER), f'<div class="sign">{said}{outside}{signature}</div>']
     parts += [heading("Sensitivity and noise, layer by layer"), _table(*_layers(run), numbers=range(1, 6)), _layer_figure(run)]
     if over := _run_figures(run):
         parts += [heading("Over the run"), over]
     if judged := _evaluation_figures(run):
         parts += [heading("On records outside the guarantee"), judged]
-    parts += [heading("Again"), _again(run)]
-    signature = '<div class="line"><span>place, date</span><span>name</span><span>signature</span></div>'
-    said = "".join(f"<p>{escape(text)}</p>" for text in statement(run))
-    outside = f"<p>The guarantee does not cover:</p>{_list(not_covered(run))}" if run.private else ""
-    parts += [heading("For the data-protection officer"), f'<div class="sign">{said}{outside}{signature}</div>']
+    parts += [heading("To run it again"), _again(run)]
     return f"<section>{''.join(parts)}</section>"
 
 
@@ -210,9 +212,13 @@ def _again(run: RunRecord) -> str:
     return command + again + _facts(about.environment.items())
 
 
-def _facts(pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(str(value))}</td></tr>" for name, value in pairs)
-    return f'<table class="facts">{rows}</table>'
+def _facts(facts: Iterable[tuple[str, ...]]) -> str:
+    """A table of names, values and, where there are any, what they mean."""
+    rows = []
+    for name, value, *meaning in facts:
+        words = "".join(f"<small>{escape(text)}</small>" for text in meaning)
+        rows.append(f"<tr><th>{escape(str(name))}</th><td>{escape(str(value))}{words}</td></tr>")
+    return f'<table class="facts">{"".join(rows)}</table>'
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = ()) -> str:
@@ -249,7 +255,7 @@ def markdown(runs: Sequence[RunRecord]) -> str:
 
 
 def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
-    facts = [("", ""), *promises(run)]
+    facts = [[name, value, in_plain_words(name)] for name, value in promises(run)]
     parts = [f"## {_plain(run.name)}", ""] if named else []
     parts += [f"**{_plain(text)}**\n" for text in _alarms(run)]
     parts += [
@@ -259,10 +265,15 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
         "",
         f"{level} What is promised",
         "",
-        *_pipes(list(facts[0]), [list(fact) for fact in facts[1:]]),
+        *_pipes(["", "", "in plain words"], facts),
         "",
     ]
     parts += [f"{level} What was declared public", "", *(f"- {_plain(item)}" for item in declared_public(run)), ""]
+    parts += [f"{level} {_OFFICER}", ""]
+    for text in statement(run):
+        parts += [_plain(text), ""]
+    if run.private:
+        parts += [_OUTSIDE, "", *(f"- {_plain(item)}" for item in not_covered(run)), ""]
     parts += [f"{level} Sensitivity and noise", "", *_pipes(*_layers(run)), ""]
     if history := _history_rows(run):
         parts += [f"{level} Over the run", "", *_pipes(*history), ""]
@@ -278,12 +289,8 @@ def _markdown_run(run: RunRecord, level: str, *, named: bool) -> list[str]:
     if judged is not None and judged.certified:
         rows = [[f"{radius:g}", percent(share)] for radius, share in judged.certified]
         parts += [f"{level} Certified accuracy ({judged.examples} examples)", "", *_pipes(["radius (L2)", "certified"], rows), ""]
-    parts += [f"{level} Again", "", f"    {_plain(run.about.command) or '(not stored)'}", ""]
-    parts += [*(f"- {_plain(name)}: {_plain(value)}" for name, value in run.about.environment.items()), ""]
-    parts += [f"{level} For the data-protection officer", ""]
-    for text in statement(run):
-        parts += [_plain(text), ""]
-    return [*parts, "The guarantee does not cover:", "", *(f"- {_plain(item)}" for item in not_covered(run)), ""]
+    parts += [f"{level} To run it again", "", f"    {_plain(run.about.command) or '(not stored)'}", ""]
+    return [*parts, *(f"- {_plain(name)}: {_plain(value)}" for name, value in run.about.environment.items()), ""]
 
 
 def _history_rows(run: RunRecord) -> tuple[list[str], list[list[str]]] | None:

@@ -9,13 +9,33 @@ from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, brief, downwards, guarantee, 
 from lipdp.report.run import RunRecord
 from lipdp.training import PrivacyPlan
 
-__all__ = ["declared_public", "in_short", "not_covered", "promises", "statement", "together"]
+__all__ = ["declared_public", "in_plain_words", "in_short", "not_covered", "promises", "statement", "together"]
 
 _SAMPLING = {
     "poisson": "Poisson: each record independently",
     "truncated_poisson": "Poisson, cut to a largest batch",
     "fixed_size": "batches of a fixed size, without replacement",
 }
+
+
+_IN_PLAIN_WORDS = {
+    "guarantee": "ε: how much the model may tell of one record; smaller is safer. δ: how rarely that may fail",
+    "model": "the file that this report is about",
+    "neighbouring datasets": "nobody can tell well from which of two such datasets the model comes",
+    "accountant": "how ε follows from steps and noise: it is never below the true one",
+    "sampling": "which records a step reads; drawn in secret",
+    "steps": "each reads a batch and adds noise once",
+    "noise": "how large it is beside the most that one record can change a step by",
+    "method": "why one record can change a step by no more than that",
+    "released beside the steps": "computed from the records as well, and noised",
+    "account of the dataset": "the file that adds up all that is released about these records",
+    "audit": "attacks on the training itself: they bound ε from below, as the accountant does from above",
+}
+
+
+def in_plain_words(name: str) -> str:
+    """What a row of :func:`promises` means, for who does not know the field."""
+    return _IN_PLAIN_WORDS[name.split(":")[0]]
 
 
 def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -64,7 +84,7 @@ def _audited(run: RunRecord) -> str:
             return "REFUTED: an attack found more than is promised"
         return f"nothing refutes the plan: attacks show ε ≥ {downwards(lower)} of {upwards(claimed)} for what they audited"
     except (TypeError, KeyError, ValueError):
-        return "none was made (`lipdp train … --audit`)"
+        return "none was made (lipdp train … --audit makes one)"
 
 
 def declared_public(run: RunRecord) -> Iterator[str]:
@@ -162,7 +182,7 @@ def together(runs: list[RunRecord]) -> Iterator[str]:
             epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
             yield (
                 f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at δ = "
-                f"{brief(delta, 2)} (basic composition; an account, `--budget`, composes them more tightly)."
+                f"{brief(delta, 2)} (basic composition; an account, --budget FILE, composes them more tightly)."
             )
         if same and len(same) < len(every):
             yield (

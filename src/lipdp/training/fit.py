@@ -191,7 +191,7 @@ def _checkpoint_of_first(ranks: Ranks, file: Path | None, resume: bool) -> Itera
                 stack.enter_context(locked_checkpoint(file))
                 if file.exists() and not resume:
                     raise CheckpointError(
-                        f"the checkpoint '{file}' exists. Pass resume=True to continue from it, or choose another file."
+                        f"the checkpoint '{file}' exists. Pass resume=True (--resume) to continue from it, or choose another file."
                     )
                 if not file.exists():
                     _remove_book(file)  # of a run whose checkpoint somebody removed

@@ -139,6 +139,8 @@ def read_recipes(file: str | Path) -> dict[str, Recipe]:
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no file of recipes {str(file)!r}: `lipdp sweep NAME --save FILE` writes one") from None
     except (OSError, ValueError, TypeError) as error:  # no such file, no text, no name that a file can have
         raise ConfigurationError(f"{str(file)!r} can't be read: {error}") from None
     return _recipes(text, str(file))
