@@ -42,7 +42,7 @@ format: $(VENV)/.dev ## let ruff rewrite
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.docs ## the documentation site, into site/
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev ## speed and memory against named peers, as ratios in one run
 	$(BIN)/python benchmarks/speed/run.py

@@ -295,11 +295,13 @@ class PrivacyEngine:
             self._check_sample(inputs, len(targets))
             dtypes = run.types.of_inputs(inputs), run.types.of_targets(targets)
             drawn = claim_batch((inputs, targets), run.account.nonce, sample)
-            copied = run.copied_sample(inputs, targets) if drawn is None and sample is None else None
+            unknown = drawn is None and sample is None and len(targets) > 0 and not run.has_own_records
+            copied = run.copied_sample(inputs, targets) if unknown else None
             drawn = copied if drawn is None else drawn
-            if drawn is None and sample is None and not (run.has_own_records or run.public):
-                run.has_own_records = True
-                tell_of_own_records()
+            if unknown and drawn is None:
+                run.has_own_records = True  # nothing is looked for any more: it would cost every step
+                if not run.public:
+                    tell_of_own_records()
             run.watch.restore_modes()
             seats = run.seats(inputs, self.ledger.steps)
             batch = Sample(inputs, targets, run.microbatch_size, self.device, dtypes=dtypes, seats=seats)
