@@ -504,8 +504,12 @@ class Clipper:
     def _taken_back(self, x: Inputs) -> Iterator[None]:
         """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it.
 
-        Nor of one over a single record, of which nothing is followed: those of the next batch would.
+        Nor of one over a single record, of which nothing is followed: those of the next batch would. While a recording is made no
+        number can be read, and none is kept.
         """
+        if is_recording():
+            yield
+            return
         if self._before is None or not self._before.holds():
             self._before = Before(self.model, self.loss)
         try:
