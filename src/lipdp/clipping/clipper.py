@@ -65,7 +65,7 @@ from lipdp.clipping.styles import Clip, Group, MaxNorm, Style, clip_factors, cli
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, generator_states
-from lipdp.graphs import GraphedFunction, Staged, is_recording, rest_of
+from lipdp.graphs import GraphedFunction, Staged, is_capturing, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
@@ -507,7 +507,7 @@ class Clipper:
         Nor of one over a single record, of which nothing is followed: those of the next batch would. While a recording is made no
         number can be read, and none is kept.
         """
-        if is_recording():
+        if is_capturing(device_of(x)):
             yield
             return
         if self._before is None or not self._before.holds():
