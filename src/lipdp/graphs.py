@@ -36,6 +36,7 @@ __all__ = [
     "Watched",
     "fingerprint",
     "holds",
+    "is_capturing",
     "is_large",
     "is_recording",
     "rest_of",
@@ -58,6 +59,11 @@ _rehearsed: ContextVar[deque[bool] | None] = ContextVar("rehearsed", default=Non
 def is_recording() -> bool:
     """Whether a function is being rehearsed or recorded, and must not wait for the device."""
     return _recording.get()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is done now is recorded, not done: no number of the device can be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _RecordingError(Exception):

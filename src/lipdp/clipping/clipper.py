@@ -71,7 +71,7 @@ from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import Watched, generator_states
-from lipdp.graphs import GraphedFunction, Staged, is_recording, rest_of
+from lipdp.graphs import GraphedFunction, Staged, is_capturing, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
@@ -510,8 +510,12 @@ class Clipper:
     def _taken_back(self, x: Inputs) -> Iterator[None]:
         """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it.
 
-        Nor of one over a single record, of which nothing is followed: those of the next batch would.
+        Nor of one over a single record, of which nothing is followed: those of the next batch would. While a recording is made no
+        number can be read, and none is kept.
         """
+        if is_capturing(device_of(x)):
+            yield
+            return
         if self._before is None or not self._before.holds():
             self._before = Before(self.model, self.loss)
         try:

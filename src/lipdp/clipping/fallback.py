@@ -35,7 +35,7 @@ from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before
 from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import nothing_kept
-from lipdp.graphs import is_recording
+from lipdp.graphs import is_capturing, is_recording
 
 __all__ = ["ModuleCall", "own_parameters", "per_example_fallback"]
 
@@ -307,7 +307,9 @@ class _Replay:
         one, values, found = self._one(which), self._by_example(split), []
         # While a recording is made no value can be read.
         with _disable_current_modes():  # what is looked at, and put back, is no operation of the module
-            alone = nullcontext if is_recording() else functools.partial(_alone, Before(self.module), cotangent.device)
+            alone = (
+                nullcontext if is_capturing(cotangent.device) else functools.partial(_alone, Before(self.module), cotangent.device)
+            )
         for i in range(self.batch):
             own = [value if place is None else value[i].clone() for value, place in zip(values, split, strict=True)]
             with alone():
