@@ -31,6 +31,7 @@ __all__ = [
     "reachable_tensors",
     "reached",
     "readable",
+    "slot_names",
     "slots",
     "storages",
 ]
@@ -153,7 +154,7 @@ def _simple_objects(value: Any, depth: int) -> list[Any] | None:
     own = getattr(value, "__dict__", None)
     kinds = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module, torch.Tensor, np.ndarray)
     holding = (Mapping, Set, Sequence, deque, bytearray, functools.partial)
-    if not isinstance(own, dict) or isinstance(value, (*kinds, *holding)) or slots(value) or depth == 0:
+    if not isinstance(own, dict) or isinstance(value, (*kinds, *holding)) or slot_names(type(value)) or depth == 0:
         return None
     found = [value]
     for part in own.values():
@@ -226,14 +227,31 @@ def _sign(value: Any, seen: _Signed, depth: int) -> Hashable:
     if isinstance(value, Mapping | Set | Sequence | deque | bytearray) and not isinstance(value, type):
         items = value.items() if isinstance(value, Mapping) else value
         return kind, tuple(_sign(part, seen, deeper) for part in items)
-    own = getattr(value, "__dict__", None) or slots(value)
-    return kind, id(value), _sign(own, seen, deeper) if isinstance(own, dict) and not isinstance(value, type) else None
+    own = None if isinstance(value, type) else _own(value)
+    return kind, id(value), None if own is None else _sign(own, seen, deeper)
+
+
+def _own(value: Any) -> dict[str, Any] | None:
+    """Attributes of an object: it may have a dictionary, slots or both."""
+    own, more = getattr(value, "__dict__", None), slots(value)
+    return {**own, **more} if isinstance(own, dict) and more else own if isinstance(own, dict) else more
+
+
+def slot_names(cls: type) -> list[str]:
+    """The slots of a class, by the names that its objects have them by: ``__scale`` is ``_Class__scale``."""
+    found = []
+    for base in cls.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            if isinstance(name, str) and name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__") and base.__name__.strip("_")
+                found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return found
 
 
 def slots(value: Any) -> dict[str, Any] | None:
-    """Attributes of an object that has no dictionary."""
-    names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if isinstance(name, str)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)} or None
+    """Attributes of an object past its dictionary."""
+    return {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)} or None
 
 
 def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
@@ -340,7 +358,7 @@ def _parts(value: Any) -> list[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    own = None if isinstance(value, type | types.ModuleType) else getattr(value, "__dict__", None) or slots(value)
+    own = None if isinstance(value, type | types.ModuleType) else _own(value)
     return list(own.values()) if own else []
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import collections
 import contextvars
 import copy
 import ctypes
+import dataclasses
 import enum
 import functools
 import io
@@ -52,6 +54,28 @@ class Slotted:
 
     def __init__(self) -> None:
         self.number = 0.0
+
+
+class OneSlot:
+    __slots__ = "number"
+
+
+class PrivateSlot:
+    __slots__ = ("__number",)
+
+    def get(self) -> float:
+        return float(self.__number) if hasattr(self, "_PrivateSlot__number") else 0.0
+
+    def put(self, found: float) -> None:
+        self.__number = found
+
+
+class OfSlotted(Slotted):
+    """Its attributes are in a slot and in a dictionary."""
+
+    def __init__(self) -> None:
+        self.number: list[float] = [0.0]  # type: ignore[assignment]
+        self.other = 1
 
 
 class Meta(type):
@@ -151,6 +175,46 @@ def on(value: Any) -> Callable[[], tuple[Get, Put]]:
         return lambda: float(value.number), lambda found: setattr(value, "number", found)
 
     return made
+
+
+def in_a_private_slot() -> tuple[Get, Put]:
+    held = PrivateSlot()
+    return held.get, held.put
+
+
+def in_a_list_of(held: Any, reach: Callable[[Any], list[float]]) -> Callable[[], tuple[Get, Put]]:
+    def made() -> tuple[Get, Put]:
+        reach(held)[:] = [0.0]
+        return lambda: reach(held)[0], lambda found: reach(held).__setitem__(0, found)
+
+    return made
+
+
+OBJECTS = np.empty(1, object)
+OBJECTS[0] = [0.0]
+DEEP: list[Any] = functools.reduce(lambda inner, _: [inner], range(20), [0.0])
+
+
+def in_the_text_of_a_function() -> tuple[Get, Put]:
+    def named() -> None:
+        """0"""
+
+    return lambda: float(named.__doc__ or 0), lambda found: setattr(named, "__doc__", str(found))
+
+
+def in_an_annotation() -> tuple[Get, Put]:
+    def named(number: Any) -> None: ...
+
+    return lambda: float(named.__annotations__.get("number ", 0)), lambda found: named.__annotations__.update({"number ": found})
+
+
+def in_a_view() -> tuple[Get, Put]:
+    view = memoryview(bytearray(8)).cast("d")
+    return lambda: float(view[0]), lambda found: view.__setitem__(0, found)
+
+
+def under_a_key(held: Any) -> Callable[[], tuple[Get, Put]]:
+    return lambda: (lambda: float(held.get("number", 0.0)), lambda found: held.update({"number": found}))
 
 
 def behind_a_weak_reference() -> tuple[Get, Put]:
@@ -279,6 +343,16 @@ PLACES: dict[str, Callable[[], tuple[Get, Put]]] = {
     "an object": on(ALIVE),
     "a class": on(Holder),
     "a slot": on(Slotted()),
+    "the one slot": on(OneSlot()),
+    "a private slot": in_a_private_slot,
+    "a list in a slot": in_a_list_of(OfSlotted(), lambda held: held.number),
+    "a list twenty deep": in_a_list_of(DEEP, lambda held: functools.reduce(lambda outer, _: outer[0], range(20), held)),
+    "a list among objects of numpy": in_a_list_of(OBJECTS, lambda held: held[0]),
+    "a function's text": in_the_text_of_a_function,
+    "an annotation": in_an_annotation,
+    "a view of bytes": in_a_view,
+    "a dict of the library's": under_a_key(collections.UserDict()),
+    "a namespace of arguments": on(argparse.Namespace()),
     "a class of a class": on(OfMeta),
     "a member of an enumeration": on(Level.ONE.value),
     "a parameter": on(torch.nn.Parameter(torch.zeros(1))),
@@ -417,6 +491,56 @@ def test_what_one_record_hands_on_to_the_next_is_refused(place: str) -> None:
             continue
     assert len(norms) < 2 or torch.equal(norms[0][:20], norms[1][:20])
     assert len(norms) < 2 or torch.equal(norms[0][21:], norms[1][21:])
+
+
+class OwnList(torch.nn.Module):
+    """The same in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.items.pop() if self.items else 1.0
+        if bool(x.detach().abs().max() > 20):
+            self.items.append(2.0)
+        return x * scale
+
+
+@pytest.mark.parametrize("depth", [1, 7, 20])
+def test_what_modules_deep_in_others_hold_is_found(depth: int) -> None:
+    model: torch.nn.Module = OwnList()
+    for _ in range(depth):
+        model = torch.nn.Sequential(model)
+    x = torch.randn(4, 3)
+    x[0] = 1000
+    with pytest.raises(UnsupportedError, match="changes while it runs"):
+        clipping.clip_batch(
+            torch.nn.Sequential(model, torch.nn.Linear(3, 2)), LOSS, x, torch.zeros(4, dtype=torch.long), 1.0, "naive"
+        )
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True)
+class Referable:
+    number: float = 0.0
+
+
+def test_weak_references_to_what_has_slots_are_no_change() -> None:
+    held, living = Referable(), weakref.WeakValueDictionary[str, Referable]()
+    with left_as_it_was(held):
+        living["it"] = held
+        held.number = 1.0
+    assert living["it"] is held
+    assert held.number == 0.0
+
+
+def test_what_a_package_and_somebody_else_hold_is_somebodys() -> None:
+    items: list[int] = []
+    waiting: queue.Queue[int] = queue.Queue()
+    waiting.items = items  # type: ignore[attr-defined]
+    with left_as_it_was(waiting, [[[items]]]):
+        items.append(1)
+    assert items == []
 
 
 @pytest.mark.parametrize("place", ["a list", "a global name", "a class", "a cell", "a tensor", "a cache", "a waiting generator"])

@@ -26,7 +26,7 @@ import torch
 from lipdp.clipping.kept import is_iterator, is_nobodys, names_of, position
 from lipdp.clipping.memories import version_of
 from lipdp.digest import same_bits
-from lipdp.fingerprint import slots
+from lipdp.fingerprint import slot_names, slots
 
 __all__ = ["BARE", "MANY", "Held", "Together", "cached_results", "cell_contents", "held_by"]
 
@@ -112,7 +112,7 @@ def held_by(value: Any) -> Iterator[Held]:
     elif isinstance(value, types.CellType):
         yield _Cell(value)
     elif isinstance(value, types.FunctionType):
-        yield _Function(value)
+        yield from (_Function(value), _Table(value.__annotations__))
         if not is_nobodys(value):
             names, known = names_of(value.__code__), value.__globals__
             yield _Names(known, known if "globals" in names else names)
@@ -131,7 +131,7 @@ def held_by(value: Any) -> Iterator[Held]:
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
         yield _Table(own)
-    if not (isinstance(value, (torch.Tensor, *BARE)) or is_nobodys(type(value))) and slots(value):
+    if not (isinstance(value, (torch.Tensor, *BARE)) or is_nobodys(type(value))) and slot_names(type(value)):
         yield _Slots(value)
 
 
@@ -260,17 +260,20 @@ class _Cell(Held):
 
 
 class _Function(Held):
-    """What a function computes, and its defaults."""
+    """What a function computes, its defaults, and what it is called."""
 
     def __init__(self, function: types.FunctionType) -> None:
-        self.function, self.before = function, (function.__code__, function.__defaults__, function.__kwdefaults__)
+        self.function, self.before = function, [getattr(function, name) for name in _OF_FUNCTIONS]
 
     def is_as_it_was(self) -> bool:
-        function = self.function
-        return all(map(is_, (function.__code__, function.__defaults__, function.__kwdefaults__), self.before))
+        return all(map(is_, (getattr(self.function, name) for name in _OF_FUNCTIONS), self.before))
 
     def put_back(self) -> None:
-        self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = self.before
+        for name, value in zip(_OF_FUNCTIONS, self.before, strict=True):
+            setattr(self.function, name, value)
+
+
+_OF_FUNCTIONS = "__code__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__", "__name__", "__qualname__"
 
 
 class _Attributes(Held):

@@ -11,6 +11,8 @@ logger: other threads may be at work on them), and where an iterator or a genera
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextvars
 import ctypes
 import functools
@@ -35,7 +37,7 @@ from lipdp.fingerprint import readable, slots
 __all__ = ["Before", "left_as_it_was"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
-_DEPTH = 16
+_DEPTH = 64
 
 
 class Before:
@@ -74,20 +76,27 @@ class Before:
 
     def _walk(self, objects: Sequence[Any]) -> list[Held]:
         held: list[Held] = []
-        met: dict[int, Any] = {}  # kept, so that no id is used again
+        met: dict[int, tuple[Any, bool]] = {}  # kept, so that no id is used again
+        nested: set[int] = set()  # modules that are met by themselves, however deep they lie in others
         level = [(value, False) for value in objects]
         for _ in range(_DEPTH):
             deeper: list[tuple[Any, bool]] = []
             for value, foreign in level:
-                if isinstance(value, _PLAIN) or id(value) in met:
+                if isinstance(value, _PLAIN):
                     continue
-                met[id(value)] = value
                 if not (isinstance(value, _KNOWN) or is_iterator(value)) and is_nobodys(type(value)):
                     foreign = True
                 elif not isinstance(value, BARE):
                     foreign = False  # a class, a function, a module of somebody's own
+                if id(value) in met and (foreign or not met[id(value)][1]):
+                    continue
+                met[id(value)] = value, foreign
                 if not foreign:
                     held += held_by(value)
+                if isinstance(value, torch.nn.Module) and id(value) not in nested:
+                    modules = list(value.modules())
+                    nested.update(map(id, modules))
+                    deeper += [(module, False) for module in modules]
                 deeper += [(part, foreign) for part in _inside(value)]
             level = deeper
         return held
@@ -115,7 +124,8 @@ _KNOWN = (
     *(weakref.ReferenceType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, contextvars.ContextVar),
     *(io.BytesIO, io.StringIO, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, types.MappingProxyType),
     *(random.Random, torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState),
-    *(property, staticmethod, classmethod, types.GeneratorType, types.CellType),
+    *(property, staticmethod, classmethod, types.GeneratorType, types.CellType, memoryview),
+    *(argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
 )
 
 
@@ -125,6 +135,10 @@ def _inside(value: Any) -> Iterable[Any]:
         yield from [*value.keys(), *value.values()] if len(value) <= MANY else ()
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from value if len(value) <= MANY else ()
+    elif isinstance(value, np.ndarray):
+        yield from value.flat if value.dtype.hasobject and value.size <= MANY else ()
+    elif isinstance(value, memoryview):
+        yield value.obj
     elif isinstance(value, types.FunctionType):
         yield from (cell for cell in value.__closure__ or ())
         yield from value.__defaults__ or ()
@@ -142,5 +156,6 @@ def _inside(value: Any) -> Iterable[Any]:
     elif isinstance(value, staticmethod | classmethod):
         yield value.__func__
     if not isinstance(value, (type, types.ModuleType, torch.Tensor)):
-        own = getattr(value, "__dict__", None) or slots(value)
+        own = getattr(value, "__dict__", None)
         yield from own.values() if isinstance(own, dict) else ()
+        yield from (slots(value) or {}).values()
