@@ -156,7 +156,7 @@ class Readings(TorchFunctionMode):
     def reading(self) -> Iterator[None]:
         """Within the block, this mode is on, and calls are noted of compiled functions and of those that no mode is told of."""
         noting = {"__call__": self._noting_script, "impl": self._noting_library, **dict.fromkeys(_COMPILING, _refusing)}
-        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY, *_compiling())]
+        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY, *_compiling(len(sys.modules)))]
         if replaced := _replaced(len(torch.library._impls)):
             self._of.reads.append(Reason(f"{replaced} is computed by somebody's own code", ""))
         try:
@@ -210,7 +210,9 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
 _COMPILING = "setup_compilation_env", "_set_compilation_env"
 
 
-def _compiling() -> list[tuple[Any, str]]:
+@functools.lru_cache(maxsize=1)
+def _compiling(count: int) -> list[tuple[Any, str]]:
+    """Where it is named, looked up again when ``count``, the number of modules, is another: there are thousands."""
     homes = [home for name, home in list(sys.modules.items()) if name.startswith("torch._higher_order_ops.")]
     return [(home, name) for home in homes for name in _COMPILING if name in vars(home)]
 
