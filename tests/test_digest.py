@@ -143,3 +143,18 @@ def test_the_same_bits_are_more_than_equal_numbers():
     assert not same_bits(torch.eye(2), torch.eye(2).to_sparse())
     explicit = torch.sparse_coo_tensor([[0, 1], [0, 1]], [1.0, 0.0], (2, 2)), torch.sparse_coo_tensor([[0], [0]], [1.0], (2, 2))
     assert not same_bits(*explicit), "a zero that is stored"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bool, torch.int8, torch.complex64, torch.complex128, torch.bfloat16]
+)
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 64])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_bits_are_the_same_wherever_they_lie(dtype: torch.dtype, count: int, start: int) -> None:
+    """They are compared eight bytes at once where that can be."""
+    own = torch.randint(0, 2, (100,)).to(dtype)[start : start + count]
+    other = own.clone()
+    assert same_bits(own, other)
+    if count:
+        other[-1] = other[-1] == 0
+        assert not same_bits(own, other)

@@ -534,6 +534,39 @@ def test_weak_references_to_what_has_slots_are_no_change() -> None:
     assert held.number == 0.0
 
 
+class NamedLikeAGlobal(torch.nn.Module):
+    """It reads an attribute that has the name of a global number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.STEP = torch.nn.Linear(3, 2), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.STEP
+
+
+STEP = 0
+
+
+def test_a_number_of_a_loop_costs_no_look_at_all_that_a_model_holds() -> None:
+    """And is put back as it was before the last pass, not the first."""
+    global STEP
+    looks: list[Any] = []
+    clip = clipping.Clipper(NamedLikeAGlobal(), LOSS)
+    x, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    clip(x, y, 1.0)
+    before = clip._before
+    for count in range(1, 4):
+        STEP = count
+        clip(x, y, 1.0)
+        looks.append(clip._before)
+    assert all(look is before for look in looks)
+    assert before is not None
+    STEP = 7
+    before.put_back()
+    assert STEP == 3
+
+
 def test_what_a_package_and_somebody_else_hold_is_somebodys() -> None:
     items: list[int] = []
     waiting: queue.Queue[int] = queue.Queue()

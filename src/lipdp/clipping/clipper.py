@@ -516,7 +516,7 @@ class Clipper:
         if is_capturing(device_of(x)):
             yield
             return
-        if self._before is None or not self._before.holds():
+        if self._before is None or not self._before.is_current():
             self._before = Before(self.model, self.loss)
         try:
             yield

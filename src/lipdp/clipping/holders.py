@@ -86,6 +86,12 @@ class Together:
                 return False
         return all(map(methodcaller("is_as_it_was"), self._others))
 
+    def learn(self) -> None:
+        """Names that have come to stand for another number or text have been given it by somebody else, and it leads nowhere."""
+        for one in self._others:
+            if isinstance(one, _Names):
+                one.learn()
+
     def put_back(self) -> bool:
         """They are what they were, where that can be. Whether all are that may not move."""
         for one in self._held:
@@ -164,6 +170,11 @@ class _Names(Held):
 
     def is_as_it_was(self) -> bool:
         return all(self.known.get(name, _MISSING) is value for name, value in zip(self.names, self.before, strict=True))
+
+    def learn(self) -> None:
+        for place, name in enumerate(self.names):
+            if isinstance(value := self.known.get(name), (int, float, str)):
+                self.before[place] = value
 
     def put_back(self) -> None:
         for name, value in zip(self.names, self.before, strict=True):

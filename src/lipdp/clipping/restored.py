@@ -57,6 +57,13 @@ class Before:
             self._held = Together(self._walk(objects))
         self.holds = self._held.are_as_they_were  # whether nothing has changed
 
+    def is_current(self) -> bool:
+        """Whether it stands for what is there before another pass: global numbers (of a loop) may have gone on meanwhile."""
+        if self.holds():
+            return True
+        self._held.learn()
+        return self.holds()
+
     def put_back(self) -> bool:
         """Whatever has changed is as it was, where that can be. Whether it could.
 
