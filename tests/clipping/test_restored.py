@@ -507,6 +507,32 @@ class OwnList(torch.nn.Module):
         return x * scale
 
 
+class InWeights(torch.nn.Module):
+    """The same in a parameter, past its versions."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.layer, self.own = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.zeros(1), requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1 + float(self.own.data)
+        self.own.data[0] = 0.5 if bool(x.detach().abs().max() > 20) else 0.0
+        return self.layer(x) * scale + 0 * self.own
+
+
+def test_what_one_record_hands_on_in_weights_does_not_arrive() -> None:
+    torch.manual_seed(0)
+    model, norms = InWeights(trained=True), []
+    x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.long)
+    for largest in (1.0, 1000.0):
+        x[2] = largest
+        norms.append(clipping.clip_batch(model, LOSS, x, y, 1.0, "naive").norms)
+        assert float(model.own) == 0
+    assert torch.equal(norms[0][[0, 1, 3, 4, 5]], norms[1][[0, 1, 3, 4, 5]])
+    with pytest.raises(UnsupportedError, match="changes while it runs"):
+        clipping.clip_batch(InWeights(trained=False), LOSS, x, y, 1.0, "naive")
+
+
 @pytest.mark.parametrize("depth", [1, 7, 20])
 def test_what_modules_deep_in_others_hold_is_found(depth: int) -> None:
     model: torch.nn.Module = OwnList()

@@ -28,7 +28,7 @@ from lipdp.clipping.memories import version_of
 from lipdp.digest import same_bits
 from lipdp.fingerprint import slot_names, slots
 
-__all__ = ["BARE", "MANY", "Held", "Together", "cached_results", "cell_contents", "held_by"]
+__all__ = ["BARE", "MANY", "Held", "Together", "cached_results", "cell_contents", "held_by", "weights_among"]
 
 # Items of a container, bytes of an array and of a tensor, that are too many to be copied.
 MANY, _LARGE, _VERY_LARGE = 4096, 2**20, 2**26
@@ -251,6 +251,29 @@ class _Tensor(Held):
             elif not same_bits(self.tensor, self.before):
                 self.tensor.data.copy_(self.before)
             self.version = version_of(self.tensor)
+
+
+class _Weights(Held):
+    """The numbers of a parameter: ``.data`` writes to them past every version."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.before = tensor, tensor.detach().clone()
+
+    def is_as_it_was(self) -> bool:
+        return bool(same_bits(self.tensor, self.before))
+
+    def put_back(self) -> None:
+        if self.tensor.shape == self.before.shape:
+            self.tensor.data.copy_(self.before)
+        else:
+            self.tensor.data = self.before.clone()
+
+
+def weights_among(held: Iterable[Held]) -> list[Held]:
+    """The numbers of parameters, which are not looked at otherwise; on a GPU, and of very large ones, versions have to do."""
+    tensors = [one.tensor for one in held if isinstance(one, _Tensor) and isinstance(one.tensor, torch.nn.Parameter)]
+    plain = [t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided and not (t.is_quantized or t.is_nested)]
+    return [_Weights(t) for t in plain if t.numel() * t.element_size() <= _VERY_LARGE]
 
 
 class _Cell(Held):

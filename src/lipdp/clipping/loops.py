@@ -124,7 +124,7 @@ class Loops:
                     seen += [(made_up, len(keep), alone(made_up, len(keep)))] * 2
             # Behind the made-up record: what is kept of that one (tables of positions, say) is nobody's.
             state = None if self.kept is None else self.kept()
-            before = Before(self.model, self.loss)
+            before = Before(self.model, self.loss, weights=True)
             result = self._over(gradients, keep)
             with torch.enable_grad():
                 for record, seat, found in seen:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipdp.clipping.holders import BARE, MANY, Held, Together, cached_results, cell_contents, held_by
+from lipdp.clipping.holders import BARE, MANY, Held, Together, cached_results, cell_contents, held_by, weights_among
 from lipdp.clipping.kept import behind, is_iterator, is_nobodys
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import readable, slots
@@ -43,6 +43,10 @@ _DEPTH = 64
 class Before:
     """What objects hold, and what their classes and functions name.
 
+    Args:
+        objects: a model, its loss.
+        weights: the numbers in parameters, too, which a pass that is followed can't write to.
+
     Example:
         >>> table = {"largest": 1.0}
         >>> before = Before(table)
@@ -51,10 +55,11 @@ class Before:
         (False, True, {'largest': 1.0})
     """
 
-    def __init__(self, *objects: Any) -> None:
+    def __init__(self, *objects: Any, weights: bool = False) -> None:
         self.objects = objects
         with readable():
-            self._held = Together(self._walk(objects))
+            held = self._walk(objects)
+            self._held = Together([*held, *weights_among(held)] if weights else held)
         self.holds = self._held.are_as_they_were  # whether nothing has changed
 
     def is_current(self) -> bool:
