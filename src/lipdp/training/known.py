@@ -105,12 +105,16 @@ def copied_sample(inputs: Any, targets: torch.Tensor, dataset: Any, samples: Ite
     """
     given = [part[slice(0, len(part))] if isinstance(part, Rows) else part for part in (targets, *leaves(inputs))]
     for number, chosen in samples:
-        if len(chosen) == len(targets):
-            drawn_inputs, drawn_targets = gather(dataset, chosen)
-            drawn = [drawn_targets, *leaves(drawn_inputs)]
-            if len(drawn) == len(given) and all(map(_are_equal, given, drawn)):
-                return number
+        if len(chosen) == len(targets) and all(_are_records(given, dataset, chosen[:count]) for count in sorted({1, len(chosen)})):
+            return number
     return None
+
+
+def _are_records(given: list[torch.Tensor], dataset: Any, chosen: torch.Tensor) -> bool:
+    """Whether the first rows are these records. Most others are told by one of them; all of a batch may take long to read."""
+    drawn_inputs, drawn_targets = gather(dataset, chosen)
+    drawn = [drawn_targets, *leaves(drawn_inputs)]
+    return len(drawn) == len(given) and all(_are_equal(part[: len(chosen)], own) for part, own in zip(given, drawn, strict=True))
 
 
 def _are_equal(given: torch.Tensor, drawn: torch.Tensor) -> bool:
