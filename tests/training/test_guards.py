@@ -493,10 +493,11 @@ def test_a_copied_batch_is_known_by_its_values(what, reproducible):
     assert (engine.steps, again.steps) == (2, 2)
 
 
+@pytest.mark.parametrize("how", [{}, {"sampling": "fixed_size", "adjacency": "replace_one"}])
 @pytest.mark.parametrize("given", ["copies", "one copy", "the records"])
-def test_full_batches_are_steps_one_after_another(given):
+def test_full_batches_are_steps_one_after_another(given, how):
     """All samples are alike; the next one is meant, drawn or not."""
-    engine = engine_of(free(), planned(free(), batch_size=256, dataset_size=256, steps=5), seed=None)
+    engine = engine_of(free(), planned(free(), batch_size=256, dataset_size=256, steps=5, **how), seed=None)
     batches = engine.batches(toy())
     first = next(batches)
     with warnings.catch_warnings():

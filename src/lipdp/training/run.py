@@ -342,7 +342,7 @@ class Run:
         if dataset is None or not len(targets) or not streams.steady:  # what changes at every reading is not read once more
             return None
         end, first = max(self.drawn, streams.batches_end), max(self.ledger.steps, self.used)
-        if plan.sampling_rate == 1 and plan.sampling == "poisson":  # all are alike: it is the next one, drawn or not
+        if plan.sampling_rate == 1 and plan.sampling != "truncated_poisson":  # all are alike: it is the next one, drawn or not
             numbers = [first] if first < plan.steps else []
         else:  # of those that are alike, one that no step was made with
             near = {*range(max(0, first - _RECENT), min(end, first + _RECENT)), *range(max(0, end - _RECENT), end)}
