@@ -544,6 +544,31 @@ def test_copies_in_another_shape_or_of_batches_drawn_long_before_are_known(how):
     assert engine.steps == 3
 
 
+class Counting(torch.utils.data.Dataset):
+    """Records that are read one by one, from files perhaps."""
+
+    def __init__(self):
+        self.records, self.read = toy(), 0
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, number):
+        self.read += 1
+        return self.records[number]
+
+
+def test_whose_copy_it_is_is_not_asked_by_reading_all_batches():
+    data = Counting()
+    plan = planned(free(), sampling="fixed_size", adjacency="replace_one", steps=40)
+    engine = engine_of(free(), plan, seed=None)
+    drawn = list(engine.batches(data))
+    before = data.read
+    with pytest.warns(LipdpWarning, match="nobody but you knows"):
+        engine.step(drawn[0][0] / 2, drawn[0][1].clone())
+    assert data.read - before <= 40  # one of each; a batch has 32
+
+
 def test_copies_of_gathered_records_and_of_several_inputs_are_known():
     data, engine = toy(), engine_of(free(), seed=None)
     samples = engine.samples(data)
