@@ -241,7 +241,9 @@ def read_state(
     if not isinstance(state, dict):
         raise CheckpointError(f"an engine's state is a dictionary, not a {type(state).__name__}")
     if isinstance(number := state.get("format"), int) and number != STATE_FORMAT:
-        raise CheckpointError(f"this state has format {number}; this lipdp reads format {STATE_FORMAT}")
+        raise CheckpointError(
+            f"this state has format {number}; this lipdp reads format {STATE_FORMAT}: go on with the version of lipdp that wrote it"
+        )
     try:
         checked: EngineState = read(EngineState, state, "the state")
         other = PrivacyPlan.from_json(checked.plan)
