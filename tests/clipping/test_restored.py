@@ -222,8 +222,8 @@ def in_a_text() -> tuple[Get, Put]:
 
 
 def in_the_environment() -> tuple[Get, Put]:
-    os.environ.pop("LIPDP_HOSTILE", None)
-    return lambda: float(os.environ.get("LIPDP_HOSTILE", 0)), lambda found: os.environ.update(LIPDP_HOSTILE=repr(found))
+    os.environ.pop("LIPDP_KEPT_HERE", None)
+    return lambda: float(os.environ.get("LIPDP_KEPT_HERE", 0)), lambda found: os.environ.update(LIPDP_KEPT_HERE=repr(found))
 
 
 def in_a_variable() -> tuple[Get, Put]:
