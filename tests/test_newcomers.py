@@ -348,6 +348,12 @@ def test_a_mistake_in_python_is_told(name: str) -> None:
     assert said in str(told.value)
 
 
+def test_flags_of_numpy_are_flags() -> None:
+    (found,) = _mean(2 * ROWS[:, 0], clamp=np.True_)
+    assert 0 <= found.value <= 1
+    assert numeric(0, 1, missing=np.True_).missing
+
+
 def test_frames_whose_names_are_numbers_or_of_several_levels() -> None:
     pandas = pytest.importorskip("pandas")
     rows = pandas.DataFrame(ROWS)

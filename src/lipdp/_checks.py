@@ -62,7 +62,7 @@ def is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def instance(name: str, value: object, kind: type, advice: str) -> None:
+def instance(name: str, value: object, kind: type | tuple[type, ...], advice: str) -> None:
     """Refuse an argument that is no ``kind``: a class in the place of its object, arguments in another order, a path, a text.
 
     Args:
