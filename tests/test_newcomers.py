@@ -6,6 +6,7 @@ Each is read rightly, or refused by name, with what to do, and without a cell, a
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,10 +267,42 @@ def test_of_several_frames_the_first_counts_and_it_is_said(folder, name) -> None
     assert (found == 10).all()
 
 
+def test_a_warning_that_is_made_an_error_says_the_same(folder) -> None:
+    image = pytest.importorskip("PIL.Image")
+    first, second = (image.new("L", (12, 12), value) for value in (10, 200))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LipdpWarning)
+        with pytest.raises(LipdpWarning, match="several frames"):
+            _last(folder, "p.gif", first, save_all=True, append_images=[second])
+
+
 def test_one_frame_is_no_animation(folder, recwarn) -> None:
     image = pytest.importorskip("PIL.Image")
     assert (_last(folder, "p.gif", image.new("L", (12, 12), 10)) == 10).all()
     assert not [one for one in recwarn if issubclass(one.category, LipdpWarning)]
+
+
+def test_a_telephone_s_picture_is_no_animation(folder, recwarn) -> None:
+    image = pytest.importorskip("PIL.Image")
+    whole, preview = (image.new("L", (12, 12), value) for value in (10, 200))
+    assert (_last(folder, "p.jpg", whole, format="MPO", save_all=True, append_images=[preview]) == 10).all()
+    assert not [one for one in recwarn if issubclass(one.category, LipdpWarning)]
+
+
+def test_of_an_animation_that_is_cut_off_the_first_frame_is_read(folder) -> None:
+    image, draw = pytest.importorskip("PIL.Image"), np.random.default_rng(0)
+    first, *others = (image.fromarray(draw.integers(0, 255, (12, 12)).astype(np.uint8)) for _ in range(6))
+    place = folder / "cat" / "p.gif"
+    first.save(place, save_all=True, append_images=others)
+    content = place.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpWarning)
+        for end in range(1, len(content), 7):  # wherever it ends: read, or named
+            place.write_bytes(content[:end])
+            broken = lipdp.data.unreadable_pictures(folder)
+            assert broken in ([], [place])
+            if end > len(content) // 2:
+                assert (read_pictures(folder / "cat")[-1] == np.asarray(first)[..., None]).all()
 
 
 @pytest.mark.parametrize("name", ["empty", "text", "link to nothing", "link to itself", "far too large"])
