@@ -63,6 +63,7 @@ READ: dict[str, tuple[bytes, Any]] = {
     "spaces around names and cells": (table([" 20", "35 "], name=" age "), AGE),
     "numbers beyond all range": (table(["1" + 60 * "0", "2"]), {"age": [0, 10]}),
     "a schema of Notepad's": (table(AGES), b"\xef\xbb\xbf" + json.dumps(AGE).encode()),
+    "names that a file of another kind begins with": (table(AGES, name="PAR1"), {"PAR1": [18, 90]}),
     "a class that is called none": (table(AGES, ("some", "none")), {**AGE, "y": ["some", "none"]}),
     "true and false": (table(["True", "False"], name="paid"), {"paid": [True, False]} | {"paid": ["True", "False"]}),
 }
@@ -106,7 +107,7 @@ REFUSED: dict[str, tuple[bytes, Any, list[object], str]] = {
     "a workbook": (b"PK\x03\x04secret", AGE, [], "save the sheet as CSV"),
     "an old workbook": (b"\xd0\xcf\x11\xe0secret", AGE, [], "save the sheet as CSV"),
     "a compressed file": (b"\x1f\x8bsecret", AGE, [], "unpack it"),
-    "a Parquet file": (b"PAR1secret", AGE, [], "read_parquet"),
+    "a Parquet file": (b"PAR1\x15secret", AGE, [], "read_parquet"),
     "the target left out": (table(AGES), AGE, ["--without", "y"], "which is the --target"),
     "two ways to judge": (table(AGES), AGE, ["--test", "t.csv", "--validation-fraction", "0.2"], "not both"),
     "a file as the folder": (table(AGES), AGE, ["--output", "t.csv"], "a file is in its place"),
