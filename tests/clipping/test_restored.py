@@ -719,3 +719,16 @@ def test_a_part_of_a_package_that_is_imported_meanwhile_stays(tmp_path, monkeypa
     finally:
         for name in ("parcel", "parcel.part"):
             sys.modules.pop(name, None)
+
+
+def test_a_context_variable_that_nobody_had_set_has_its_default_again() -> None:
+    scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=2.0)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        made = x * scale.get()
+        scale.set(3.0)
+        return made
+
+    for _ in range(2):
+        with left_as_it_was(kept):
+            assert torch.equal(kept(torch.ones(2)), torch.full((2,), 2.0))

@@ -345,12 +345,17 @@ class _Variable(Held):
 
     def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
         self.variable, self.before = variable, variable.get(_MISSING)
+        try:
+            self.unset = variable.get()  # its default: a variable can't be unset again
+        except LookupError:
+            self.unset = None
 
     def is_as_it_was(self) -> bool:
         return self.variable.get(_MISSING) is self.before
 
     def put_back(self) -> None:
-        self.variable.set(None if self.before is _MISSING else self.before)
+        self.variable.set(self.unset if self.before is _MISSING else self.before)
+        self.before = self.variable.get()
 
 
 class _State(Held):
