@@ -6,6 +6,7 @@ Each is read rightly, or refused by name, with what to do, and without a cell, a
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ READ: dict[str, tuple[bytes, Any]] = {
     "spaces around names and cells": (table([" 20", "35 "], name=" age "), AGE),
     "numbers beyond all range": (table(["1" + 60 * "0", "2"]), {"age": [0, 10]}),
     "a schema of Notepad's": (table(AGES), b"\xef\xbb\xbf" + json.dumps(AGE).encode()),
+    "names that a file of another kind begins with": (table(AGES, name="PAR1"), {"PAR1": [18, 90]}),
     "a class that is called none": (table(AGES, ("some", "none")), {**AGE, "y": ["some", "none"]}),
     "true and false": (table(["True", "False"], name="paid"), {"paid": [True, False]} | {"paid": ["True", "False"]}),
 }
@@ -105,7 +107,7 @@ REFUSED: dict[str, tuple[bytes, Any, list[object], str]] = {
     "a workbook": (b"PK\x03\x04secret", AGE, [], "save the sheet as CSV"),
     "an old workbook": (b"\xd0\xcf\x11\xe0secret", AGE, [], "save the sheet as CSV"),
     "a compressed file": (b"\x1f\x8bsecret", AGE, [], "unpack it"),
-    "a Parquet file": (b"PAR1secret", AGE, [], "read_parquet"),
+    "a Parquet file": (b"PAR1\x15secret", AGE, [], "read_parquet"),
     "the target left out": (table(AGES), AGE, ["--without", "y"], "which is the --target"),
     "two ways to judge": (table(AGES), AGE, ["--test", "t.csv", "--validation-fraction", "0.2"], "not both"),
     "a file as the folder": (table(AGES), AGE, ["--output", "t.csv"], "a file is in its place"),
@@ -266,10 +268,42 @@ def test_of_several_frames_the_first_counts_and_it_is_said(folder, name) -> None
     assert (found == 10).all()
 
 
+def test_a_warning_that_is_made_an_error_says_the_same(folder) -> None:
+    image = pytest.importorskip("PIL.Image")
+    first, second = (image.new("L", (12, 12), value) for value in (10, 200))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LipdpWarning)
+        with pytest.raises(LipdpWarning, match="several frames"):
+            _last(folder, "p.gif", first, save_all=True, append_images=[second])
+
+
 def test_one_frame_is_no_animation(folder, recwarn) -> None:
     image = pytest.importorskip("PIL.Image")
     assert (_last(folder, "p.gif", image.new("L", (12, 12), 10)) == 10).all()
     assert not [one for one in recwarn if issubclass(one.category, LipdpWarning)]
+
+
+def test_a_telephone_s_picture_is_no_animation(folder, recwarn) -> None:
+    image = pytest.importorskip("PIL.Image")
+    whole, preview = (image.new("L", (12, 12), value) for value in (10, 200))
+    assert (_last(folder, "p.jpg", whole, format="MPO", save_all=True, append_images=[preview]) == 10).all()
+    assert not [one for one in recwarn if issubclass(one.category, LipdpWarning)]
+
+
+def test_of_an_animation_that_is_cut_off_the_first_frame_is_read(folder) -> None:
+    image, draw = pytest.importorskip("PIL.Image"), np.random.default_rng(0)
+    first, *others = (image.fromarray(draw.integers(0, 255, (12, 12)).astype(np.uint8)) for _ in range(6))
+    place = folder / "cat" / "p.gif"
+    first.save(place, save_all=True, append_images=others)
+    content = place.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LipdpWarning)
+        for end in range(1, len(content), 7):  # wherever it ends: read, or named
+            place.write_bytes(content[:end])
+            broken = lipdp.data.unreadable_pictures(folder)
+            assert broken in ([], [place])
+            if end > len(content) // 2:
+                assert (read_pictures(folder / "cat")[-1] == np.asarray(first)[..., None]).all()
 
 
 @pytest.mark.parametrize("name", ["empty", "text", "link to nothing", "link to itself", "far too large"])
@@ -346,6 +380,12 @@ def test_a_mistake_in_python_is_told(name: str) -> None:
     with pytest.raises(LipdpError) as told:
         act()
     assert said in str(told.value)
+
+
+def test_flags_of_numpy_are_flags() -> None:
+    (found,) = _mean(2 * ROWS[:, 0], clamp=np.True_)
+    assert 0 <= found.value <= 1
+    assert numeric(0, 1, missing=np.True_).missing
 
 
 def test_frames_whose_names_are_numbers_or_of_several_levels() -> None:

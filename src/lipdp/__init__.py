@@ -1,5 +1,7 @@
 """lipdp: differentially private deep learning whose sensitivities are proved, not clipped."""
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lipdp import (
@@ -80,9 +82,23 @@ __all__ = [
 _LAZY = dict.fromkeys(("PrivateClassifier", "PrivateImageClassifier", "PrivateRegressor"), "estimators")
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+# Pickles of fitted estimators and of whole models name the modules in which their classes stood when they were written.
+_STOOD_IN = {
+    "audit.curves": "audit.statistics",
+    "features.straighten": "features.layers",
+    "mechanisms.lattice": "mechanisms.problem",
+    "mechanisms.robust": "mechanisms.worst",
+    "mechanisms.squares": "mechanisms.truths",
+    "models.mixer": "models.lipschitz",
+    "parametrize.orthogonal_conv": "parametrize.convolution",
+    "privacy.adaptive": "privacy.quantile",
+    "training.averaging": "training.update",
+    "training.history": "training.callbacks",
+}
+sys.modules.update({f"lipdp.{then}": import_module(f"lipdp.{now}") for then, now in _STOOD_IN.items()})
 
+
+def __getattr__(name: str) -> Any:
     if name in ("estimators", "report"):
         return import_module(f"lipdp.{name}")
     if name in _LAZY:

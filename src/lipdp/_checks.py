@@ -33,7 +33,7 @@ from operator import index
 from pathlib import PurePath
 from typing import Any, ParamSpec, TypeVar
 
-from lipdp.errors import ConfigurationError, DataError, LipdpError, UnexpectedError
+from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpNotice, LipdpWarning, UnexpectedError
 
 __all__ = [
     "as_told",
@@ -62,7 +62,7 @@ def is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def instance(name: str, value: object, kind: type, advice: str) -> None:
+def instance(name: str, value: object, kind: type | tuple[type, ...], advice: str) -> None:
     """Refuse an argument that is no ``kind``: a class in the place of its object, arguments in another order, a path, a text.
 
     Args:
@@ -277,7 +277,7 @@ def discreet(call: Callable[P, T]) -> Callable[P, T]:
 
 def as_told(error: Exception) -> Exception:
     """An exception that tells nothing of a record: itself, where it is lipdp's own or of a fixed text, or what stands for it."""
-    own = debugging() or isinstance(error, LipdpError) or type(error).__name__ in _PLAIN
+    own = debugging() or isinstance(error, LipdpError | LipdpWarning | LipdpNotice) or type(error).__name__ in _PLAIN
     return error if own or _is_miscalled(error) else _replaced(error)
 
 

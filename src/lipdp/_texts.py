@@ -36,6 +36,7 @@ REPRODUCIBLE = (
     "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; its epsilon is that of a secret key."
 )
 _WIDTH = 140  # of a table as text
+_LONG = 1e15  # numbers that nobody reads digit by digit
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -59,6 +60,8 @@ def upwards(value: float, digits: int = 4) -> str:
     """A number to so many significant digits, rounded *up*: a guarantee must not look better than it is."""
     if not math.isfinite(value) or value == 0:
         return _unrounded(value)
+    if abs(value) >= _LONG:
+        return brief(value, digits)
     rounded = Decimal(f"{value:.12g}")  # 3.0000000000000004 is a 3 spoilt by rounding
     for _ in range(2):  # twice: 0.9999 becomes 1.000 and then 1.00
         rounded = rounded.quantize(Decimal(1).scaleb(min(0, rounded.adjusted() - digits + 1)), rounding=ROUND_CEILING)

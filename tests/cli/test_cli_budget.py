@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lipdp.privacy import Budget
+from lipdp.privacy import Budget, PrivateRun
 from lipdp.recipes.private_tuning import tune_privately
 from tests.mechanisms.common import compared
 
@@ -50,6 +50,16 @@ def test_create_show_check_export(lipdp, file, tmp_path):
     assert lipdp("budget", "export", file, "--output", target).code == 0
     assert json.loads(target.read_text())["dataset"] == "digits"
     assert lipdp("budget", "export", file, "--output", target).code == 2
+
+
+def test_a_run_that_was_resumed_is_one_charge(lipdp, file):
+    run = PrivateRun(0.01, ((50.0, 10),))
+    for released in (4, 7, 10):
+        Budget(file).reserve("a", run, "a training run").close(released)
+    Budget(file).reserve("b", run, "another run").close(3)
+    assert lipdp("budget", "show", file, "--json").json["charges"] == 2
+    shown = lipdp("budget", "show", file).stdout
+    assert [shown.count(text) for text in ("a training run", "10 released", "another run", "3 released")] == [1, 1, 1, 1]
 
 
 def test_damage_is_an_exit_code(lipdp, file):

@@ -16,6 +16,7 @@ import itertools
 import os
 import queue
 import random
+import sys
 import time
 import types
 import warnings
@@ -28,9 +29,10 @@ import numpy as np
 import pytest
 import torch
 
+import lipdp
 import lipdp.clipping as clipping
 from lipdp.clipping.restored import left_as_it_was
-from lipdp.errors import UnsupportedError
+from lipdp.errors import LipdpNotice, UnsupportedError
 
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")
 METHODS = ["bookkeeping", "ghost", "reweight", "multiloss"]
@@ -878,3 +880,38 @@ def test_what_is_inside_of_an_installed_package_is_left_to_it() -> None:
     with left_as_it_was([waiting]):
         waiting.put(1)
     assert waiting.get(timeout=1) == 1
+
+
+def test_a_part_of_a_package_that_is_imported_meanwhile_stays(tmp_path, monkeypatch) -> None:
+    """As numpy.fft is, when it is first asked for: taken from its package, numpy would not have found it again."""
+    (tmp_path / "parcel").mkdir()
+    (tmp_path / "parcel" / "__init__.py").write_text(
+        "def __getattr__(name):\n    if name == 'part':\n        import parcel.part as part\n        return part\n"
+        "    raise AttributeError(name)\n"
+    )
+    (tmp_path / "parcel" / "part.py").write_text("def twice(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own: dict[str, Any] = {"__name__": "own", "torch": torch}
+    exec("import parcel\n\ndef twice(x):\n    return torch.from_numpy(parcel.part.twice(x.numpy()))\n", own)
+    records = torch.utils.data.TensorDataset(torch.rand(20, 3), torch.zeros(20))
+    try:
+        with pytest.warns(LipdpNotice, match="taken by itself"):
+            made = lipdp.data.map_inputs(records, own["twice"])
+        assert torch.equal(made.tensors[0], 2 * records.tensors[0])
+        assert torch.equal(own["twice"](torch.ones(2)), torch.full((2,), 2.0))
+    finally:
+        for name in ("parcel", "parcel.part"):
+            sys.modules.pop(name, None)
+
+
+def test_a_context_variable_that_nobody_had_set_has_its_default_again() -> None:
+    scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=2.0)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        made = x * scale.get()
+        scale.set(3.0)
+        return made
+
+    for _ in range(2):
+        with left_as_it_was(kept):
+            assert torch.equal(kept(torch.ones(2)), torch.full((2,), 2.0))

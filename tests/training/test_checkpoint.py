@@ -248,6 +248,11 @@ def test_a_half_bad_state_is_refused_as_a_whole(spoil):
     refuses(averaged(5), state)
 
 
+@pytest.mark.parametrize(("version", "age"), [(6, "an older version"), (8, "a newer version")])
+def test_a_state_of_another_version_is_refused_with_what_to_do(version, age):
+    refuses(averaged(5), {**averaged(3).state_dict(), "format": version}, rf"format {version}.*{age}.*into a new run")
+
+
 @pytest.mark.parametrize("state", [None, 3, "state", [], {}])
 def test_what_is_no_state_is_refused(state):
     refuses(averaged(5), state)

@@ -493,12 +493,80 @@ def test_a_copied_batch_is_known_by_its_values(what, reproducible):
     assert (engine.steps, again.steps) == (2, 2)
 
 
-def test_copies_of_full_batches_are_steps_one_after_another():
-    """All samples are alike; the next one is meant."""
-    engine = engine_of(free(), planned(free(), batch_size=256, dataset_size=256, steps=5), seed=None)
-    for batch in engine.batches(toy()):
-        engine.step(*(part.clone() for part in batch))
+@pytest.mark.parametrize("how", [{}, {"sampling": "fixed_size", "adjacency": "replace_one"}])
+@pytest.mark.parametrize("given", ["copies", "one copy", "the records"])
+def test_full_batches_are_steps_one_after_another(given, how):
+    """All samples are alike; the next one is meant, drawn or not."""
+    engine = engine_of(free(), planned(free(), batch_size=256, dataset_size=256, steps=5, **how), seed=None)
+    batches = engine.batches(toy())
+    first = next(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in {
+            "copies": [first, *batches] if given == "copies" else [],
+            "one copy": 5 * [first],
+            "the records": 5 * [toy().tensors],
+        }[given]:
+            engine.step(*(part.clone() for part in batch))
     assert engine.steps == 5
+
+
+def test_copies_of_batches_that_are_alike_are_those_that_no_step_was_made_with():
+    """Small batches of records that are all the same, by a loop that leaves empty ones out."""
+    data = torch.utils.data.TensorDataset(torch.zeros(256, 6), torch.zeros(256, dtype=torch.long))
+    engine = engine_of(free(), planned(free(), batch_size=1, steps=60), seed=None)
+    full = [batch for batch in engine.batches(data) if len(batch[1])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in full:
+            engine.step(*(part.clone() for part in batch))
+        with pytest.raises(ConfigurationError, match=r"was passed over"):
+            engine.step(*(part.clone() for part in full[-1]))
+    assert engine.steps == len(full)
+
+
+@pytest.mark.parametrize("how", ["a loader's", "flattened", "all drawn before"])
+def test_copies_in_another_shape_or_of_batches_drawn_long_before_are_known(how):
+    data, engine = toy(), engine_of(free(), planned(free(), steps=40), seed=None)
+    if how == "flattened":
+        data = torch.utils.data.TensorDataset(data.tensors[0].reshape(-1, 1, 2, 3), data.tensors[1])
+    if how == "a loader's":
+        numbers = [chosen.tolist() for chosen in engine.samples(data)]
+        drawn = list(torch.utils.data.DataLoader(data, batch_sampler=numbers))
+    else:
+        drawn = [(x.clone().flatten(1), y.clone()) for x, y in engine.batches(data)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in drawn[:3]:
+            engine.step(*batch)
+        with pytest.raises(ConfigurationError, match="was passed over"):
+            engine.step(*drawn[2])
+    assert engine.steps == 3
+
+
+class Counting(torch.utils.data.Dataset):
+    """Records that are read one by one, from files perhaps."""
+
+    def __init__(self):
+        self.records, self.read = toy(), 0
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, number):
+        self.read += 1
+        return self.records[number]
+
+
+def test_whose_copy_it_is_is_not_asked_by_reading_all_batches():
+    data = Counting()
+    plan = planned(free(), sampling="fixed_size", adjacency="replace_one", steps=40)
+    engine = engine_of(free(), plan, seed=None)
+    drawn = list(engine.batches(data))
+    before = data.read
+    with pytest.warns(LipdpWarning, match="nobody but you knows"):
+        engine.step(drawn[0][0] / 2, drawn[0][1].clone())
+    assert data.read - before <= 40  # one of each; a batch has 32
 
 
 def test_copies_of_gathered_records_and_of_several_inputs_are_known():
@@ -567,11 +635,11 @@ def test_a_part_of_a_batch_and_one_with_records_twice_are_refused():
     engine.step(*(part[:0] for part in empty))  # that none are in it depends on no record
 
 
-@pytest.mark.parametrize("wrong", ["mine", 3, torch.arange(4), (torch.zeros(4, 6), torch.zeros(4)), [], {}])
+@pytest.mark.parametrize("wrong", ["mine", 3, torch.arange(4), (torch.zeros(4, 6), torch.zeros(4)), [], {}, {1: 2, "a": 3}])
 def test_a_sample_that_is_none_is_refused(wrong):
     engine = engine_of(free(), seed=None)
     x, y = next(engine.batches(toy()))
-    with pytest.raises(ConfigurationError, match="sample"):
+    with pytest.raises((ConfigurationError, DataError), match=r"sample|names for keys"):
         engine.step(x, y, sample=wrong)
     assert engine.steps == 0
 

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp.digest import content_digest
-from lipdp.errors import CheckpointError, LipdpError
+from lipdp.errors import CheckpointError, LipdpError, LipdpWarning
 from lipdp.privacy import Budget
 from lipdp.training import load_checkpoint, positions, save_checkpoint
 from lipdp.training.step_mechanism import StepMechanism
@@ -155,12 +155,21 @@ class World:
         self.made_with(engine, next(engine.batches(self.data), None))
 
     def made_with(self, engine, batch) -> None:
-        """As it was drawn, or copied: then it has to be said what it is a copy of."""
+        """As it was drawn, or copied: it may be said what it is a copy of. Of a copy that an engine does not know it warns."""
         if batch is None:
             return
         self.present = content_digest(*batch)
         copied = tuple(part.clone() for part in batch)
-        engine.step(*batch) if self.draw.random() < 0.7 else engine.step(*copied, sample=batch)
+        how = self.draw.random()
+        if how < 0.8:
+            engine.step(*batch) if how < 0.6 else engine.step(*copied, sample=batch)
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="these records are not a batch")
+                engine.step(*copied)
+        except LipdpWarning:  # before anything was released
+            engine._run.has_own_records = False
 
     def several(self) -> None:
         for _ in range(3):

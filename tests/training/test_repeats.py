@@ -185,3 +185,14 @@ def test_statistics_and_settled_data_count_for_the_data_they_were_made_of():
     with pytest.warns(RepeatedRunWarning, match="run 2") as caught:
         run()
     assert len(caught) == 1
+
+
+def test_an_engine_that_becomes_another_run_has_made_two():
+    """What it released before it was given another run's state is not forgotten with it."""
+    plan = planned(small(), steps=4)
+    other = engine_of(small(), plan, seed=None)
+    engine = engine_of(small(), plan, seed=None)
+    engine.step(*next(engine.batches(toy())))
+    engine.load_state_dict(other.state_dict())
+    with pytest.warns(RepeatedRunWarning, match="run 2"):
+        engine.step(*next(engine.batches(toy())))

@@ -410,6 +410,26 @@ def test_a_budget_notices_a_checkpoint_and_book_from_an_old_backup(tmp_path, kil
     assert steps_paid(Budget(tmp_path / "budget")) == (STEPS if killed else 7)
 
 
+def test_a_budget_sees_the_book_that_a_copy_of_the_engine_has_opened_again(tmp_path):
+    """Not the one that was closed: it would say less, and so would who remembers it."""
+    budget = Budget(tmp_path / "budget", epsilon=100, delta=1e-3, dataset="d")
+    first = kept_by(tmp_path)
+    steps(first, 2)
+    twin = copy.deepcopy(first)
+    twin.close()
+    old, book = first.state_dict(), (tmp_path / "book").read_bytes()
+    twin.give_up()
+    steps(first, 2)
+    first.close()
+    assert budget.entries()[-1]["book"] == first.state_dict()["book"] != old["book"]
+    positions._runs.clear()
+    (tmp_path / "book").write_bytes(book)
+    again = kept_by(tmp_path)
+    again.load_state_dict(old)
+    with pytest.raises(CheckpointError, match="put back from a backup"):
+        steps(again, 1)
+
+
 @pytest.mark.parametrize("machines", [(0, 0), (0, 1)])
 def test_two_processes_with_copies_of_one_run_do_not_both_go_on(tmp_path, machines):
     """Unless what they release is the same."""

@@ -199,8 +199,7 @@ def show(file: File, as_json: options.Json = False) -> None:
     _show(budget, as_json)
     if as_json:
         return
-    entries = [entry for entry in budget.entries() if entry["kind"] in ("charge", "run")]
-    runs = budget.runs()
+    entries, runs = _charges(budget), budget.runs()
     rows = [(entry["time"], entry["what"], _cost(entry, runs)) for entry in entries[-_SHOWN:]]
     if len(entries) > _SHOWN:
         console().print(f"the last {_SHOWN} of {len(entries)} entries; `lipdp budget export` has all", style="dim")
@@ -276,8 +275,17 @@ def _summary(budget: Budget) -> dict[str, Any]:
         "adjacency": budget.adjacency,
         "spent": budget.spent,
         "remaining": budget.remaining,
-        "charges": sum(1 for entry in budget.entries() if entry["kind"] in ("charge", "run")),
+        "charges": len(_charges(budget)),
     }
+
+
+def _charges(budget: Budget) -> list[dict[str, Any]]:
+    """What was charged, oldest first; a run once, however often it was resumed."""
+    charges: dict[Any, dict[str, Any]] = {}
+    for number, entry in enumerate(budget.entries()):
+        if entry["kind"] in ("charge", "run"):
+            charges.setdefault(entry.get("run", number), entry)
+    return list(charges.values())
 
 
 def _show(budget: Budget, as_json: bool) -> None:

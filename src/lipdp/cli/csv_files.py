@@ -89,7 +89,7 @@ _BEGINNINGS = {  # of files that are no texts: what they are, and what to do
     b"PK\x03\x04": "a workbook of a spreadsheet, or an archive: save the sheet as CSV, or unpack it",
     b"\xd0\xcf\x11\xe0": "a workbook of a spreadsheet: save the sheet as CSV",
     b"\x1f\x8b": "compressed: unpack it",
-    b"PAR1": "a Parquet file: pandas.read_parquet(…).to_csv(…, index=False) makes a CSV file of it",
+    b"PAR1\x15": "a Parquet file: pandas.read_parquet(…).to_csv(…, index=False) makes a CSV file of it",
 }
 
 
@@ -100,7 +100,7 @@ def _check_kind(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no file '{path}'")
     with path.open("rb") as file:
-        start = file.read(4)
+        start = file.read(5)
     found = next((what for mark, what in _BEGINNINGS.items() if start.startswith(mark)), None)
     if found is not None:
         raise DataError(f"'{path}' is no CSV file, but {found}")

@@ -13,6 +13,7 @@ import inspect
 import io
 import os
 import random
+import sys
 import types
 from array import array
 from collections import OrderedDict, deque
@@ -162,14 +163,21 @@ class _Table(Held):
 
 
 class _Names(Held):
-    """Global names of a module that somebody reads: written to one by one, for others may have been meanwhile."""
+    """Global names of a module that somebody reads: written to one by one, for others may have been meanwhile.
+
+    A part of a package that has been imported meanwhile (``numpy.fft``, when it is first asked for) stays: Python would not find it
+    again, for what is imported is not bound to its name a second time.
+    """
 
     def __init__(self, known: dict[str, Any], names: Iterable[str]) -> None:
         self.known, self.names = known, list(names)
         self.before = [known.get(name, _MISSING) for name in self.names]
 
     def is_as_it_was(self) -> bool:
-        return all(self.known.get(name, _MISSING) is value for name, value in zip(self.names, self.before, strict=True))
+        return all(
+            self.known.get(name, _MISSING) is value or self._is_imported(name, value)
+            for name, value in zip(self.names, self.before, strict=True)
+        )
 
     def learn(self) -> None:
         for place, name in enumerate(self.names):
@@ -180,8 +188,16 @@ class _Names(Held):
         for name, value in zip(self.names, self.before, strict=True):
             if value is not _MISSING:
                 self.known[name] = value
-            elif name in self.known:
+            elif name in self.known and not self._is_imported(name, value):
                 del self.known[name]
+
+    def _is_imported(self, name: str, value: Any) -> bool:
+        part = self.known.get(name)
+        return (
+            value is _MISSING
+            and isinstance(part, types.ModuleType)
+            and sys.modules.get(f"{self.known.get('__name__')}.{name}") is part
+        )
 
 
 class _Items(Held):
@@ -366,12 +382,17 @@ class _Variable(Held):
 
     def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
         self.variable, self.before = variable, variable.get(_MISSING)
+        try:
+            self.unset = variable.get()  # its default: a variable can't be unset again
+        except LookupError:
+            self.unset = None
 
     def is_as_it_was(self) -> bool:
         return self.variable.get(_MISSING) is self.before
 
     def put_back(self) -> None:
-        self.variable.set(None if self.before is _MISSING else self.before)
+        self.variable.set(self.unset if self.before is _MISSING else self.before)
+        self.before = self.variable.get()
 
 
 class _State(Held):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -158,8 +157,8 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> tuple
         ) from None
     try:
         with _in_silence(), Image.open(file) as opened:
-            several = bool(getattr(opened, "is_animated", False))  # before anything else is read: it moves in the file
-            picture = ImageOps.exif_transpose(opened)
+            picture = ImageOps.exif_transpose(opened)  # a copy: what is asked next moves in the file
+            several = _holds_others(opened)
             if picture.mode[0] in "IF":  # 16 bits, or 32 that hold them, or floating point: from 0 to 1 where none is larger
                 values = np.asarray(picture)
                 if not np.isfinite(values).all():
@@ -172,11 +171,21 @@ def _opened(file: Path, mode: str | None, size: tuple[int, int] | None) -> tuple
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
                 picture = picture.convert("L" if grey else "RGB")
             return _as(picture, mode or ("L" if picture.mode in ("1", "L") else "RGB"), size or picture.size), several
-    except (OSError, ValueError, SyntaxError, TypeError, KeyError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow raises whatever a damaged file leads it to
         raise DataError(
             f"a picture in the folder can't be read ({type(error).__name__}: damaged, of another kind than its name says, or "
             "far too large). lipdp.data.unreadable_pictures(folder) lists such files, for you alone: repair them, or take them out"
         ) from None
+
+
+def _holds_others(opened: Any) -> bool:
+    """Whether there are pictures behind the first one. What a telephone puts there (MPO: a preview, a map of light) is none."""
+    try:
+        return opened.format != "MPO" and bool(getattr(opened, "is_animated", False))
+    except Exception:  # damaged behind the first one, which is read
+        return False
 
 
 def _as(picture: Any, mode: str, size: tuple[int, int]) -> Any:

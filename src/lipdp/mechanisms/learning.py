@@ -38,7 +38,7 @@ __all__ = [
 _CONFIDENCE = 2.33  # standard errors that a challenger has to be ahead by
 _LARGEST = 400  # records that mechanisms are trained with: beyond, those for so many are resized
 _STRESS = (1, 3)  # other numbers of Gaussians on which a mechanism for the default prior of four must not lose
-_SHARE = 0.07  # part of the learned mechanism's training datasets that each of them gets: see docs/mechanisms.md, "Shift"
+_SHARE = 0.07  # part of the learned mechanism's training datasets that each of them gets: see docs/mechanisms_inside.md
 _MOST = 2**28  # records: those of one draw lie in memory
 _CLEAR = 400.0  # ε times the records beyond a quantile above which only the noise on its rank counts, and nothing is fitted
 

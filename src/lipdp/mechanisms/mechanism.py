@@ -130,7 +130,7 @@ class Mechanism:
         raise NotImplementedError
 
     def for_size(self, n: int) -> Mechanism:
-        """The same mechanism for datasets of another (public) size; see docs/mechanisms.md for the rule."""
+        """The same mechanism for datasets of another (public) size; see docs/mechanisms_inside.md for the rule."""
         return replace(self, problem=self.problem.resized(n), report=self._resized_report(n))
 
     def error(self, confidence: float) -> float | None:

@@ -272,7 +272,9 @@ class Problem:
         them to the nearest bound, which is done record by record and keeps the guarantee. The refusal itself tells something
         about the data: it is for whoever holds them, not to be published.
         """
-        instance("clamp", clamp, bool, "whether values outside of the bounds are moved to the nearest one, True or False")
+        instance(
+            "clamp", clamp, (bool, np.bool_), "whether values outside of the bounds are moved to the nearest one, True or False"
+        )
         data = as_numbers(x)
         if data.ndim > 1:
             raise DataError(

@@ -20,7 +20,7 @@ from torch.multiprocessing import reductions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lipdp.errors import ConfigurationError, LipdpWarning
-from lipdp.inputs import leaves
+from lipdp.inputs import leaves, plain
 
 __all__ = [
     "OWN",
@@ -167,6 +167,7 @@ def claim_batch(parts: tuple[Any, torch.Tensor], owner: str, sample: Any = None)
     found = _known(parts)
     drawn = [one for _, one in found if one is not None]
     if not isinstance(sample, str | None):
+        sample = sample if isinstance(sample, torch.Tensor) else plain(sample)
         named = [one for _, one in _known(sample) if one is not None]
         if len(named) < max(1, len(leaves(sample))):
             raise ConfigurationError(

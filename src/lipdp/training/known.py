@@ -42,6 +42,7 @@ Progress = Callable[[int, int], None]
 
 _ENTRIES = 2**22  # read at a time
 _LOOKED_AT = 4  # records that are read twice
+_COMPARED = 16  # records of a batch by which a copy of it is known
 
 
 def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -> bytes:
@@ -105,18 +106,25 @@ def copied_sample(inputs: Any, targets: torch.Tensor, dataset: Any, samples: Ite
     """
     given = [part[slice(0, len(part))] if isinstance(part, Rows) else part for part in (targets, *leaves(inputs))]
     for number, chosen in samples:
-        if len(chosen) == len(targets):
-            drawn_inputs, drawn_targets = gather(dataset, chosen)
-            drawn = [drawn_targets, *leaves(drawn_inputs)]
-            if len(drawn) == len(given) and all(map(_are_equal, given, drawn)):
-                return number
+        looked_at = sorted({1, min(len(chosen), _COMPARED)})
+        if len(chosen) == len(targets) and all(_are_records(given, dataset, chosen[:count]) for count in looked_at):
+            return number
     return None
 
 
+def _are_records(given: list[torch.Tensor], dataset: Any, chosen: torch.Tensor) -> bool:
+    """Whether the first rows are these records. Most others are told by one of them, and so many are not alike by chance; all of a
+    batch may take long to read, or to bring back from a device."""
+    drawn_inputs, drawn_targets = gather(dataset, chosen)
+    drawn = [drawn_targets, *leaves(drawn_inputs)]
+    return len(drawn) == len(given) and all(_are_equal(part[: len(chosen)], own) for part, own in zip(given, drawn, strict=True))
+
+
 def _are_equal(given: torch.Tensor, drawn: torch.Tensor) -> bool:
-    if given.shape != drawn.shape:
+    if len(given) != len(drawn) or given.numel() != drawn.numel():
         return False
-    return torch.equal(given.detach().to(drawn.device), drawn.to(given.dtype))
+    rows = given.detach().to(drawn.device).reshape(drawn.shape)  # flattened ones, or with one dimension more, are copies too
+    return torch.equal(rows, drawn.to(given.dtype))
 
 
 def layout(dataset: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -89,6 +90,8 @@ class KeptBook:
     def seen(self, run: bytes) -> BookFile | None:
         """The file, all of it on disk, for who remembers how far it has come; ``None`` where none is written here."""
         self.sync(run)
+        if self._file is not None and self.path is not None:  # a copy of the engine may have closed it, and opened it again
+            self._file = open_book(run, self.path, self.since)
         return self._file
 
     def close(self, run: bytes) -> None:
@@ -99,7 +102,7 @@ class KeptBook:
 
 # The same accountant on another machine may round otherwise; more than this is another budget.
 _SAME_EPSILON = 1 + 1e-6
-_RECENT = 16  # batches drawn last, by which copies are known
+_RECENT = 16  # batches around the next one, and those drawn last, by which copies are known
 
 
 class Options(NamedTuple):
@@ -248,7 +251,7 @@ class Run:
             self.account.begin_anew()
         if self.data and self.ranks.is_first:
             secret = hashlib.sha256(f"{self.streams.key!r}".encode()).hexdigest()
-            record_run(self.data, RunRecord(secret, self.ledger, self.account.name))
+            record_run(self.data, RunRecord(secret, copy.copy(self.ledger), self.account.name))  # this one may become another run's
         self.data = ()
         if self.paid:
             self.ranks.by_first(lambda: self.account.reserve(self.ledger, self.streams.key, self.book.seen(self.streams.run)))
@@ -334,15 +337,18 @@ class Run:
         return self.seating(rows_of(inputs), self.streams.seats(number), shuffled=shuffled)
 
     def copied_sample(self, inputs: Any, targets: torch.Tensor) -> int | None:
-        """The number of the batch that these records are a copy of, of those drawn last; ``None`` where they are none."""
-        dataset, plan = self.streams.dataset, self.plan
-        if dataset is None or not len(targets):
+        """The number of the batch that these records are a copy of, of those near; ``None`` where they are none."""
+        dataset, plan, streams = self.streams.dataset, self.plan, self.streams
+        if dataset is None or not len(targets) or not streams.steady:  # what changes at every reading is not read once more
             return None
-        end, next_step = max(self.drawn, self.streams.batches_end), self.ledger.steps
-        numbers = sorted(range(max(0, end - _RECENT), end), key=lambda number: (number < next_step, number))
+        end, first = max(self.drawn, streams.batches_end), max(self.ledger.steps, self.used)
+        if plan.sampling_rate == 1 and plan.sampling != "truncated_poisson":  # all are alike: it is the next one, drawn or not
+            numbers = [first] if first < plan.steps else []
+        else:  # of those that are alike, one that no step was made with
+            near = {*range(max(0, first - _RECENT), min(end, first + _RECENT)), *range(max(0, end - _RECENT), end)}
+            numbers = sorted(near, key=lambda number: (number < first, number))
         drawn = (
-            (number, sample_indices(len(dataset), plan.sampling_rate, self.streams.sample(number), plan.sampler))
-            for number in numbers
+            (number, sample_indices(len(dataset), plan.sampling_rate, streams.sample(number), plan.sampler)) for number in numbers
         )
         return copied_sample(inputs, targets, dataset, drawn)
 

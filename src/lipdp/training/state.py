@@ -241,7 +241,11 @@ def read_state(
     if not isinstance(state, dict):
         raise CheckpointError(f"an engine's state is a dictionary, not a {type(state).__name__}")
     if isinstance(number := state.get("format"), int) and number != STATE_FORMAT:
-        raise CheckpointError(f"this state has format {number}; this lipdp reads format {STATE_FORMAT}")
+        age = "an older" if number < STATE_FORMAT else "a newer"
+        raise CheckpointError(
+            f"this state has format {number}; this lipdp reads format {STATE_FORMAT}: {age} version has saved it. Go on with that "
+            "version; or take the weights (the state's 'model') into a new run, whose epsilon comes on top."
+        )
     try:
         checked: EngineState = read(EngineState, state, "the state")
         other = PrivacyPlan.from_json(checked.plan)
