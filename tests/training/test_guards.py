@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import TensorDataset
 
 import lipdp
 from lipdp import losses, privacy
@@ -652,3 +654,19 @@ def test_samples_of_ones_own_are_declared():
     with pytest.raises(ConfigurationError, match="used in a step before"):
         engine.step(*drawn, sample="own")
     assert engine.steps == 2
+
+
+def test_a_copy_is_known_by_all_of_its_records():
+    """At a high sampling rate many samples begin with the same records, and are as long."""
+    data = TensorDataset(torch.randn(256, 6), torch.arange(256) % 3)
+    engine = engine_of(free(), planned(free(), batch_size=250, dataset_size=256, steps=40), seed=None)
+    batches = list(itertools.islice(engine.batches(data), 30))
+    drawn = next(
+        one
+        for one, other in itertools.combinations(batches, 2)
+        if len(one[1]) == len(other[1]) and torch.equal(one[0][:16], other[0][:16]) and not torch.equal(one[0], other[0])
+    )
+    engine.step(*drawn)
+    with pytest.raises(ConfigurationError, match=r"used in a step before|was passed over"):
+        engine.step(drawn[0].clone(), drawn[1].clone())
+    assert engine.steps == 1

@@ -42,7 +42,6 @@ Progress = Callable[[int, int], None]
 
 _ENTRIES = 2**22  # read at a time
 _LOOKED_AT = 4  # records that are read twice
-_COMPARED = 16  # records of a batch by which a copy of it is known
 
 
 def digest_records(dataset: Any, key: bytes, progress: Progress | None = None) -> bytes:
@@ -106,15 +105,13 @@ def copied_sample(inputs: Any, targets: torch.Tensor, dataset: Any, samples: Ite
     """
     given = [part[slice(0, len(part))] if isinstance(part, Rows) else part for part in (targets, *leaves(inputs))]
     for number, chosen in samples:
-        looked_at = sorted({1, min(len(chosen), _COMPARED)})
-        if len(chosen) == len(targets) and all(_are_records(given, dataset, chosen[:count]) for count in looked_at):
+        if len(chosen) == len(targets) and all(_are_records(given, dataset, chosen[:count]) for count in sorted({1, len(chosen)})):
             return number
     return None
 
 
 def _are_records(given: list[torch.Tensor], dataset: Any, chosen: torch.Tensor) -> bool:
-    """Whether the first rows are these records. Most others are told by one of them, and so many are not alike by chance; all of a
-    batch may take long to read, or to bring back from a device."""
+    """Whether the first rows are these records. Most others are told by one of them; all of a batch may take long to read."""
     drawn_inputs, drawn_targets = gather(dataset, chosen)
     drawn = [drawn_targets, *leaves(drawn_inputs)]
     return len(drawn) == len(given) and all(_are_equal(part[: len(chosen)], own) for part, own in zip(given, drawn, strict=True))
