@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import types
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +39,7 @@ _MISSING = object()
 BARE = (dict, list, set, deque, tuple, frozenset, bytearray, array, np.ndarray)
 
 
-class Held:
+class Held(ABC):
     """Something that can be written to, and what was in it.
 
     Attributes:
@@ -47,13 +48,13 @@ class Held:
 
     may_move = False
 
+    @abstractmethod
     def is_as_it_was(self) -> bool:
         """Whether nothing has changed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_back(self) -> None:
         """It is what it was, where that can be."""
-        raise NotImplementedError
 
 
 class Together:
