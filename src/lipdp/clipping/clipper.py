@@ -61,7 +61,7 @@ from lipdp.clipping.batch import (
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.follow import ATTEMPTS, follow
-from lipdp.clipping.kept import kept_elsewhere, known_before
+from lipdp.clipping.kept import known_before
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.memories import EARLIER, distrust
@@ -70,7 +70,7 @@ from lipdp.clipping.record import check_supported, leave_off, recording
 from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
-from lipdp.fingerprint import Watched, generator_states
+from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_capturing, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
@@ -527,9 +527,8 @@ class Clipper:
             self._before.put_back_all()
 
     def _kept(self) -> Hashable:
-        """All that can be named of what the model and its loss could keep of a record."""
-        named = self._watched(), state_of(self._untrained), generator_states(self.model, self.loss)
-        return *named, kept_elsewhere(self.model, self.loss)
+        """The settings, and the bytes of all that is not trained, large tensors too."""
+        return self._watched(), state_of(self._untrained)
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
         """One pass over the leaves of the inputs, targets, mask and bounds; nothing is read from the device once it is verified.

@@ -70,6 +70,10 @@ class Following(Memories, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, rule = kwargs or {}, rule_of(func)
+        if rule.only_views and _keeping() is None:
+            output = _viewed(func, args, kwargs)
+            if output is not None:  # the same memory: whose it is, is known of that
+                return output
         args_in_order, states, depends = rule.in_order(args, kwargs) if kwargs else args, list[Any](), False
         for arg in args_in_order:
             state: Any = None
@@ -117,7 +121,7 @@ class Following(Memories, TorchDispatchMode):
 
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if rule.shows(args, states) or any(map(_tells, outputs)):
+        if (rule.reads and rule.shows(args, states)) or any(map(_tells, outputs)):
             self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
         elif not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
             self.reads.append(Reason(f"{rule.name}, of which nobody has said what it does with a batch", line()))
@@ -347,6 +351,15 @@ def _foreign(start: Any) -> type | None:
 
 # The functions that keep what the backward pass needs (saved_tensors_hooks), if there are any.
 _keeping: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What an operation gives that gives one tensor of the memory that it was given; ``None`` where it does not, or raises."""
+    try:
+        output = func(*args, **kwargs)
+    except Exception:  # it is called again, by who tells what that shows
+        return None
+    return output if isinstance(output, torch.Tensor) and not _tells(output) else None
 
 
 def _tells(output: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -142,10 +143,15 @@ class Rule:
     reads: bool = False
     run: Callable[..., Any] = field(kw_only=True)
 
-    @property
+    @cached_property
     def known(self) -> bool:
         """Whether anything is said of it."""
         return self.view or self.results is not _mixing
+
+    @cached_property
+    def only_views(self) -> bool:
+        """Whether it gives the memory that it was given, and does nothing else."""
+        return self.view and not self.reads and not self.changed and self.name != "lift_fresh"
 
     @property
     def keeps(self) -> bool:
@@ -230,6 +236,9 @@ def _broadcast(tensors: Sequence[tuple[torch.Tensor, State]], shape: Sequence[in
 
 def _pointwise(call: Call) -> Any:
     like = call.output[0] if isinstance(call.output, tuple | list) else call.output
+    first = call.states[0]
+    if type(first) is At and call.states.count(None) == len(call.states) - 1 and like.shape == call.args[0].shape:
+        return first  # nearly always
     return _broadcast(call.tensors, like.shape)
 
 

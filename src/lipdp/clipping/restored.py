@@ -69,6 +69,11 @@ class Before:
         self._held.learn()
         return self.holds()
 
+    def stays(self) -> bool:
+        """Whether all is equal to what it was. What is, but is another object, is put back, and what is in weights."""
+        with readable():
+            return self.holds() or (self._held.are_equal() and self.put_back())
+
     def put_back(self) -> bool:
         """Whatever has changed is as it was, where that can be. Whether it could.
 
