@@ -27,7 +27,7 @@ from torch import nn
 import lipdp
 from lipdp import clipping, losses
 from lipdp.clipping.follow import Following
-from lipdp.clipping.follow_rules import At, Mixed
+from lipdp.clipping.operations import At, Mixed
 from lipdp.errors import DataError, LipdpNotice, UnsupportedError
 from tests.many import examples
 

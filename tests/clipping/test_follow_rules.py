@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lipdp.clipping.follow import Following
-from lipdp.clipping.follow_rules import At, Mixed
+from lipdp.clipping.operations import At, Mixed
 
 # What is random by itself, or leaves memory as it was, can't be evaluated twice.
 _NOT_TWICE = ("empty", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal", "multinomial",

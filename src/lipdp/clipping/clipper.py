@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from lipdp._numerics import Undrawn, no_autocast, random_states, seed_all, set_random_states, wide
-from lipdp.clipping.adoption import TrainedLayers, trained_layers
+from lipdp.clipping.adoption import TrainedLayers, check_supported, trained_layers
 from lipdp.clipping.batch import (
     Batch,
     Clip,
@@ -66,7 +66,7 @@ from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.memories import EARLIER, distrust
 from lipdp.clipping.past import NotApartError, Reason
-from lipdp.clipping.record import check_supported, leave_off, recording
+from lipdp.clipping.record import leave_off, recording
 from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError

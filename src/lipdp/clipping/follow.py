@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
-from lipdp.clipping.follow_rules import TAKEN_OUT, At, Call, Mixed, Rule, State, rule_of
+from lipdp.clipping.follow_rules import rule_of
 from lipdp.clipping.memories import Memories, key_of
+from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State
 from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, line
 from lipdp.inputs import Inputs, leaves, rows_of
 

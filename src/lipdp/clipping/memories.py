@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lipdp.clipping.follow_rules import TAKEN_OUT, At, Mixed, State
+from lipdp.clipping.operations import TAKEN_OUT, At, Mixed, State
 from lipdp.clipping.past import Reason, is_lifted, line
 
 __all__ = ["EARLIER", "UNKNOWN", "Memories", "distrust", "key_of", "version_of"]

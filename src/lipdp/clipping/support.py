@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp.clipping.adoption import place_of_gradients, trained_layers
+from lipdp.clipping.adoption import check_supported, place_of_gradients, refusal, trained_layers
 from lipdp.clipping.batch import eager, is_compiled, trainable
 from lipdp.clipping.checking import checking
 from lipdp.clipping.clipper import shown_gradients
 from lipdp.clipping.fallback import own_parameters
-from lipdp.clipping.layouts import Layouts, layouts_of, look_at
+from lipdp.clipping.layouts import Layouts, layouts_of
+from lipdp.clipping.looking import look_at
 from lipdp.clipping.past import NotApartError
-from lipdp.clipping.record import check_supported, refusal
 from lipdp.clipping.restored import left_as_it_was
 from lipdp.clipping.verify import check_alone, seeing_all, verify_once
 from lipdp.errors import LipdpError, UnsupportedError

@@ -40,7 +40,8 @@ from lipdp.clipping.checking import (
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.follow import follow
 from lipdp.clipping.kept import known_before
-from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
+from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, renew
+from lipdp.clipping.looking import look_at
 from lipdp.clipping.loops import PerExampleLoss, loss_values, public_record
 from lipdp.clipping.past import Reason
 from lipdp.clipping.record import Recording, recording

@@ -18,9 +18,9 @@ import torch
 from lipdp._numerics import Undrawn, random_states, seed_all, set_random_states
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.follow import ATTEMPTS, Following
-from lipdp.clipping.follow_rules import TAKEN_OUT, At
 from lipdp.clipping.kept import known_before
 from lipdp.clipping.memories import UNKNOWN
+from lipdp.clipping.operations import TAKEN_OUT, At
 from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import state_of
