@@ -100,7 +100,7 @@ class Following(Memories, TorchDispatchMode):
             self._follow(rule, args_in_order, states, output)
         elif not rule.view:
             self._note_made(output)
-        for part in self._written_by(rule, rule.changed, args_in_order) if rule.changed else ():
+        for part in self._written_by(rule.changed, args_in_order) if rule.changed else ():
             if part.layout == torch.strided:
                 self._written.add(key_of(part))
         return output
@@ -150,12 +150,12 @@ class Following(Memories, TorchDispatchMode):
                     self._set(part, state)
                 else:
                     self._nobodys(part)
-        for part in self._written_by(rule, rule.written, args):  # in place, and not given back
-            if part.numel() and not rule.keeps:
+        for part in self._written_by(rule.written, args) if rule.written and not rule.keeps else ():  # in place, and not given back
+            if part.numel():
                 self._write(part, Mixed(f"{rule.name} writes into it", line()))
 
     @staticmethod
-    def _written_by(rule: Rule, places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
+    def _written_by(places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
         """Tensors among the arguments at these places, in lists too."""
         parts = (part for number in places if number < len(args) for part in tree_leaves(args[number]))
         return [part for part in parts if isinstance(part, torch.Tensor)]
@@ -258,7 +258,7 @@ class _Again(TorchDispatchMode):
         parts = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
         if not torch.is_grad_enabled():
             rule = rule_of(func)
-            written = self._of._written_by(rule, rule.changed, rule.in_order(args, kwargs or {})) if rule.changed else []
+            written = self._of._written_by(rule.changed, rule.in_order(args, kwargs or {})) if rule.changed else []
             if not any(self._is_kept(part) for part in written):
                 output = func(*args, **(kwargs or {}))
                 if all(self._of.state(part) is None for part in parts):

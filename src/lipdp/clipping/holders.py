@@ -105,13 +105,16 @@ class Together:
         """Whether nothing has changed."""
         if any(self._empty) or not self._environment.is_as_it_was():
             return False
-        if not all(_has_items(table, before) for table, before in self._tables):
-            return False
-        if not all(_are(items, before) for items, before in self._lists):
-            return False
-        return all(tensor.grad is gradient for tensor, gradient in self._trained) and all(
-            map(methodcaller("is_as_it_was"), self._others)
-        )
+        for table, before in self._tables:  # as _has_items and _are do
+            if len(table) != len(before) or not (all(map(is_, table.values(), before.values())) and all(map(is_, table, before))):
+                return False
+        for items, there in self._lists:
+            if len(items) != len(there) or not all(map(is_, items, there)):
+                return False
+        for tensor, gradient in self._trained:
+            if tensor.grad is not gradient:
+                return False
+        return all(map(methodcaller("is_as_it_was"), self._others))
 
     def are_equal(self) -> bool:
         """Whether what has changed is equal to what was there."""

@@ -232,6 +232,8 @@ class Recording:
 
         A hook is only called if the backward pass goes on from there: to a tap that it is asked for.
         """
+        if not any(tap.at_once for tap in self.taps):
+            return self.taps, []
         asked = {tap.edge.node for tap in self.taps if not tap.at_once}
         late, hooks = [], []
         for tap in self.taps:
