@@ -374,8 +374,7 @@ class Clipper:
     def _taken_back(self, x: Inputs) -> Iterator[None]:
         """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it.
 
-        Nor of one over a single record, of which nothing is followed: those of the next batch would. While a recording is made no
-        number can be read, and none is kept.
+        While a recording is made no number can be read, and none is kept.
         """
         if is_capturing(device_of(x)):
             yield
@@ -387,8 +386,6 @@ class Clipper:
         except BaseException:
             self._before.put_back()
             raise
-        if rows_of(x) == 1:
-            self._before.put_back_all()
 
     def _kept(self) -> Hashable:
         """The settings, and the bytes of all that is not trained, large tensors too."""

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import rule_of
-from lipdp.clipping.memories import Memories, key_of
-from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State
+from lipdp.clipping.memories import OWN, Memories, key_of
+from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State, constant
 from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, line
 from lipdp.inputs import Inputs, leaves, rows_of
 
@@ -88,6 +88,8 @@ class Following(Memories, TorchDispatchMode):
         if depends and self.answering and func is _SCALAR and self._is_shortcut(states[0]):
             self.answered = True
             return states[0].answer
+        if depends and not rule.view:
+            self._check(rule, args_in_order, states)
         try:
             output = rule.run(*args, **kwargs)
         except Exception:
@@ -120,26 +122,23 @@ class Following(Memories, TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled: there is nothing to keep it from
 
+    def _check(self, rule: Rule, args: Sequence[Any], states: Sequence[Any]) -> None:
+        """Before an operation on the batch: raise if Python would see something of it."""
+        if rule.reads and rule.shows(args, states):
+            self.read(f"Python sees what {rule.name} makes of the batch")
+        if not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
+            self.read(f"{rule.name}, of which nobody has said what it does with a batch")
+        for part in self._written_by(rule.changed, args) if rule.changed else ():
+            self._check_write(part)
+
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if (rule.reads and rule.shows(args, states)) or any(map(_tells, outputs)):
-            self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
-        elif not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
-            self.reads.append(Reason(f"{rule.name}, of which nobody has said what it does with a batch", line()))
+        if any(map(_tells, outputs)):
+            self.read(f"Python sees what {rule.name} makes of the batch")
         if rule.view:
             return
         call = Call(rule, self.records, args, states, output)
-        try:
-            results = rule.results(call)
-        except Exception as error:  # whatever is not understood is not claimed
-            mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
-            named = mixed.what if mixed.where or mixed.what == TAKEN_OUT else f"{rule.name}: {mixed.what}"
-            results = Mixed(named, mixed.where or line())
-            if named == TAKEN_OUT and not any(part.numel() for part in outputs):
-                self.reads.append(Reason(named, results.where))  # no record by chance
-            results.answer = rule.answer(call)
-            if rule.name == "sum" and isinstance(output, torch.Tensor) and not output.ndim:
-                results.counted = args[0].numel()
+        results = self._of_one(call) if self.records == 1 else self._of_many(call, outputs)
         if not isinstance(results, list):
             results = [results] * len(outputs)
         for part, state in zip(outputs, results, strict=True):
@@ -153,6 +152,27 @@ class Following(Memories, TorchDispatchMode):
         for part in self._written_by(rule.written, args) if rule.written and not rule.keeps else ():  # in place, and not given back
             if part.numel():
                 self._write(part, Mixed(f"{rule.name} writes into it", line()))
+
+    def _of_many(self, call: Call, outputs: Sequence[Any]) -> Any:
+        """Where the records are in what an operation gives."""
+        try:
+            return call.rule.results(call)
+        except Exception as error:  # whatever is not understood is not claimed
+            mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
+            results = _answering(call, mixed)
+            if results.what == TAKEN_OUT and not any(part.numel() for part in outputs):
+                self.reads.append(Reason(TAKEN_OUT, results.where))  # no record by chance
+            return results
+
+    @staticmethod
+    def _of_one(call: Call) -> State:
+        """The same of a record that is alone: all is its own, but what an earlier one has left. Questions are answered as ever."""
+        if call.rule.results is constant:
+            return None
+        flat = [one for state in call.states for one in (state if isinstance(state, list) else (state,))]
+        foreign = next((one for one in flat if isinstance(one, Mixed) and one.foreign), None)
+        results = _answering(call, Mixed("over the records"))
+        return foreign or (OWN if results.answer is None and results.counted < 0 else results)
 
     @staticmethod
     def _written_by(places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
@@ -189,10 +209,11 @@ class Following(Memories, TorchDispatchMode):
 
     def conclude(self, losses: torch.Tensor) -> None:
         """Raise :class:`NotApartError` unless each record's loss is known to depend on it alone, going back too."""
-        if self.records == 1:
-            return
         state = self.state(losses)
-        if state != At(0, 1):
+        if self.records == 1:
+            if isinstance(state, Mixed) and state.foreign:
+                raise NotApartError(Reason(state.what, state.where))
+        elif state != At(0, 1):
             raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
         self._alone(started=True)
         if self.reads:
@@ -269,7 +290,7 @@ class _Again(TorchDispatchMode):
         output = self._of.__torch_dispatch__(func, types, args, kwargs)
         for part in tree_leaves(output):
             state = self._of.state(part) if isinstance(part, torch.Tensor) else None
-            if isinstance(state, Mixed) and state.answer is None:
+            if isinstance(state, Mixed) and state.answer is None and (state.foreign or self._of.records > 1):
                 raise NotApartError(Reason(state.what, state.where))
         if self._of.reads:
             raise NotApartError(self._of.reads[0])
@@ -352,6 +373,16 @@ def _foreign(start: Any) -> type | None:
 
 # The functions that keep what the backward pass needs (saved_tensors_hooks), if there are any.
 _keeping: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+
+def _answering(call: Call, mixed: Mixed) -> Mixed:
+    """What was mixed, where, and what is answered to the question that it may be."""
+    named = mixed.what if mixed.where or mixed.what == TAKEN_OUT else f"{call.rule.name}: {mixed.what}"
+    results = Mixed(named, mixed.where or line())
+    results.answer = call.rule.answer(call)
+    if call.rule.name == "sum" and isinstance(call.output, torch.Tensor) and not call.output.ndim:
+        results.counted = call.args[0].numel()
+    return results
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 
-from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Results, Rule, State, by_masks, dimension, is_mask, mixing
+from lipdp.clipping.operations import (
+    TAKEN_OUT,
+    At,
+    Call,
+    Mixed,
+    Results,
+    Rule,
+    State,
+    by_masks,
+    constant,
+    dimension,
+    is_mask,
+    mixing,
+)
 from lipdp.graphs import holds
 
 __all__ = ["rule_of"]
-
-
-def _constant(call: Call) -> Any:
-    """Only the shape of its argument matters."""
-    return None
 
 
 def _broadcast(tensors: Sequence[tuple[torch.Tensor, State]], shape: Sequence[int]) -> At:
@@ -419,7 +427,7 @@ def _say(results: Results, *names: str) -> None:
 _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked_fill where nan_to_num clamp elu gelu silu mish",
      "hardswish hardsigmoid leaky_relu _prelu_kernel softplus log_sigmoid_forward threshold hardtanh polar complex",
      "_conj_physical normal normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
-_say(_constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
+_say(constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
 _say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin median nanmedian max min aminmax",
      "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
@@ -473,7 +481,7 @@ def rule_of(func: Any) -> Rule:
     shares = bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     results = _TABLE.get(name) or (_TABLE.get(name.removesuffix("_")) if written else None)
     if name in _VALUES:
-        results = _constant
+        results = constant
     if results is None and torch.Tag.pointwise in func.tags:
         results = _pointwise
     if func.namespace != "aten" or results is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["TAKEN_OUT", "At", "Call", "Mixed", "Results", "Rule", "State", "by_masks", "dimension", "is_mask", "mixing"]
+__all__ = ["TAKEN_OUT", "At", "Call", "Mixed", "Results", "Rule", "State", "by_masks", "constant", "dimension", "is_mask", "mixing"]
 
 TAKEN_OUT = "some of the batch's records are taken out of it, or put in another order"
 
@@ -32,11 +32,12 @@ class Mixed(Exception):  # noqa: N818  (it is a state as well)
         where: in the user's code.
         answer: of a question whether something holds for all or any of the batch: what is answered, whatever the batch is.
         counted: of how many numbers this is the sum, to be compared with that.
+        foreign: whether the numbers of somebody who is not in this batch may be among them.
     """
 
-    def __init__(self, what: str, where: str = "") -> None:
+    def __init__(self, what: str, where: str = "", *, foreign: bool = False) -> None:
         super().__init__(what)
-        self.what, self.where = what, where
+        self.what, self.where, self.foreign = what, where, foreign
         self.answer: bool | None = None
         self.counted = -1
 
@@ -189,6 +190,11 @@ def by_masks(indices: Sequence[Any], states: Any) -> bool:
 def is_mask(index: Any) -> bool:
     """Of an index."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def constant(call: Call) -> Any:
+    """Only the shape of its argument matters."""
+    return None
 
 
 def mixing(call: Call) -> Any:

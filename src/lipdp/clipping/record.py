@@ -98,7 +98,8 @@ class Recording:
     copies: int = 1
     replaced: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what copies or stand-ins are of
     taps: list[_Tap] = field(default_factory=list)
-    following: Following | None = None  # who knows whose numbers are whose
+    following: Following | None = None  # who knows whose numbers are whose, where there are several records
+    watching: Following | None = None  # who sees what the backward pass computes anew
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
     def add(
@@ -205,7 +206,7 @@ class Recording:
             return {}
         late, hooks = self._divided()
         try:
-            with nullcontext() if self.following is None else self.following.going_back():
+            with nullcontext() if self.watching is None else self.watching.going_back():
                 cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
                     total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
                 )
@@ -316,9 +317,9 @@ def recording(
     """
     leave_off(model)
     trained = trained_layers(model) if trained is None else trained
-    following = None if following is not None and following.records == 1 else following
     ways = trained.ways(model, layouts)
-    recorded = Recording(batch, trained.names, ways, copies, following=following)
+    of_several = None if following is not None and following.records == 1 else following
+    recorded = Recording(batch, trained.names, ways, copies, following=of_several, watching=following)
     with ExitStack() as stack:
         _begun[model] = stack
         stack.callback(setattr, recorded, "open", False)
