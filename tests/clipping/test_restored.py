@@ -457,8 +457,7 @@ def test_a_batch_of_one_record_leaves_nothing(place: str, method: str) -> None:
         try:
             clip(x[5:].clamp(max=1) + other, y[5:], 1e9)
         except UnsupportedError:
-            assert other
-            assert place == "a waiting generator" or method == "naive"
+            assert other  # it keeps a number that it has read
             continue
         norms.append(clip(x[:5], y[:5], 1e9).norms)
     assert all(torch.equal(norms[0], found) for found in norms)

@@ -38,6 +38,7 @@ from lipdp.clipping.follow_rules import rule_of
 from lipdp.clipping.memories import OWN, Memories, key_of
 from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State, constant
 from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, line
+from lipdp.errors import LipdpError
 from lipdp.inputs import Inputs, leaves, rows_of
 
 __all__ = ["ATTEMPTS", "Following", "follow", "rows_first"]
@@ -60,8 +61,8 @@ class Following(Memories, TorchDispatchMode):
         recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
     """
 
-    def __init__(self, records: int, *, answering: bool = True, known: Iterable[torch.Tensor] = ()) -> None:
-        Memories.__init__(self, records, known)
+    def __init__(self, records: int, *, answering: bool = True, known: Iterable[torch.Tensor] = (), strict: bool = True) -> None:
+        Memories.__init__(self, records, known, strict)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.answering, self.answered = answering, False
         self.recomputed = False
@@ -127,7 +128,11 @@ class Following(Memories, TorchDispatchMode):
         if rule.reads and rule.shows(args, states):
             self.read(f"Python sees what {rule.name} makes of the batch")
         if not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
-            self.read(f"{rule.name}, of which nobody has said what it does with a batch")
+            what = f"{rule.name}, of which nobody has said what it does with a batch"
+            if rule.torchs:
+                self.reads.append(Reason(what, line()))
+            else:  # it may be written in Python
+                self.read(what)
         for part in self._written_by(rule.changed, args) if rule.changed else ():
             self._check_write(part)
 
@@ -239,6 +244,12 @@ class Following(Memories, TorchDispatchMode):
         try:
             with self, Readings(self).reading():
                 yield
+        except LipdpError:
+            raise
+        except Exception as error:
+            if self.refused:  # the model has gone on without a number that it was not given
+                raise NotApartError(self.reads[0]) from error
+            raise
         finally:
             _current = before
             self.remember()
@@ -330,6 +341,7 @@ _current: Following | None = None
 def _forked() -> None:
     if _current is not None:
         _current.reads.append(Reason(BESIDE, "a copy of this process"))
+        _current.refused = True  # by the copy
 
 
 on_fork(_forked)

@@ -468,6 +468,7 @@ _say(_leading(3), "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d upsam
      "pixel_unshuffle native_channel_shuffle channel_shuffle reflection_pad3d replication_pad3d")  # fmt: skip
 
 _VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "item", "allclose", "_is_all_true", "_is_any_true", "_assert_async"}
+_TORCHS = {"aten", "prims", "mkldnn", "mkl", "quantized"}
 _SAME_MEMORY = {"_unsafe_view", "as_strided_", "_reshape_alias", "lift_fresh", "detach", "detach_", "alias",
                 "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # fmt: skip
 
@@ -496,6 +497,7 @@ def rule_of(func: Any) -> Rule:
         written=() if returned else tuple(written),
         changed=tuple(written),
         keeps=results is _frozen_norm,
+        torchs=func.namespace in _TORCHS,
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
         run=_max_pool if func is _MAX_POOL else func,
     )

@@ -5,6 +5,7 @@ What leads to them, and when they are put back, is :mod:`lipdp.clipping.restored
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import ctypes
 import functools
@@ -16,27 +17,29 @@ import random
 import sys
 import types
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
-from operator import eq, is_, methodcaller
+from operator import attrgetter, eq, is_, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from lipdp.clipping.kept import is_iterator, is_nobodys, names_of, position
+from lipdp.clipping.kept import frame_of, is_iterator, is_nobodys, names_of, position
 from lipdp.clipping.memories import version_of
 from lipdp.digest import same_bits
 from lipdp.fingerprint import fingerprint, slot_names, slots
 
-__all__ = ["BARE", "MANY", "Held", "Together", "cached_results", "cell_contents", "held_by", "weights_among"]
+__all__ = ["BARE", "MANY", "WAITING", "Held", "Together", "cached_results", "cell_contents", "held_by", "weights_among"]
 
 # Items of a container, bytes of an array and of a tensor, that are too many to be copied.
 MANY, _LARGE, _VERY_LARGE = 4096, 2**20, 2**26
 _MISSING = object()
 # Containers are whoever's holds them.
 BARE = (dict, list, set, deque, tuple, frozenset, bytearray, array, np.ndarray)
+# Functions that wait in their middle.
+WAITING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 # Variables of the environment that torch sets when it comes to compile something.
 _TORCHS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
@@ -71,7 +74,7 @@ class Held:
         """Whether what is in it now is equal to what was, though other objects."""
         kind = self.kind
         trained = kind is _WEIGHTS and self.place.requires_grad  # put back, whatever is in them
-        if trained or any(self.place is own for own in _SEEDED) or self.is_as_it_was():
+        if trained or self.is_as_it_was():
             return True
         present, before = kind.copy(self.place), self.before
         if kind is _ENVIRONMENT:
@@ -98,7 +101,10 @@ class Together:
         self._lists = [(one.place, one.before) for one in lists]
         trained = [one for one in held if one.kind is _TENSOR and one.place.requires_grad and one.place.is_leaf]
         self._trained = [(one.place, one.before.grad) for one in trained]
-        asked = {id(one) for one in (*tables, *lists, *trained)}
+        owners = [one for one in held if one.kind is _OWNER]
+        self._owners = [one.place for one in owners]
+        self._classes, self._dictionaries = list(map(_class_of, self._owners)), list(map(_dictionary_of, self._owners))
+        asked = {id(one) for one in (*tables, *lists, *trained, *owners)}
         self._others = [one for one in held if id(one) not in asked]
 
     def are_as_they_were(self) -> bool:
@@ -112,8 +118,12 @@ class Together:
             if len(items) != len(there) or not all(map(is_, items, there)):
                 return False
         for tensor, gradient in self._trained:
-            if tensor.grad is not gradient:
+            if tensor.grad is not gradient or not tensor.requires_grad:
                 return False
+        if not all(map(is_, map(_class_of, self._owners), self._classes)):
+            return False
+        if not all(map(is_, map(_dictionary_of, self._owners), self._dictionaries)):
+            return False
         return all(map(methodcaller("is_as_it_was"), self._others))
 
     def are_equal(self) -> bool:
@@ -145,6 +155,8 @@ def held_by(value: Any) -> Iterator[Held]:
     if isinstance(value, torch.Tensor):
         yield Held(value, _TENSOR)
     elif isinstance(value, (dict, list, deque, set, bytearray, array)):
+        if isinstance(value, defaultdict):
+            yield Held(value, _FACTORY)
         if len(value) <= MANY:
             yield Held(value, _TABLE if isinstance(value, dict) else _BYTES if isinstance(value, bytearray | array) else _ITEMS)
     elif isinstance(value, np.ndarray):
@@ -157,22 +169,28 @@ def held_by(value: Any) -> Iterator[Held]:
         if not is_nobodys(value):
             names, known = names_of(value.__code__), value.__globals__
             yield Held((known, list(known if "globals" in names else names)), _NAMES)
+            yield Held((vars(builtins), [name for name in names if name not in known]), _NAMES)
             modules = [known.get(name) for name in names]
             yield from (Held((vars(part), list(names)), _NAMES) for part in modules if isinstance(part, types.ModuleType))
     elif isinstance(value, functools._lru_cache_wrapper):
         yield Held(value, _CACHE)
     elif isinstance(value, contextvars.ContextVar):
         yield Held(value, _VARIABLE)
-    elif isinstance(value, types.GeneratorType):
+    elif isinstance(value, WAITING):
         yield Held(value, _WAITING)
+    elif isinstance(value, BaseException):
+        yield Held(value, _RAISED)
     elif is_iterator(value):
         yield Held(value, _POSITION)
     else:
-        yield from (Held(value, own) for kind, own in _STATES.items() if isinstance(value, kind))
+        everybodys = any(value is own for own in _SEEDED)
+        yield from (Held(value, own) for kind, own in _STATES.items() if isinstance(value, kind) and not everybodys)
     own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and len(own) <= MANY:
-        yield Held(own, _TABLE)
-    if not (isinstance(value, (torch.Tensor, *BARE)) or is_nobodys(type(value))) and slot_names(type(value)):
+    if isinstance(own, dict):
+        yield Held(value, _OWNER)
+        if len(own) <= MANY:
+            yield Held(own, _TABLE)
+    if not is_nobodys(type(value)) and slot_names(type(value)):
         yield Held(value, _SLOTS)
 
 
@@ -292,7 +310,12 @@ def _attributes(
 _OF_FUNCTIONS = "__code__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__", "__name__", "__qualname__"
 _FUNCTION = _attributes(lambda function: {name: getattr(function, name) for name in _OF_FUNCTIONS})
 _CELL = _attributes(lambda cell: dict(zip(("cell_contents",), cell_contents(cell), strict=False)))
-_CLASS = _attributes(vars, type.__setattr__, type.__delattr__)
+_CLASS = _attributes(lambda cls: {**vars(cls), "__bases__": cls.__bases__}, type.__setattr__, type.__delattr__)
+_class_of, _dictionary_of = attrgetter("__class__"), attrgetter("__dict__")
+_OWNER = _attributes(lambda own: {"__class__": _class_of(own), "__dict__": _dictionary_of(own)}, object.__setattr__)
+_FACTORY = _attributes(lambda table: {"default_factory": table.default_factory})
+_OF_ERRORS = "args", "__cause__", "__context__", "__traceback__"
+_RAISED = _attributes(lambda error: {name: getattr(error, name) for name in _OF_ERRORS})
 _SLOTS = _attributes(lambda value: slots(value) or {}, object.__setattr__, object.__delattr__)
 
 
@@ -339,9 +362,13 @@ _NAMES = Kind(_named, _names_same, _name_again)
 
 
 class _Numbers(NamedTuple):
-    """Of a tensor: its gradient, how often it was written to, and what is in it. That is not asked of one that is trained, and of a
-    frozen parameter or a very large one, which can't be put back, only whether it was written to."""
+    """Of a tensor: whether it is trained, its gradient, how often it was written to, and what is in it.
 
+    The last two are not asked of one that is trained; of a frozen parameter or a very large one, which can't be put back, only
+    whether it was written to.
+    """
+
+    trained: bool
     grad: torch.Tensor | None
     version: int
     entries: torch.Tensor | None
@@ -352,11 +379,13 @@ def _of_tensor(tensor: torch.Tensor) -> _Numbers:
     kept = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
     copied = plain and not kept and tensor.numel() * tensor.element_size() <= _VERY_LARGE
     entries = tensor.detach().clone() if copied else None
-    return _Numbers(tensor.grad if tensor.is_leaf else None, version_of(tensor), entries)
+    return _Numbers(tensor.requires_grad, tensor.grad if tensor.is_leaf else None, version_of(tensor), entries)
 
 
 def _tensor_same(tensor: torch.Tensor, before: _Numbers) -> bool:
-    if (tensor.is_leaf and tensor.grad is not before.grad) or (version_of(tensor) != before.version and not tensor.requires_grad):
+    if tensor.requires_grad != before.trained or (tensor.is_leaf and tensor.grad is not before.grad):
+        return False
+    if version_of(tensor) != before.version and not before.trained:
         return False
     return before.entries is None or tensor.device.type != "cpu" or bool(same_bits(tensor, before.entries))
 
@@ -364,6 +393,8 @@ def _tensor_same(tensor: torch.Tensor, before: _Numbers) -> bool:
 def _set_tensor(tensor: torch.Tensor, before: _Numbers) -> _Numbers:
     if tensor.is_leaf and tensor.grad is not before.grad:
         tensor.grad = before.grad
+    if tensor.is_leaf and tensor.requires_grad != before.trained:
+        tensor.requires_grad_(before.trained)
     if before.entries is None:
         return before
     if not bool(same_bits(tensor, before.entries)):
@@ -406,8 +437,8 @@ def _default_of(variable: contextvars.ContextVar[Any]) -> Any:
         return None
 
 
-def _where(waiting: types.GeneratorType[Any, Any, Any]) -> list[Any]:
-    frame = waiting.gi_frame
+def _where(waiting: Any) -> list[Any]:
+    frame = frame_of(waiting)
     return [] if frame is None else [frame.f_lasti, *frame.f_locals.values()]
 
 
@@ -460,7 +491,7 @@ _STATES: dict[Any, Kind] = {
         _state(bytes, lambda own, state: ctypes.memmove(ctypes.addressof(own), state, len(state))),
     ),
 }
-# Everybody's: seeded anew for each record.
+# Everybody's: seeded anew for each record, and put back by who lets a model draw from them.
 _SEEDED = (random._inst, np.random.mtrand._rand, np.random.mtrand._rand._bit_generator, torch.default_generator)
 # Whose contents may be equal, though they are other objects.
 _BY_CONTENTS = (_TABLE, _ITEMS, _NUMBERS, _ENVIRONMENT, _FUNCTION, _CELL, _CLASS, _SLOTS, _NAMES, _VARIABLE, _CACHE)

@@ -33,7 +33,7 @@ from lipdp.clipping.past import hands_out
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
 
-__all__ = ["behind", "is_iterator", "is_nobodys", "known_before", "names_of", "position"]
+__all__ = ["behind", "frame_of", "is_iterator", "is_nobodys", "known_before", "names_of", "position"]
 
 # Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
 _NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
@@ -131,15 +131,20 @@ def position(value: Any) -> Hashable:
     return None
 
 
+def frame_of(waiting: Any) -> types.FrameType | None:
+    """Where a generator, or a function that is awaited, waits in its middle."""
+    kinds = ((types.GeneratorType, "gi_frame"), (types.CoroutineType, "cr_frame"), (types.AsyncGeneratorType, "ag_frame"))
+    return next((getattr(waiting, name) for kind, name in kinds if isinstance(waiting, kind)), None)
+
+
 def behind(value: Any) -> Iterator[Any]:
     """What a value leads to past its attributes and items."""
     if isinstance(value, type):
         yield from _of_class(value)
     elif isinstance(value, _FUNCTIONS):
         yield from _of_function(value)
-    elif isinstance(value, types.GeneratorType):
-        if value.gi_frame is not None:
-            yield dict(value.gi_frame.f_locals)
+    elif (frame := frame_of(value)) is not None:
+        yield dict(frame.f_locals)
     elif isinstance(value, weakref.ReferenceType):
         yield value()
     elif isinstance(value, contextvars.ContextVar):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -99,11 +99,13 @@ class Memories:
     Attributes:
         records: rows of the batch.
         reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
+        strict: whether Python is given none of them.
     """
 
-    def __init__(self, records: int, known: Iterable[torch.Tensor]) -> None:
-        self.records = records
+    def __init__(self, records: int, known: Iterable[torch.Tensor], strict: bool) -> None:
+        self.records, self.strict = records, strict
         self.reads: list[Reason] = []
+        self.refused = False  # whether it was not given one
         self._memories: dict[int, _Entry] = {}
         self._lent: set[int] = set()  # memories that may be read past all operations
         self._bare: set[int] = set()  # memories that may be written to without a version that tells
@@ -158,10 +160,12 @@ class Memories:
         entry = self._memories.get(key_of(tensor)) if tensor.layout == torch.strided else None
         return entry is None or entry.whose is not None
 
-    def read(self, what: str) -> NoReturn:
+    def read(self, what: str) -> None:
         """Raise before Python sees something of the batch: nothing can be kept of a number that nobody was given."""
         self.reads.append(Reason(what, line()))
-        raise NotApartError(self.reads[-1])
+        if self.strict:
+            self.refused = True
+            raise NotApartError(self.reads[-1])
 
     def lend(self, tensor: torch.Tensor, how: str) -> None:
         """The tensor's memory is handed out: what is in it, or is written to it from here on, can be read past all operations."""
@@ -213,7 +217,7 @@ class Memories:
             self._overwritten(before, state)
 
     def _check_write(self, tensor: torch.Tensor) -> None:
-        """Before numbers that depend on the batch are written to a tensor: raise if its memory can be read past all operations."""
+        """Before numbers that depend on the batch are written to a tensor: can its memory be read past all operations?"""
         if tensor.layout != torch.strided:
             return
         key, storage = key_of(tensor), tensor.untyped_storage()
@@ -221,7 +225,7 @@ class Memories:
             self.read("records are written into memory that was handed out, and can be read past all operations")
         entry = self._memories.get(key)
         if not storage.resizable() and (entry is None or entry.whose is None or key in _earlier):
-            self.read("records are written into memory that others have too (numpy's, say)")
+            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", line()))
 
     def _overwritten(self, before: State, state: State) -> None:
         """A memory has become other records'. What was read of it before, the backward pass reads again: from the same memory.

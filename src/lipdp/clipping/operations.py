@@ -127,6 +127,7 @@ class Rule:
         changed: all that it writes into.
         reads: whether it shows something to Python: a value, or a number of values that were chosen.
         keeps: whether it leaves as it is what it could write into: statistics that are frozen, or the rule has refused.
+        torchs: whether it is one of torch's own.
         run: what computes it: the operation itself, or what gives the same to the bit and is quicker.
     """
 
@@ -140,6 +141,7 @@ class Rule:
     changed: tuple[int, ...] = ()
     reads: bool = False
     keeps: bool = False
+    torchs: bool = True
     run: Callable[..., Any] = field(kw_only=True)
 
     @cached_property

@@ -29,14 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipdp.clipping.holders import BARE, MANY, Held, Together, cached_results, cell_contents, held_by, weights_among
+from lipdp.clipping.holders import BARE, MANY, WAITING, Held, Together, cached_results, cell_contents, held_by, weights_among
 from lipdp.clipping.kept import behind, is_iterator, is_nobodys
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import readable, slots
 
 __all__ = ["Before", "left_as_it_was"]
 
-_PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+# What holds nothing; a class of somebody's own that derives from one may have attributes.
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size})
 _DEPTH = 64
 
 
@@ -99,7 +100,7 @@ class Before:
         for _ in range(_DEPTH):
             deeper: list[tuple[Any, bool]] = []
             for value, foreign in level:
-                if isinstance(value, _PLAIN):
+                if type(value) in _PLAIN:
                     continue
                 if not (isinstance(value, _KNOWN) or is_iterator(value)) and is_nobodys(type(value)):
                     foreign = True
@@ -141,7 +142,7 @@ _KNOWN = (
     *(weakref.ReferenceType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, contextvars.ContextVar),
     *(io.BytesIO, io.StringIO, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, types.MappingProxyType),
     *(random.Random, torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState),
-    *(property, staticmethod, classmethod, types.GeneratorType, types.CellType, memoryview),
+    *(property, staticmethod, classmethod, *WAITING, types.CellType, memoryview, BaseException),
     *(argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
 )
 
@@ -154,6 +155,11 @@ def _inside(value: Any) -> Iterable[Any]:
         yield from value if len(value) <= MANY else ()
     elif isinstance(value, np.ndarray):
         yield from value.flat if value.dtype.hasobject and value.size <= MANY else ()
+        yield value.base
+    elif isinstance(value, torch.Tensor):
+        yield value._base
+    elif isinstance(value, BaseException):
+        yield from (value.args, value.__cause__, value.__context__)
     elif isinstance(value, memoryview):
         yield value.obj
     elif isinstance(value, types.FunctionType):

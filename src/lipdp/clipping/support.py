@@ -149,8 +149,8 @@ def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any
                 with checking(model, next(iter(model.parameters())).device):
                     return look_at(model, x), "", None
             targets = Types(model, loss).targets(y)
-            verify_once(model, loss, x, targets)
             try:
+                verify_once(model, loss, x, targets)
                 with checking(model, next(iter(model.parameters())).device):
                     seeing_all(model, x, lambda: shown_gradients(model, loss, x, targets))
             except NotApartError as error:
