@@ -161,8 +161,8 @@ class Recording:
         with torch.enable_grad():
             copies = {local: copies_for_all(own[local], number, self.batch) for local, number in ones.items()}
         for local, part in copies.items():
-            if self.following is not None:
-                self.following.declare(part, FIRST_ROWS)
+            if self.watching is not None:
+                self.watching.declare(part, FIRST_ROWS)
             self.tap(owner, part, _as_they_are(local, (self.batch, *own[local].shape)), ())
         return copies
 

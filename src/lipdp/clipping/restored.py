@@ -121,9 +121,12 @@ class Before:
 
 
 @contextmanager
-def left_as_it_was(*objects: Any) -> Iterator[None]:
-    """Whatever the objects come to hold within the block, and what their classes and functions name, is put back."""
-    before = Before(*objects)
+def left_as_it_was(*objects: Any, weights: bool = False) -> Iterator[None]:
+    """Whatever the objects come to hold within the block, and what their classes and functions name, is put back.
+
+    ``weights``: the numbers in parameters, too, that are written to past their versions.
+    """
+    before = Before(*objects, weights=weights)
     try:
         yield
     except BaseException:

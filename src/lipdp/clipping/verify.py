@@ -142,7 +142,7 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
     def losses(part: torch.Tensor | slice) -> torch.Tensor:
         try:
             inputs, targets = owned(select((x, y), part))
-            with left_as_it_was(model, loss):
+            with left_as_it_was(model, loss, weights=True):
                 return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
         finally:
             put_back(buffers)
