@@ -250,6 +250,9 @@ class Following(Memories, TorchDispatchMode):
             if self.refused:  # the model has gone on without a number that it was not given
                 raise NotApartError(self.reads[0]) from error
             raise
+        else:
+            if self.refused:
+                raise NotApartError(self.reads[0])
         finally:
             _current = before
             self.remember()
@@ -347,12 +350,12 @@ def _forked() -> None:
 on_fork(_forked)
 
 
-def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True) -> Following:
+def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True, strict: bool = True) -> Following:
     """What follows a pass over these inputs and targets, with what is :func:`known_before`.
 
     A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
     """
-    following = Following(rows_of(x), answering=answering, known=known)
+    following = Following(rows_of(x), answering=answering, known=known, strict=strict)
     for part in sorted((*leaves(x), y), key=torch.Tensor.storage_offset):  # columns of one table have one map
         following.declare(part, At(0, 1), given=True)
     return following

@@ -267,7 +267,9 @@ def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
     with checking(model, device_of(x)):
         same_randomness()
         inputs = fitting(model, x)
-        with follow(inputs, y, known_before(model, loss), answering=False).following():  # for tables that are made once, and kept
+        with follow(
+            inputs, y, known_before(model, loss), answering=False, strict=False
+        ).following():  # for tables that are made once, and kept
             values = loss_values(loss, call(model, inputs), y).detach()
         finite = torch.nonzero(torch.isfinite(values)).flatten().cpu()
         if not len(finite):
@@ -328,7 +330,8 @@ class _Check:
     def _recorded(self, x: Inputs) -> Iterator[tuple[Recording, torch.Tensor]]:
         """A pass as it is made in a step, questions answered, and its losses."""
         layouts = layouts_of(self.model, x)
-        following = follow(x, self.y, known_before(self.model, self.loss), answering=layouts is None or layouts.answering)
+        answering = layouts is None or layouts.answering
+        following = follow(x, self.y, known_before(self.model, self.loss), answering=answering, strict=False)
         with recording(self.model, rows_of(x), layouts=layouts) as recorded:
             try:
                 with following.following():
