@@ -23,7 +23,7 @@ from lipdp.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from lipdp.estimators.schema import Column
 
-__all__ = ["CsvForm", "Frame", "as_json", "frame", "read_column", "read_csv", "read_schema", "where_names_stand"]
+__all__ = ["CsvForm", "Frame", "as_json", "frame", "read_column", "read_csv", "read_schema", "rows", "where_names_stand"]
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,15 @@ def frame(
             f'class of its own, declare the classes in the schema, {{{quoted}: ["yes", "none"]}}'
         )
     return Frame(read), np.array(columns[target], dtype=object) if classes else _values(target, columns[target], goal, form)
+
+
+@discreet
+def rows(columns: dict[str, list[str]], declared: dict[str, Column], path: Path, form: CsvForm) -> Frame:
+    """The declared columns alone, of records that nobody knows the target of."""
+    absent = [name for name in declared if name not in columns]
+    if absent:
+        raise DataError(f"'{path}' has no column {absent[0]!r}, which the model reads: {where_names_stand(columns)}")
+    return Frame({name: _values(name, columns[name], column, form) for name, column in declared.items()})
 
 
 _MISSING = ("", "na", "n/a", "nan", "null", "none")

@@ -1,20 +1,29 @@
-"""``lipdp train --images`` and ``--csv``: an estimator on one's own records, and the folder that a report is made from."""
+"""``lipdp train --images`` and ``--csv``: an estimator on one's own records, and the folder that a report is made from.
+
+``lipdp predict`` reads that folder, for new records.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lipdp._checks import discreet
 from lipdp._texts import REPRODUCIBLE, brief, guarantee
-from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
-from lipdp.cli.output import console, duration, make_run_folder, print_json
+from lipdp.cli import options
+from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, rows, where_names_stand
+from lipdp.cli.output import check_new_file, console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["train_images", "train_table"]
+__all__ = ["PREDICT_EXAMPLE", "predict", "train_images", "train_table"]
 
 _SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
 
@@ -163,6 +172,7 @@ def _finish(
         "noise_multiplier": model.plan_.noise_multiplier,
         "private": model.private_,
         "released": model.released_,
+        "predicts": _what_is_predicted(model),
     }
     account = open_budget(budget)
     if account is not None:
@@ -202,6 +212,14 @@ _HOW_LONG = {
 }
 
 _NAMES = {"accuracy": "accuracy", "auroc": "AUROC", "r2": "R²"}
+
+
+def _what_is_predicted(model: Any) -> dict[str, Any]:
+    """What `lipdp predict` needs beside the network, all of it public."""
+    if not hasattr(model, "classes_"):
+        return {"range": [model.target_.low, model.target_.high]}
+    shape = {"shape": list(model.shape_)} if hasattr(model, "shape_") else {}
+    return {"classes": model.classes_.tolist(), **shape}
 
 
 @discreet
@@ -255,3 +273,87 @@ def _split(x: Any, y: Any, share: float) -> tuple[Any, Any, tuple[Any, Any]]:
     if held >= len(x):
         raise ConfigurationError(f"--validation-fraction {share:g} of {len(x)} records leaves none to learn from")
     return x[order[held:]], y[order[held:]], (x[order[:held]], y[order[:held]])
+
+
+PREDICT_EXAMPLE = """Example: lipdp predict run/ new.csv --output predicted.csv
+
+Example: lipdp predict run/ photos/new"""
+
+
+def predict(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A folder of `lipdp train --csv … --output RUN`, or of --images.", show_default=False),
+    ],
+    records: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORDS",
+            help="New records: a CSV file, a folder of pictures, an .npz file; no targets needed.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="Where to write the predictions; printed, where it is left out.")
+    ] = None,
+    separator: Annotated[str, typer.Option(metavar="CHARACTER", help="Of a table: what parts its cells; or tab.")] = ",",
+    decimal: Annotated[str, typer.Option(metavar="CHARACTER", help="Of a table: the decimal point of its numbers.")] = ".",
+    encoding: Annotated[str, typer.Option(help="Of a table: utf-8, latin-1, utf-16, …")] = "utf-8",
+    as_json: options.Json = False,
+) -> None:
+    """Predict for new records with a model of your own images or table: a line for each, in the order of the records."""
+    from lipdp.data import picture_files
+    from lipdp.report import read_run
+
+    if output is not None:
+        check_new_file(output, "--output")
+    model, schema = _restored(run, read_run(run).result)
+    files: list[Path] = []
+    if schema is None:
+        given: Any = records
+        files = picture_files(records) if records.is_dir() else []
+    else:
+        form = CsvForm(separator, decimal, encoding)
+        given = rows(read_csv(records, form), schema, records, form)
+    said = model.predict(given).tolist()
+    if as_json:
+        named = {"files": list(map(str, files))} if files else {}
+        print_json({"run": str(run), "records": len(said), "predictions": said, **named})
+        return
+    with ExitStack() as held:
+        to = sys.stdout if output is None else held.enter_context(output.open("x", newline="", encoding="utf-8"))
+        lines = csv.writer(to, lineterminator="\n")
+        lines.writerow(["file", "prediction"] if files else ["prediction"])
+        lines.writerows(zip(files, said, strict=True) if files else ([one] for one in said))
+    if output is not None:
+        console().print(f"{len(said):,} predictions in {output}", soft_wrap=True)
+
+
+def _restored(folder: Path, said: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The fitted estimator of a run's folder, and what is public of its columns; ``None`` for images."""
+    import numpy as np
+
+    from lipdp import PrivateClassifier, PrivateImageClassifier, PrivateRegressor, load
+    from lipdp.estimators.schema import Numeric, Schema
+    from lipdp.report.run import MODEL, SCHEMA
+
+    kinds = {kind.__name__: kind for kind in (PrivateClassifier, PrivateImageClassifier, PrivateRegressor)}
+    kind, predicts = kinds.get(str(said.get("model"))), said.get("predicts")
+    if kind is None or not isinstance(predicts, dict):
+        raise ConfigurationError(
+            f"'{folder}' holds no model of your own images or table that says what it predicts: `lipdp predict` reads what `lipdp "
+            f"train --csv` or `--images` has written. For other models, in Python: lipdp.load('{folder / MODEL}')"
+        )
+    model: Any = kind()
+    model.model_ = load(folder / MODEL)
+    if kind is PrivateRegressor:
+        model.target_ = Numeric(*predicts["range"])
+    else:
+        model.classes_ = np.array(predicts["classes"])
+    if kind is PrivateImageClassifier:
+        model.shape_ = tuple(predicts["shape"])
+        return model, None
+    schema = read_schema(folder / SCHEMA)
+    model.schema_ = Schema(tuple(schema), tuple(schema.values()))
+    model.n_features_in_ = len(schema)
+    return model, schema
