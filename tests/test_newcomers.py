@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import lipdp
+from lipdp import losses
 from lipdp.cli import app
 from lipdp.data.images import read_pictures
 from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpWarning
@@ -421,3 +423,43 @@ def test_columns_of_exact_numbers_times_and_categories() -> None:
 def _classify_frame(rows: Any, schema: Any) -> Any:
     forget_rows()
     return lipdp.PrivateClassifier(3.0, schema=schema).fit(rows, LABELS)
+
+
+def _two_columns(first: list[str], second: list[str]) -> bytes:
+    return "\n".join(
+        ["a,b,y", *(f"{first[n % len(first)]},{second[n % len(second)]},{'uv'[n % 2]}" for n in range(N)), ""]
+    ).encode()
+
+
+def test_all_columns_that_are_wrong_are_named_at_once() -> None:
+    content = _two_columns(["1", ""], ["2", "secret"])
+    code, told = trained(content, {"a": [0, 9], "b": [0, 9]})
+    assert code == 2
+    assert "column 'a' has missing values" in told
+    assert "(and column 'b': look there, too)" in told
+    code, told = trained(_two_columns(["Ulm"], ["secret"]), {})
+    assert "columns 'a', 'b' hold texts" in told
+    assert "secret" not in told
+    x = np.array([[1, np.nan], [np.nan, 2.0]] * N, dtype=object)
+    with pytest.raises(DataError, match=r"column '0' has a missing value.*\(and column 1: look there, too\)") as refused:
+        lipdp.PrivateClassifier(schema=numeric(0, 9)).fit(x, ["u", "v"] * N)
+    assert refused.value.__context__ is None
+
+
+def test_columns_to_leave_out_are_given_one_by_one() -> None:
+    code, told = trained(table(AGES), AGE, "--without", "id,name")
+    assert code == 2
+    assert "--without a --without b" in told
+
+
+def test_that_nothing_will_judge_a_model_is_said_before_its_budget_is_spent() -> None:
+    _, told = trained(table(AGES))
+    assert "a second run costs its ε again" in told
+    _, told = trained(table(AGES), AGE, "--validation-fraction", 0.2)
+    assert "a second run costs its ε again" not in told
+
+
+def test_what_convert_gives_is_no_model_yet() -> None:
+    made = lipdp.convert(torch.nn.Sequential(torch.nn.Linear(4, 2)), (4,))
+    with pytest.raises(ConfigurationError, match=r"of what lipdp\.convert gave, its \.model"):
+        lipdp.plan(made, losses.CrossEntropy(), dataset_size=100, batch_size=10, epsilon=1.0, delta=1e-5, steps=5)

@@ -165,7 +165,7 @@ def frame(
     """(columns, targets): numbers where numbers are declared, or where all cells are numbers and nothing is declared."""
     import numpy as np
 
-    from lipdp.estimators.schema import Categorical
+    from lipdp.estimators.schema import Categorical, for_each
 
     absent = [name for name in [*(names or ()), target] if name not in columns]
     if absent:
@@ -173,7 +173,7 @@ def frame(
     wanted = [name for name in columns if name != target and name not in without] if names is None else names
     if not wanted:
         raise DataError(f"'{path}' has no column but {target!r}: there is nothing to predict it from")
-    read = {name: _values(name, columns[name], declared.get(name), form) for name in wanted}
+    read = for_each(wanted, lambda name: _values(name, columns[name], declared.get(name), form))
     classes = isinstance(goal, Categorical)  # the estimator looks whether they are the declared ones
     own = goal.values if isinstance(goal, Categorical) else ()
     if any(_is_missing(cell) and cell not in own for cell in columns[target]):
@@ -188,10 +188,13 @@ def frame(
 @discreet
 def rows(columns: dict[str, list[str]], declared: dict[str, Column], path: Path, form: CsvForm) -> Frame:
     """The declared columns alone, of records that nobody knows the target of."""
+    from lipdp.estimators.schema import for_each
+
     absent = [name for name in declared if name not in columns]
     if absent:
         raise DataError(f"'{path}' has no column {absent[0]!r}, which the model reads: {where_names_stand(columns)}")
-    return Frame({name: _values(name, columns[name], column, form) for name, column in declared.items()})
+    read = for_each(declared, lambda name: _values(name, columns[name], declared[name], form))
+    return Frame(read)
 
 
 _MISSING = ("", "na", "n/a", "nan", "null", "none")
@@ -223,7 +226,8 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
         except (ValueError, OverflowError):
             raise DataError(
                 f"column {name!r} is declared as dates, and has a cell that is none: they are written like 2015-01-31 or "
-                "2015-01-31T09:30"
+                "2015-01-31T09:30. A spreadsheet writes them so in the cell format YYYY-MM-DD, pandas after "
+                "pandas.to_datetime(…, dayfirst=True)"
             ) from None
         if any(absent) and not declared.missing:
             raise DataError(

@@ -67,6 +67,7 @@ def train_table(
     absent = [name for name in left_out if name not in columns]
     if absent or target in left_out:
         what = f"{absent[0]!r}, and '{file}' has no such column" if absent else f"{target!r}, which is the --target"
+        what += " (one column each: --without a --without b)" if absent and "," in absent[0] else ""
         raise ConfigurationError(f"--without is {what}: {where_names_stand(columns)}")
     declared = {name: column for name, column in ({} if schema is None else read_schema(schema)).items() if name not in left_out}
     unknown = [name for name in declared if name not in columns]
@@ -80,10 +81,12 @@ def train_table(
     x, y = frame(columns, target, declared, goal, file, form, without=left_out)
     texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
     if texts:
+        plural = len(texts) > 1
         raise DataError(
-            f"column {texts[0]!r} holds texts, and which of them occur is private. Declare those that may occur: --schema "
-            f'schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], "other": true}} for the most usual ones; '
-            f'{{"from": "2015-01-31", "to": "2024-12-31"}} for dates; or leave it out, --without {shlex.quote(texts[0])}'
+            f"column{'s' * plural} {', '.join(map(repr, texts))} hold{'s' * (not plural)} texts, and which of them occur is private. "
+            f'Declare those that may occur: --schema schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], '
+            '"other": true} for the most usual ones; {"from": "2015-01-31", "to": "2024-12-31"} for dates; or leave it out, '
+            f"--without {shlex.quote(texts[0])}"
         )
     judged = None if test is None else frame(read_csv(test, form), target, declared, goal, test, form, list(x.columns))
     if common["validation_fraction"] is not None:
@@ -148,6 +151,11 @@ def _finish(
     console(stderr=True).print(
         f"training on {len(x):,} records{'' if test is None and judged is None else ', then judging'}: {_HOW_LONG[kind]}"
     )
+    if judged is None:
+        console(stderr=True).print(
+            "neither --test nor --validation-fraction: nothing will say how good the model is, and a second run costs its ε again",
+            style="yellow",
+        )
     if output is None:
         console(stderr=True).print("no --output: the model will not be kept, and its ε is spent all the same", style="yellow")
     model.fit(x, y)
