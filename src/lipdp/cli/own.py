@@ -83,9 +83,9 @@ def train_table(
     if texts:
         plural = len(texts) > 1
         raise DataError(
-            f"column{'s' * plural} {', '.join(map(repr, texts))} hold{'s' * (not plural)} texts, and which of them occur is private. "
-            f'Declare those that may occur: --schema schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], '
-            '"other": true} for the most usual ones; {"from": "2015-01-31", "to": "2024-12-31"} for dates; or leave it out, '
+            f"column{'s' * plural} {', '.join(map(repr, texts))} hold{'s' * (not plural)} texts, and which of them occur is "
+            f'private. Declare those that may occur: --schema schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or '
+            '{"values": ["…"], "other": true} for the most usual ones; {"from": "2015-01-31", "to": "2024-12-31"} for dates; or leave it out, '
             f"--without {shlex.quote(texts[0])}"
         )
     judged = None if test is None else frame(read_csv(test, form), target, declared, goal, test, form, list(x.columns))
