@@ -23,7 +23,7 @@ from lipdp.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from lipdp.estimators.schema import Column
 
-__all__ = ["CsvForm", "Frame", "as_json", "frame", "read_column", "read_csv", "read_schema", "rows", "where_names_stand"]
+__all__ = ["CsvForm", "Frame", "as_json", "frame", "quoted", "read_column", "read_csv", "read_schema", "rows", "where_names_stand"]
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,9 @@ def frame(
     classes = isinstance(goal, Categorical)  # the estimator looks whether they are the declared ones
     own = goal.values if isinstance(goal, Categorical) else ()
     if any(_is_missing(cell) and cell not in own for cell in columns[target]):
-        quoted = json.dumps(target, ensure_ascii=False)
         raise DataError(
             f"the --target {target!r} is missing in some rows (empty cells, NA, null, none): leave such rows out. Where that is a "
-            f'class of its own, declare the classes in the schema, {{{quoted}: ["yes", "none"]}}'
+            f'class of its own, declare the classes in the schema, {{{quoted(target)}: ["yes", "none"]}}'
         )
     return Frame(read), np.array(columns[target], dtype=object) if classes else _values(target, columns[target], goal, form)
 
@@ -210,13 +209,12 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
 
     from lipdp.estimators.schema import Categorical, Dates, Numeric, days
 
-    quoted = json.dumps(name, ensure_ascii=False)
     if isinstance(declared, Categorical):
         if not declared.other and not set(cells) <= set(declared.values):
             raise DataError(
                 f"column {name!r} has cells that are not among its {len(declared.values)} declared categories. List them all in "
-                f'the schema, or {{{quoted}: {{"values": […], "other": true}}}}, which gives the rest one category of their own'
-                f"{_dates_instead(quoted, declared.values)}"
+                f'the schema, or {{{quoted(name)}: {{"values": […], "other": true}}}}, which gives the rest one category of their '
+                f"own{_dates_instead(quoted(name), declared.values)}"
             )
         return np.array(cells, dtype=object)
     absent = [_is_missing(cell) for cell in cells]
@@ -232,7 +230,8 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
         if any(absent) and not declared.missing:
             raise DataError(
                 f"column {name!r} has missing dates (empty cells, NA, null). Declare that they may be missing, "
-                f'{{{quoted}: {{"from": "{declared.ends[0]}", "to": "{declared.ends[1]}", "missing": true}}}}, or repair such rows'
+                f'{{{quoted(name)}: {{"from": "{declared.ends[0]}", "to": "{declared.ends[1]}", "missing": true}}}}, '
+                "or repair such rows"
             )
         return np.array(["" if gone else cell for cell, gone in zip(cells, absent, strict=True)], dtype=object)
     try:
@@ -249,7 +248,7 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
     if isinstance(declared, Numeric) and any(absent) and not declared.missing:
         raise DataError(
             f"column {name!r} has missing values (empty cells, NA, null). Declare that they may be missing, "
-            f'{{{quoted}: {{"low": {declared.low:g}, "high": {declared.high:g}, "missing": true}}}}, or repair such rows'
+            f'{{{quoted(name)}: {{"low": {declared.low:g}, "high": {declared.high:g}, "missing": true}}}}, or repair such rows'
         )
     return numbers
 
@@ -266,6 +265,11 @@ def _dates_instead(name: str, values: Sequence[object]) -> str:
     if len(values) != 2 or not all(re.match(r"\d{4}-\d\d-\d\d", str(value)) for value in values):
         return ""
     return f'. If it holds dates: {{{name}: {{"from": "{values[0]}", "to": "{values[1]}"}}}}'
+
+
+def quoted(name: str) -> str:
+    """A name as it stands in the schema's file."""
+    return json.dumps(name, ensure_ascii=False)
 
 
 _FORMS = (

@@ -19,7 +19,7 @@ import typer
 from lipdp._checks import discreet
 from lipdp._texts import REPRODUCIBLE, brief, guarantee
 from lipdp.cli import options
-from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, rows, where_names_stand
+from lipdp.cli.csv_files import CsvForm, as_json, frame, quoted, read_csv, read_schema, rows, where_names_stand
 from lipdp.cli.output import check_new_file, console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
@@ -79,15 +79,7 @@ def train_table(
     if isinstance(goal, Dates):
         raise ConfigurationError(f"'{schema}' declares the target {target!r} as dates: what is predicted is a number or a class")
     x, y = frame(columns, target, declared, goal, file, form, without=left_out)
-    texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
-    if texts:
-        plural = len(texts) > 1
-        raise DataError(
-            f"column{'s' * plural} {', '.join(map(repr, texts))} hold{'s' * (not plural)} texts, and which of them occur is "
-            f'private. Declare those that may occur: --schema schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or '
-            '{"values": ["…"], "other": true} for the most usual ones; {"from": "2015-01-31", "to": "2024-12-31"} for dates; or leave it out, '
-            f"--without {shlex.quote(texts[0])}"
-        )
+    _check_declared(x, y, declared, target, goal, form)
     judged = None if test is None else frame(read_csv(test, form), target, declared, goal, test, form, list(x.columns))
     if common["validation_fraction"] is not None:
         x, y, judged = _split(x, y, common["validation_fraction"])
@@ -98,6 +90,25 @@ def train_table(
     else:
         model = PrivateClassifier(schema=declared, classes=None if goal is None else list(goal.values), **own)
     _finish(model, file, x, y, judged, test, command, **common)
+
+
+def _check_declared(x: Any, y: Any, declared: dict[str, Any], target: str, goal: Any, form: CsvForm) -> None:
+    """Refuse columns of texts that nobody declared, and numbers to predict that have no range."""
+    texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
+    if texts:
+        plural = len(texts) > 1
+        comma = "" if form.decimal == "," else "; --decimal , reads numbers with a comma"
+        raise DataError(
+            f"column{'s' * plural} {', '.join(map(repr, texts))} hold{'s' * (not plural)} texts, and which of them occur is "
+            f'private. Declare those that may occur: --schema schema.json: {{{quoted(texts[0])}: ["…", "…"]}}; or '
+            '{"values": ["…"], "other": true} for the most usual ones; {"from": "2015-01-31", "to": "2024-12-31"} for dates'
+            f"{comma}; or leave it out, --without {shlex.quote(texts[0])}"
+        )
+    if goal is None and y.dtype.kind == "f" and bool((y % 1 != 0).any()):
+        raise DataError(
+            f"the --target {target!r} holds numbers that are not whole, and so no classes. To predict numbers, declare the range "
+            f"that they can have: --schema schema.json: {{{quoted(target)}: [0, 1000]}}"
+        )
 
 
 def _check(common: dict[str, Any], place: Path, test: Path | None, option: str) -> dict[str, Any]:
