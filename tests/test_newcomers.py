@@ -466,3 +466,11 @@ def test_what_convert_gives_is_no_model_yet() -> None:
     made = lipdp.convert(torch.nn.Sequential(torch.nn.Linear(4, 2)), (4,))
     with pytest.raises(ConfigurationError, match=r"of what lipdp\.convert gave, its \.model"):
         lipdp.plan(made, losses.CrossEntropy(), dataset_size=100, batch_size=10, epsilon=1.0, delta=1e-5, steps=5)
+
+
+def test_one_record_is_no_batch_and_what_makes_one_is_said() -> None:
+    layer = lipdp.nn.BoundedInput((1, 8, 8))
+    with pytest.raises(DataError, match=r"x\[None\] is a batch of one"):
+        layer(torch.zeros(1, 8, 8))
+    with pytest.raises(DataError, match=r"\(2, 1, 8, 9\)$"):
+        layer(torch.zeros(2, 1, 8, 9))
