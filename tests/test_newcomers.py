@@ -20,7 +20,7 @@ import lipdp
 from lipdp import losses
 from lipdp.cli import app
 from lipdp.data.images import read_pictures
-from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpWarning
+from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpWarning, RepeatedStepError
 from lipdp.estimators import categorical, dates, numeric
 from lipdp.estimators.reading import forget_rows
 
@@ -474,3 +474,40 @@ def test_one_record_is_no_batch_and_what_makes_one_is_said() -> None:
         layer(torch.zeros(1, 8, 8))
     with pytest.raises(DataError, match=r"\(2, 1, 8, 9\)$"):
         layer(torch.zeros(2, 1, 8, 9))
+
+
+def test_a_loop_that_is_resumed_without_its_scheduler_is_told_what_differs() -> None:
+    train = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 2)
+    torch.manual_seed(0)
+    start = torch.nn.Linear(4, 2).state_dict()
+
+    def begun() -> tuple[lipdp.PrivacyEngine, Any]:
+        model, loss = torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss(reduction="none")
+        model.load_state_dict(start)
+        plan = lipdp.plan(model, loss, dataset_size=64, batch_size=64, epsilon=3.0, delta=1e-3, steps=6, method="bookkeeping",
+                          max_grad_norm=1.0, input_shape=(4,))  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return lipdp.PrivacyEngine(model, loss, optimizer, plan), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+
+    engine, scheduler = begun()
+    for x, y in engine.batches(train):
+        engine.step(x, y)
+        scheduler.step()
+        if engine.steps == 2:
+            saved = engine.state_dict(), scheduler.state_dict()
+        if engine.steps == 4:
+            break
+    for kept in (True, False):
+        again, scheduler = begun()
+        again.load_state_dict(saved[0])
+        if kept:
+            scheduler.load_state_dict(saved[1])
+        batches = again.batches(train)
+        again.step(*next(batches))
+        scheduler.step()
+        if kept:
+            again.step(*next(batches))
+            assert again.steps == 4
+        else:
+            with pytest.raises(RepeatedStepError, match="a scheduler that starts anew has another rate"):
+                again.step(*next(batches))
