@@ -90,7 +90,9 @@ class _Recorded(Generic[R]):
 
     def __call__(self, inputs: tuple[torch.Tensor, ...], between: Between | None) -> R:
         for numbers in self._of_type.values():  # one launch for each type
-            torch._foreach_copy_([self.inputs[number] for number in numbers], [inputs[number] for number in numbers], True)
+            others = [number for number in numbers if inputs[number] is not self.inputs[number]]
+            if others:
+                torch._foreach_copy_([self.inputs[number] for number in others], [inputs[number] for number in others], True)
         *first, last = self.replays
         for replay in first:
             replay()
@@ -156,6 +158,16 @@ class GraphedFunction(Generic[R]):
         while self.recordings > self.limit:
             self._recorded.popitem(last=False)
         return _run(self.function, inputs, between) if recording is None else recording(inputs, between)
+
+    def buffers(self, *like: tuple[torch.Size, torch.dtype, torch.device]) -> list[torch.Tensor] | None:
+        """Where the recording that was used last reads inputs of these shapes, types and devices: put there, they are not copied.
+
+        ``None`` where it has no such inputs. They are overwritten by the next call with others.
+        """
+        last = next(reversed(self._recorded.values()), None)
+        if last is None or [(part.shape, part.dtype, part.device) for part in last.inputs[: len(like)]] != list(like):
+            return None
+        return last.inputs[: len(like)]
 
     def forget(self) -> None:
         """Free all recordings and their memory."""

@@ -104,10 +104,9 @@ def _ask_once(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn, b
         undoing.add(put_back, only_after_errors=True)
         copies = run.copies(number)
         turn = _turn(run, settings, number, begin, copies)
-        sample = dataclasses.replace(batch, copies=copies, settings=run.watch.settings, turn=turn)
         alone = runs_ahead and not run.ranks.grouped
-        if recorded and alone and run.on_one_device:
-            sample = dataclasses.replace(sample, beside=partial(_beside, run))
+        beside = partial(_beside, run) if recorded and alone and run.on_one_device else None
+        sample = dataclasses.replace(batch, copies=copies, settings=run.watch.settings, turn=turn, beside=beside)
         answer = run.query.ask(trained, sample, settings.clips)
         told = bool(answer.seen)  # digests of the weights are there already
         if runs_ahead:

@@ -70,7 +70,11 @@ class Rows:
         first, count = int(numbers[0]), len(numbers)
         if self.whole and int(numbers[-1]) == first + count - 1 and bool((numbers.diff() == 1).all()):
             return self.stored[first : first + count]
-        return self.stored.index_select(0, self._chosen[numbers.to(self._chosen.device, non_blocking=True)])
+        return self.stored.index_select(0, self.numbers(numbers.to(self._chosen.device, non_blocking=True)))
+
+    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """By which numbers the stored tensor has these rows."""
+        return self._chosen.index_select(0, rows)
 
 
 LazyBatch = tuple[Any, torch.Tensor]
@@ -403,6 +407,7 @@ def microbatches(
     *,
     check: bool = True,
     turn: Turn | None = None,
+    buffers: Callable[..., list[torch.Tensor] | None] | None = None,
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
@@ -410,24 +415,28 @@ def microbatches(
     and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
     record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
     place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which
-    nobody sits is left out, and so is one whose ``turn`` is another process's.
+    nobody sits is left out, and so is one whose ``turn`` is another process's. ``buffers``: asked for memory of such shapes, types
+    and devices; one input and targets whose rows are gathered on the device are put there, each microbatch over the last.
     """
     of_inputs, of_targets = dtypes or (mapped(lambda leaf: leaf.dtype, inputs), targets.dtype)
     kinds = zip(leaves(inputs), leaves(of_inputs), strict=True)
     views = [isinstance(leaf, Rows) and leaf.whole and leaf.dtype == dtype for leaf, dtype in kinds]
-    numbers = torch.arange(rows_of(inputs)) if seats is None else seats
-    for number, start in enumerate(range(0, len(numbers), size)):
-        part = numbers[start : start + size].numpy()
-        taken = part >= 0
-        if not taken.any() or not (turn is None or turn.starts(number)):
+    places, taken = _places(rows_of(inputs) if seats is None else seats, size)
+    gathered = buffers is not None and all(map(_is_there, (inputs, targets), (of_inputs, of_targets), (device, device)))
+    for number, here in enumerate(places):
+        if not taken[number] or not (turn is None or turn.starts(number)):
             continue
-        # The numbers of the records, and whether somebody sits there: one small transfer.
-        places = np.zeros((2, size), dtype=np.int64)
-        places[0] = part[taken][0]
-        places[0, : len(part)] = np.where(taken, part, places[0, 0])
-        places[1, : len(part)] = taken
-        here = torch.from_numpy(places)
-        there = here if device.type == "cpu" else here.to(device, non_blocking=True)
+        there = here if device.type == "cpu" else here.to(device, non_blocking=True)  # one small transfer
+        lent = None
+        if gathered and buffers is not None:
+            shapes = (inputs.shape[1:], of_inputs), (targets.shape[1:], of_targets), (torch.Size(), torch.bool)
+            lent = buffers(*((torch.Size((size, *shape)), dtype, device) for shape, dtype in shapes))
+        if lent is not None:
+            for stored, place in zip((inputs, targets), lent, strict=False):
+                rows, numbers = (stored.stored, stored.numbers(there[0])) if isinstance(stored, Rows) else (stored, there[0])
+                torch.index_select(rows.detach(), 0, numbers, out=place)
+            yield lent[0], lent[1], lent[2].copy_(there[1])
+            continue
 
         def taken_rows(
             stored: torch.Tensor | Rows, dtype: torch.dtype, here: torch.Tensor = here, there: torch.Tensor = there
@@ -442,14 +451,34 @@ def microbatches(
         mask = there[1] != 0
         if check:
             x, y, mask = only_finite(x, y, mask)
-        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view] if any(views) else []  # the dataset itself
-        versions = list(map(_version, lent))
+        seen = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view] if any(views) else []  # the dataset itself
+        versions = list(map(_version, seen))
         yield x, y, mask
-        if list(map(_version, lent)) != versions:
+        if list(map(_version, seen)) != versions:
             raise UnsupportedError(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
             )
+
+
+def _places(seats: int | torch.Tensor, size: int) -> tuple[torch.Tensor, list[bool]]:
+    """By microbatch, (2, size): the number of the record on each seat, and whether it is its own; and whether somebody sits there.
+
+    ``seats``: by seat, which record sits there; or how many records there are, one after another.
+    """
+    numbers = np.arange(seats) if isinstance(seats, int) else seats.numpy()
+    by_seat = np.full((-(-len(numbers) // size), size), -1, dtype=np.int64)
+    by_seat.reshape(-1)[: len(numbers)] = numbers
+    taken = by_seat >= 0
+    first = by_seat[np.arange(len(by_seat)), taken.argmax(1)]
+    places = np.stack([np.where(taken, by_seat, first[:, None]), taken], 1)
+    return torch.from_numpy(places), taken.any(1).tolist()
+
+
+def _is_there(stored: Any, dtype: Any, device: torch.device) -> bool:
+    """Whether its rows are to be gathered on the device, as they are."""
+    rows = stored.stored if isinstance(stored, Rows) and not stored.whole else stored
+    return isinstance(rows, torch.Tensor) and rows.device == device and rows.dtype == dtype
 
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from lipdp._backward import gradients
 from lipdp._checks import no_gradient
 from lipdp._numerics import arithmetic, wide
 from lipdp.errors import DataError, UnsupportedError
+from lipdp.graphs import GraphedFunction
 from lipdp.losses import Loss
 from lipdp.nn import ClipGradient
 from lipdp.privacy.quantile import COUNT_SENSITIVITY
@@ -128,7 +129,7 @@ def pending_sum(
     copies: Copies | None = None,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     counts: LayerCounts | None = None,
-    replayed: Backward | None = None,
+    replayed: GraphedFunction[Part] | None = None,
     seats: torch.Tensor | None = None,
     turn: Turn | None = None,
 ) -> Sums:
@@ -146,12 +147,14 @@ def pending_sum(
     def run(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
         return microbatch_sum(model, loss, parameters, x, y, mask) if replayed is None else replayed(x, y, mask)
 
+    buffers = None if replayed is None else replayed.buffers
     many = copies or Copies()
     size = max(1, microbatch_size // many.count)
 
-    def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], collect: bool) -> Part:
+    def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], again: bool) -> Part:
         total: Part | None = None
-        parts = microbatches(inputs, targets, size, device, dtypes, seats, check=False, turn=own)
+        into = None if again or many.augmentation is not None else buffers  # tried row by row, a microbatch has to stay as it is
+        parts = microbatches(inputs, targets, size, device, dtypes, seats, check=False, turn=own, buffers=into)
         for number, (x, y, mask) in enumerate(parts):
             if number == 1 and total is not None:  # the first may lie in a recording's memory
                 total = {name: value.clone() for name, value in total[0].items()}, total[1].clone(), [t.clone() for t in total[2]]
@@ -161,7 +164,7 @@ def pending_sum(
                 part = own.summand({name: value / many.count for name, value in part[0].items()}), *part[1:]
             total = part if total is None else _added(total, part)
             if counts is not None:
-                counts.collect(mask, many.count) if collect else counts.discard()
+                counts.discard() if again else counts.collect(mask, many.count)
         if total is None:
             zeros = own.summand({name: zeros_like_sum(p) for name, p in parameters.items()})
             total = zeros, torch.ones((), dtype=torch.bool, device=device), []
@@ -170,8 +173,8 @@ def pending_sum(
                 value /= many.count
         return total
 
-    values, fine, seen = summed(run, True)
-    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), False)[0], seen)
+    values, fine, seen = summed(run, False)
+    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), True)[0], seen)
 
 
 def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:
