@@ -231,18 +231,19 @@ def _launch(kernel: Any, tensors: tuple[torch.Tensor | None, ...], x: torch.Tens
 
 
 def _forward_kernel(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None) -> torch.Tensor:
-    rows = len(x)
+    rows = max(1, len(x))
     if x.ndim == 4:
         window = pool or Pooling(1, 1, 0.0)
-        size = (rows, x.shape[1], x.shape[2] // window.height, x.shape[3] // window.width)
+        size = (len(x), x.shape[1], x.shape[2] // window.height, x.shape[3] // window.width)
         y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         if not x.is_contiguous(memory_format=torch.channels_last):  # it is copied, a part at a time: memory for three of it is much
             rows = max(1, _COPIED // max(1, x[:1].numel()))
     else:
         x = _by_channel(x)
         y = torch.empty_like(x)
-    for part, place in zip(map(_by_channel, x.split(rows)), y.split(rows), strict=True) if len(x) else ():
-        _launch(_KERNELS.module.forward, (part, bias, place), part, sort, pool)
+    for first in range(0, len(x), rows):
+        part = _by_channel(x[first : first + rows])
+        _launch(_KERNELS.module.forward, (part, bias, y[first : first + rows]), part, sort, pool)
     return y
 
 
