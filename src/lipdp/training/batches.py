@@ -472,7 +472,7 @@ def _places(seats: int | torch.Tensor, size: int) -> tuple[torch.Tensor, list[bo
     taken = by_seat >= 0
     first = by_seat[np.arange(len(by_seat)), taken.argmax(1)]
     places = np.stack([np.where(taken, by_seat, first[:, None]), taken], 1)
-    return torch.from_numpy(places), [bool(some) for some in taken.any(1)]
+    return torch.from_numpy(places), [bool(row.any()) for row in taken]
 
 
 def _is_there(stored: Any, dtype: Any, device: torch.device) -> bool:
