@@ -34,6 +34,7 @@ __all__ = [
     "GraphedFunction",
     "Staged",
     "Watched",
+    "copies",
     "fingerprint",
     "holds",
     "is_capturing",
@@ -310,6 +311,15 @@ def _recorded_stages(function: Callable[..., R | Staged[R]], buffers: list[torch
 def _side_stream(device: torch.device) -> Any:
     """One for all recordings on a device: libraries keep a workspace for every stream that they ever saw."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values in memory of their own: one launch, where all are of a kind."""
+    new = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    with torch.no_grad():
+        if new:
+            torch._foreach_copy_(new, list(tensors))
+    return new
 
 
 class Branches:

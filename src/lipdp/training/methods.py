@@ -15,7 +15,7 @@ import torch
 from lipdp.bounds import Analysis, analyse
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
-from lipdp.graphs import GraphedFunction, Watched
+from lipdp.graphs import Branches, GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
 from lipdp.planning.grouping import clip_layers
@@ -200,8 +200,13 @@ class ProvedQuery:
         )
 
     def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
+        branches, seen = Branches(mask.device), []
+        if self._beside is not None:
+            with branches.branch():
+                seen = [self._beside((x, y, mask))]
         sums, fine, _ = microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
-        return sums, fine, [] if self._beside is None else [self._beside((x, y, mask))]
+        branches.join()
+        return sums, fine, seen
 
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""

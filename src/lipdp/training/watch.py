@@ -14,7 +14,7 @@ from lipdp._numerics import deferred_checks, is_deferring
 from lipdp.digest import Tag
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import reachable_tensors, storages
-from lipdp.graphs import Branches, GraphedFunction, Watched
+from lipdp.graphs import Branches, GraphedFunction, Watched, copies
 from lipdp.parametrize import Constrained
 from lipdp.privacy import noise_cuda
 
@@ -263,10 +263,10 @@ class Projection:
 
     def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Whether all weights are finite, the projected weights and a digest of all tensors with these; the model's own stay."""
-        kept = [p.detach().clone() for p in self._parameters]
+        kept = copies(self._parameters)
         with deferred_checks() as conditions:
             project_trained(self.model)
-        projected = [p.detach().clone() for p in self._parameters]
+        projected = copies(self._parameters)
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, kept)
         fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
