@@ -34,6 +34,7 @@ __all__ = [
     "entries_of",
     "even_rows",
     "gather",
+    "gather_into",
     "gather_lazily",
     "gather_tensors",
     "microbatches",
@@ -407,7 +408,6 @@ def microbatches(
     *,
     check: bool = True,
     turn: Turn | None = None,
-    buffers: Callable[..., list[torch.Tensor] | None] | None = None,
 ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
     """(inputs, targets, mask) of exactly ``size`` rows each, converted to ``dtypes``: memory is capped and shapes never change.
 
@@ -415,28 +415,16 @@ def microbatches(
     and those that fill up the last microbatch, have copies of a record that sits in it, under mask 0, rather than zeros: a real
     record is something the model can evaluate without surprises. Records that are not finite get mask 0 too, and zeros in their
     place, since 0·NaN is NaN (``check=False``: that is left to whoever asked, see :func:`only_finite`). A microbatch in which
-    nobody sits is left out, and so is one whose ``turn`` is another process's. ``buffers``: asked for memory of such shapes, types
-    and devices; one input and targets whose rows are gathered on the device are put there, each microbatch over the last.
+    nobody sits is left out, and so is one whose ``turn`` is another process's.
     """
     of_inputs, of_targets = dtypes or (mapped(lambda leaf: leaf.dtype, inputs), targets.dtype)
     kinds = zip(leaves(inputs), leaves(of_inputs), strict=True)
     views = [isinstance(leaf, Rows) and leaf.whole and leaf.dtype == dtype for leaf, dtype in kinds]
     places, taken = _places(rows_of(inputs) if seats is None else seats, size)
-    gathered = buffers is not None and all(map(_is_there, (inputs, targets), (of_inputs, of_targets), (device, device)))
     for number, here in enumerate(places):
         if not taken[number] or not (turn is None or turn.starts(number)):
             continue
         there = here if device.type == "cpu" else here.to(device, non_blocking=True)  # one small transfer
-        lent = None
-        if gathered and buffers is not None:
-            shapes = (inputs.shape[1:], of_inputs), (targets.shape[1:], of_targets), (torch.Size(), torch.bool)
-            lent = buffers(*((torch.Size((size, *shape)), dtype, device) for shape, dtype in shapes))
-        if lent is not None:
-            for stored, place in zip((inputs, targets), lent, strict=False):
-                rows, numbers = (stored.stored, stored.numbers(there[0])) if isinstance(stored, Rows) else (stored, there[0])
-                torch.index_select(rows.detach(), 0, numbers, out=place)
-            yield lent[0], lent[1], lent[2].copy_(there[1])
-            continue
 
         def taken_rows(
             stored: torch.Tensor | Rows, dtype: torch.dtype, here: torch.Tensor = here, there: torch.Tensor = there
@@ -451,10 +439,10 @@ def microbatches(
         mask = there[1] != 0
         if check:
             x, y, mask = only_finite(x, y, mask)
-        seen = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view] if any(views) else []  # the dataset itself
-        versions = list(map(_version, seen))
+        lent = [leaf for leaf, view in zip(leaves(x), views, strict=True) if view] if any(views) else []  # the dataset itself
+        versions = list(map(_version, lent))
         yield x, y, mask
-        if list(map(_version, seen)) != versions:
+        if list(map(_version, lent)) != versions:
             raise UnsupportedError(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
@@ -475,10 +463,31 @@ def _places(seats: int | torch.Tensor, size: int) -> tuple[torch.Tensor, list[bo
     return torch.from_numpy(places), [bool(row.any()) for row in taken]
 
 
-def _is_there(stored: Any, dtype: Any, device: torch.device) -> bool:
-    """Whether its rows are to be gathered on the device, as they are."""
-    rows = stored.stored if isinstance(stored, Rows) and not stored.whole else stored
-    return isinstance(rows, torch.Tensor) and rows.device == device and rows.dtype == dtype
+def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor | Rows], seats: torch.Tensor) -> bool:
+    """Put the one microbatch of ``seats`` (inputs, targets) into ``buffers`` (and its mask), on the device where its rows are.
+
+    ``False``: nothing was done; they are not there, or of other types, or not in one microbatch.
+    """
+    size, device = len(buffers[-1]), buffers[-1].device
+    if len(seats) != size or not all(_is_there(*pair) for pair in zip(stored, buffers, strict=False)):
+        return False
+    (here,), (taken,) = _places(seats, size)
+    if not taken:
+        return False
+    there = here.to(device, non_blocking=True)
+    for rows, buffer in zip(stored, buffers, strict=False):
+        table, numbers = (rows.stored, rows.numbers(there[0])) if isinstance(rows, Rows) else (rows, there[0])
+        torch.index_select(table.detach(), 0, numbers, out=buffer)
+    buffers[-1].copy_(there[1])
+    return True
+
+
+def _is_there(stored: torch.Tensor | Rows, buffer: torch.Tensor) -> bool:
+    """Whether its rows are to be gathered on that device, as they are."""
+    if isinstance(stored, Rows) and stored.whole:
+        return False
+    rows = stored.stored if isinstance(stored, Rows) else stored
+    return (rows.device, rows.dtype, rows.shape[1:]) == (buffer.device, buffer.dtype, buffer.shape[1:])
 
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
