@@ -468,17 +468,22 @@ def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor |
 
     ``False``: nothing was done; they are not there, or of other types, or not in one microbatch.
     """
-    size, device = len(buffers[-1]), buffers[-1].device
-    if len(seats) != size or not all(_is_there(*pair) for pair in zip(stored, buffers, strict=False)):
+    mask = buffers[-1]
+    if len(seats) != len(mask) or not all(map(_is_there, stored, buffers)):
         return False
-    (here,), (taken,) = _places(seats, size)
-    if not taken:
+    numbers = seats.numpy()
+    taken = numbers >= 0
+    first = taken.argmax()
+    if not taken[first]:
         return False
-    there = here.to(device, non_blocking=True)
+    here = torch.empty(2, len(numbers), dtype=torch.int64, pin_memory=mask.is_cuda)  # a transfer that nobody waits for
+    places = here.numpy()
+    places[0], places[1] = np.where(taken, numbers, numbers[first]), taken
+    there, sitting = here.to(mask.device, non_blocking=True).unbind()
     for rows, buffer in zip(stored, buffers, strict=False):
-        table, numbers = (rows.stored, rows.numbers(there[0])) if isinstance(rows, Rows) else (rows, there[0])
-        torch.index_select(table.detach(), 0, numbers, out=buffer)
-    buffers[-1].copy_(there[1])
+        table, chosen = (rows.stored, rows.numbers(there)) if isinstance(rows, Rows) else (rows, there)
+        torch.index_select(table.detach(), 0, chosen, out=buffer)
+    mask.copy_(sitting)
     return True
 
 
