@@ -34,7 +34,7 @@ __all__ = ["Fused", "Pooling", "Stage", "available", "channels_last", "fusions",
 
 _TILE = 2048  # numbers of a block: output pixels × channels × pixels of a window
 _CHANNELS = 128  # of a block at most
-_COPIED = 2**24  # numbers that are put in another order in memory at a time
+_COPIED = 2**22  # numbers that are put in another order in memory at a time
 _TYPES = (torch.float32, torch.float64)
 
 
