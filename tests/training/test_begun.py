@@ -8,7 +8,7 @@ import torch
 import lipdp
 from lipdp import losses, nn
 from lipdp.parametrize import project_
-from lipdp.training.batches import Rows
+from lipdp.training.batches import Rows, gather_lazily
 from lipdp.training.methods import ProvedQuery
 from lipdp.training.query import Sample
 from lipdp.training.seats import choose_seats
@@ -132,3 +132,26 @@ def test_on_cuda_a_run_that_begins_early_is_the_run_that_does_not(monkeypatch, d
     for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert one.steps == other.steps == 16
+
+
+@cuda
+@pytest.mark.parametrize("part", [False, True])
+def test_on_cuda_records_are_placed_there_and_the_run_is_that_of_records_that_were(part):
+    def dataset(device: str) -> torch.utils.data.Dataset:
+        draw = torch.Generator().manual_seed(3)
+        tensors = torch.randn(500, 12, generator=draw), torch.randint(0, 4, (500,), generator=draw)
+        whole = torch.utils.data.TensorDataset(*(tensor.to(device) for tensor in tensors))
+        return torch.utils.data.Subset(whole, range(50, 450)) if part else whole
+
+    engines = [engine_of(network(), "cuda", dataset_size=400 if part else 500) for _ in range(2)]
+    given, there = dataset("cpu"), dataset("cuda")
+    placed = engines[0].place(given)
+    assert placed[0][0].is_cuda
+    for engine, records in zip(engines, (placed, there), strict=True):
+        for numbers in engine.samples(records):
+            engine.step(*gather_lazily(records, numbers), sample=numbers)
+    for p, q in zip(engines[0].model.parameters(), engines[1].model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    given.dataset.tensors[0].add_(1) if part else given.tensors[0].add_(1)
+    with pytest.raises(lipdp.errors.DataError, match="not the records"):
+        engines[0].place(given)

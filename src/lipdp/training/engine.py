@@ -30,7 +30,7 @@ from lipdp.training.front import applicable_layers
 from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch, tell_of_own_records
 from lipdp.training.known import Progress
 from lipdp.training.positions import refuse_forked
-from lipdp.training.preparing import bind, release_statistics, settle_records, shuffle_records
+from lipdp.training.preparing import bind, place_records, release_statistics, settle_records, shuffle_records
 from lipdp.training.query import Sample
 from lipdp.training.run import Options, Run
 from lipdp.training.shards import Places
@@ -462,6 +462,15 @@ class PrivacyEngine:
         every operation of a clipped pass; "alone": each record is taken by itself; "" before clipping has seen a batch.
         """
         return self._run.query.apart
+
+    @_alone
+    def place(self, train: Any) -> Any:
+        """The same records on the engine's device, for :meth:`batches` or :meth:`samples`: they are gathered there, not moved again
+        in every step. :func:`lipdp.fit` does it.
+
+        Only rows of a TensorDataset (or a Subset of one) that take an eighth of a GPU's memory at most; others as they are.
+        """
+        return place_records(self._run, train)
 
     # ------------------------------------------------------------------ weights to use
 
