@@ -128,7 +128,7 @@ def _ask_once(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn, b
                 stream.claim_last(moved.tag)
         if alone:
             noised = run.mechanism.draw(answer, settings, run.streams.noise(prepared, claims)) if moved is None else None
-            run.seating.draw_ahead(run.streams.seats(number + 1))
+            run.draw_ahead(number + 1)
         here = _stands_here(run) if told and runs_ahead else True
         unchanged, finite, fine, *same = read()
         unchanged = unchanged and here

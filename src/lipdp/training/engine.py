@@ -21,7 +21,6 @@ from lipdp.inputs import plain
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.suggest import check_parts
 from lipdp.privacy.budget import AnyBudget
-from lipdp.privacy.sampling import sample_indices
 from lipdp.training.account import data_marks
 from lipdp.training.asking import Asked, ask
 from lipdp.training.batches import Batch, check_batch, check_dataset, gather
@@ -266,7 +265,7 @@ class PrivacyEngine:
                 run.drawn = max(run.drawn, min(number + 1, self.plan.steps))
             if number >= self.plan.steps:
                 return
-            yield number, sample_indices(size, self.plan.sampling_rate, run.streams.sample(number), sampler)
+            yield number, run.sample(size, number)
 
     @_alone
     def step(self, inputs: Any, targets: torch.Tensor, *, sample: Any = None) -> None:
