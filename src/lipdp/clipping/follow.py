@@ -12,8 +12,9 @@ Only operations of the thread that runs the pass are seen. A number that another
 meanwhile (:mod:`lipdp.clipping.beside`). A memory that can be read without an operation, because its storage or its address was
 handed out in the pass, must not come to hold a record's numbers.
 
-What leaves the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) decides what is done with the others:
-that is noted too (:attr:`Following.reads`).
+What would leave the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) could decide what is done with the
+others, and be kept for later ones: such an operation raises before it runs (:meth:`Memories.read`). So Python is given no number of
+a batch, and of a pass that is refused it has none to keep.
 
 Let every operation keep its records apart, in the pass that was made. Then record i's loss is a function of record i (and of
 weights, random numbers, settings) alone; the backward pass, which goes back through the same operations, gives to row i of whatever

@@ -1,9 +1,10 @@
 """What a model, its loss and what these name hold, as it was: to be put back behind a pass that is not to leave anything.
 
-A model may be run on records in a pass that nothing is concluded from: a first look, a pass that turns out not to keep its records
-apart. A number that it puts somewhere then (an attribute, a global list, a table of a class) would be found there by the records of
-later passes, as if it were a constant. So what such a pass has written is taken back, wherever a name leads to it, and no model
-need be asked why it has written. A table that follows from shapes is made again; a counter goes on from where it was.
+A pass that is followed gives Python no number (:mod:`lipdp.clipping.follow`). But a model may be run on records in one that is not:
+at a first look, or on each by itself. A number that it puts somewhere then (an attribute, a global list, a table of a class) would
+be found there by the records of later passes, as if it were a constant. So what such a pass has written is taken back, wherever a
+name leads to it, and no model need be asked why it has written. A table that follows from shapes is made again; a counter goes on
+from where it was. Where records are taken one by one, what has changed is refused (:meth:`Before.stays`).
 
 Names are followed as in :mod:`lipdp.clipping.kept`. Not put back is what is inside objects of installed packages (a queue, a
 logger: other threads may be at work on them), and where an iterator or a generator stands.
