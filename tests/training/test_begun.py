@@ -130,7 +130,7 @@ def test_on_cuda_a_run_that_begins_early_is_the_run_that_does_not(monkeypatch, d
     more = [torch.nn.Dropout(0.5)] if drops else []
     one, begun = trained(monkeypatch, True, *more, **settings)
     other, _ = trained(monkeypatch, False, *more, **settings)
-    assert sum(batch is not None for batch in begun) >= 12
+    assert sum(batch is not None for batch in begun) >= 6, "not in the first steps, nor where what it reads has changed"
     for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert one.steps == other.steps == 16
