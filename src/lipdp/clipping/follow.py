@@ -90,7 +90,7 @@ class Following(Memories, TorchDispatchMode):
         if depends and self.answering and func is _SCALAR and self._is_shortcut(states[0]):
             self.answered = True
             return states[0].answer
-        if depends and not rule.view:
+        if depends and not (rule.only_computes or rule.view):
             self._check(rule, args_in_order, states)
         try:
             output = rule.run(*args, **kwargs)

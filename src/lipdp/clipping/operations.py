@@ -154,6 +154,11 @@ class Rule:
         """Whether it gives the memory that it was given, and does nothing else."""
         return self.view and not self.reads and not self.changed and self.name != "lift_fresh"
 
+    @cached_property
+    def only_computes(self) -> bool:
+        """Whether it gives new numbers, and neither shows nor writes any."""
+        return self.known and not self.reads and not self.changed
+
     def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """All arguments by their place, those that were given by name too."""
         full = [*args, *self.defaults[len(args) :]]
