@@ -651,6 +651,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dlpack": lambda x: np.from_dlpack(x.detach()).sum(),
     "an address": lambda x: ctypes.c_float.from_address(x.data_ptr()).value,
     "a storage": lambda x: x.untyped_storage().tolist(),
+    "a storage of its own": lambda x: of_its_own(x)[0],
     "how many": lambda x: len(x[x > 0]),
     "where": lambda x: len(x.nonzero()),
     "different ones": lambda x: len(x.unique()),
@@ -659,6 +660,12 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "an operation of its own": lambda x: torch.ops.lipdp_restored.shown(x),
     "a tensor that was lent": lambda x: lent(x),
 }
+
+
+def of_its_own(x: torch.Tensor) -> Any:
+    storage = torch.UntypedStorage(4)
+    torch.empty(0).set_(storage, 0, (1,)).copy_(x.detach().max())  # type: ignore[call-overload]
+    return storage
 
 
 def lent(x: torch.Tensor) -> float:
@@ -679,6 +686,29 @@ def test_a_pass_that_is_followed_gives_python_no_number(read: str, rows: int) ->
         SEEN.append(READS[read](x * 2))
     assert SEEN == []
     assert following.reads
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: torch.empty(256),
+        lambda x: torch.empty_like(x.new_zeros(256)),
+        lambda x: x.new_empty(256),
+        lambda x: torch.Tensor(256),
+        lambda x: torch.empty_strided((256,), (1,)),
+        lambda x: torch.zeros(1).resize_(256),
+    ],
+)
+def test_memory_that_nobody_has_written_to_holds_nothing_of_others(made: Any) -> None:
+    x = torch.randn(4, 3)
+    with follow(x, torch.zeros(4), []).following():
+        for _ in range(20):
+            left = (x * 1 + 7).sum(0).repeat(100)[:256].clone()
+            del left
+            found = made(x)
+            found = found.detach()
+        result = found
+    assert torch.equal(result, torch.zeros(256))
 
 
 class Looks(torch.nn.Module):

@@ -7,7 +7,7 @@ A rule is asked when some argument depends on the batch. It says where the recor
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -499,8 +499,27 @@ def rule_of(func: Any) -> Rule:
         keeps=results is _frozen_norm,
         torchs=func.namespace in _TORCHS,
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
-        run=_max_pool if func is _MAX_POOL else func,
+        run=_max_pool if func is _MAX_POOL else _emptied(func) if name in _EMPTY else func,
     )
+
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+
+
+def _emptied(func: Any) -> Callable[..., Any]:
+    """Memory that is not written to may hold what was in it before, numbers of other records: here, zeros."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args and isinstance(args[0], torch.Tensor) and func._schema.name == "aten::resize_" else None
+        before = 0 if given is None else given.untyped_storage().nbytes()
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and made.layout == torch.strided and not (made.is_meta or made.is_quantized):
+            storage = made.untyped_storage()
+            if storage.nbytes() > before:
+                torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage)[before:].zero_()
+        return made
+
+    return run
 
 
 _MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default

@@ -158,8 +158,14 @@ class Readings(TorchFunctionMode):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Within the block, this mode is on, and calls are noted of compiled functions and of those that no mode is told of."""
-        noting = {"__call__": self._noting_script, "impl": self._noting_library, **dict.fromkeys(_COMPILING, _refusing)}
-        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY, *_compiling(len(sys.modules)))]
+        noting = {
+            "__call__": self._noting_script,
+            "impl": self._noting_library,
+            **dict.fromkeys(_COMPILING, _refusing),
+            **dict.fromkeys(_OF_STORAGES, self._noting_storage),
+        }
+        places = (*_LOANS, *_SCRIPTS, _LIBRARY, *_STORAGES, *_compiling(len(sys.modules)))
+        before = [(home, name, getattr(home, name)) for home, name in places]
         if replaced := _replaced(len(torch.library._impls)):
             self._of.read(f"{replaced} is computed by somebody's own code")
         try:
@@ -186,6 +192,14 @@ class Readings(TorchFunctionMode):
             if found:
                 self._of.read(f"compiled code may read values of the batch ({found})")
             return function(script, *args, **kwargs)
+
+        return called
+
+    def _noting_storage(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(storage: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_ours():
+                self._of.read("Python reads memory (a storage)")
+            return function(storage, *args, **kwargs)
 
         return called
 
@@ -221,6 +235,8 @@ def _compiling(count: int) -> list[tuple[Any, str]]:
 
 
 _LOANS = [(home, name) for home in (torch, torch._C, torch.utils.dlpack) for name, value in vars(home).items() if hands_out(value)]
+_OF_STORAGES = "__getitem__", "tolist"
+_STORAGES = [(torch.UntypedStorage, name) for name in _OF_STORAGES]
 _SCRIPTS = (torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")
 _LIBRARY = torch.library.Library, "impl"
 
