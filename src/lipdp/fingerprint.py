@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import operator
-import random
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +24,6 @@ from lipdp.errors import LipdpError, UnsupportedError
 __all__ = [
     "Watched",
     "fingerprint",
-    "generator_states",
     "nothing_kept",
     "reachable_tensors",
     "reached",
@@ -267,26 +264,6 @@ def reachable_tensors(*objects: Any) -> list[torch.Tensor]:
             "it computes, use a copy of the model."
         )
     return tensors
-
-
-def generator_states(*objects: Any) -> Hashable:
-    """What the random generators and counters that the objects' attributes and items lead to will give next.
-
-    Not of those that everybody draws from (``random.random``, ``numpy.random.rand``, torch's default generator).
-    """
-    own = [value for value in reached(*objects) if not any(value is each for each in _EVERYBODYS)]
-    return tuple(_STATES[kind](value) for value in own for kind in _STATES if isinstance(value, kind))
-
-
-_EVERYBODYS = (random._inst, np.random.mtrand._rand, torch.default_generator)
-_STATES: dict[type, Callable[[Any], Hashable]] = {
-    torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
-    random.Random: lambda generator: generator.getstate(),
-    np.random.Generator: lambda generator: repr(generator.bit_generator.state),
-    np.random.BitGenerator: lambda generator: repr(generator.state),
-    np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)),
-    itertools.count: repr,
-}
 
 
 def reached(*objects: Any) -> list[Any]:

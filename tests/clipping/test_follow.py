@@ -27,7 +27,7 @@ from torch import nn
 import lipdp
 from lipdp import clipping, losses
 from lipdp.clipping.follow import Following
-from lipdp.clipping.follow_rules import At, Mixed
+from lipdp.clipping.operations import At, Mixed
 from lipdp.errors import DataError, LipdpNotice, UnsupportedError
 from tests.many import examples
 
@@ -805,10 +805,13 @@ def test_a_thread_that_always_runs_is_named():
 
 def test_what_came_past_the_operations_is_named():
     x, _, y = batches()
-    for how in ("thread", "dlpack"):
+    for how, what in {
+        "thread": "no operation of this pass has made",
+        "dlpack": "Python sees values of the batch (to_dlpack)",
+    }.items():
         seen = clipping.support(Past(how), x, y, LOSS)
         assert seen.apart == "alone"
-        assert "no operation of this pass has made" in seen.meeting
+        assert what in seen.meeting
         assert "test_follow.py, line" in seen.meeting
 
 

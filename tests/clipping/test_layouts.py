@@ -8,7 +8,8 @@ from torch import nn
 
 from lipdp import clipping
 from lipdp.clipping.adoption import place_of_gradients
-from lipdp.clipping.layouts import FIRST, SECOND, layouts_of, look_at
+from lipdp.clipping.layouts import FIRST, SECOND, layouts_of
+from lipdp.clipping.looking import look_at
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import check_all, quadratic
 

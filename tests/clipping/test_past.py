@@ -16,8 +16,8 @@ from torch.utils.dlpack import to_dlpack
 
 from lipdp import clipping
 from lipdp.clipping.follow import follow
-from lipdp.clipping.follow_rules import Mixed
 from lipdp.clipping.kept import known_before
+from lipdp.clipping.operations import Mixed
 from lipdp.errors import UnsupportedError
 from tests.clipping.helpers import quadratic
 

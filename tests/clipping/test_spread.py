@@ -194,7 +194,7 @@ class Choose(nn.Module):
 @pytest.mark.parametrize("how", ["by a layer", "by hand", "in a module"])
 def test_tokens_that_are_chosen_are_no_examples(how, monkeypatch):
     """Even if no other contents are tried."""
-    monkeypatch.setattr("lipdp.clipping.layouts._others", lambda x, drawings: iter(()))
+    monkeypatch.setattr("lipdp.clipping.looking._others", lambda x, drawings: iter(()))
     torch.manual_seed(0)
     model, y = Selected(how), torch.randint(0, 3, (ROWS,))
     x = torch.randn(ROWS, 8)

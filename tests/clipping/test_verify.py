@@ -342,9 +342,8 @@ def test_a_backward_pass_that_grows_from_call_to_call(monkeypatch):
         model.train()
         with monkeypatch.context() as unnoticed:  # the self-check would see it
             unnoticed.setattr("lipdp.clipping.clipper.verify_once", lambda *_: None)
-            found = clipping.clipped_gradients(model, quadratic, x, y, 1e-4, method)
-        assert next(calls) > 1
-        assert math.hypot(*(float(value.norm()) for value in found.values())) <= 1e-4 * (1 + 1e-5)
+            with pytest.raises(UnsupportedError, match="changes while it runs"):
+                clipping.clipped_gradients(model, quadratic, x, y, 1e-4, method)
         model.eval()
 
 

@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from lipdp.behaviour import ClassBodies
-from lipdp.clipping.contribution import NormRule, WatchedForward, find_norm_rule, find_watched_forward
+from lipdp.clipping.contribution import NormRule, WatchedForward, find_norm_rule, find_refusal, find_watched_forward
 from lipdp.clipping.fallback import own_parameters
 from lipdp.clipping.layouts import Layouts, configs_of, generation
 from lipdp.errors import UnsupportedError
 
-__all__ = ["Shown", "TrainedLayers", "Ways", "place_of_gradients", "take_larger", "trained_layers"]
+__all__ = ["Shown", "TrainedLayers", "Ways", "check_supported", "place_of_gradients", "refusal", "take_larger", "trained_layers"]
+
+
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+_REPARAMETRISED = ("WeightNorm", "SpectralNorm")
 
 
 class Shown(NamedTuple):
@@ -190,3 +194,43 @@ def _around(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def check_supported(model: torch.nn.Module) -> None:
+    """Raise :class:`~lipdp.errors.UnsupportedError` for the first thing that can't work.
+
+    Args:
+        model: its parameters and modules are looked at; nothing is run.
+    """
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(f"parameter '{name}' is not initialised (a lazy module). Run one forward pass first.")
+        if parameter.requires_grad and parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter '{name}' is complex; norms and noise are defined for real ones. Use a real parameter of twice the size "
+                "and torch.view_as_complex in forward."
+            )
+    for name, module in model.named_modules():
+        why = refusal(module)
+        if why is not None:
+            raise UnsupportedError(f"layer '{name}' ({type(module).__name__}) can't be trained by clipping: {why}")
+
+
+def refusal(module: torch.nn.Module) -> str | None:
+    """Why this module can't be trained by clipping, if it can't."""
+    if type(module).__name__ in _PARALLEL and type(module).__module__.startswith("torch."):
+        return "it splits the batch or averages gradients over devices, before they are clipped. Pass the wrapped model (.module)."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a scripted module does not show the inputs of its layers. Use the module it was scripted from."
+    state = any(name.startswith("parametrizations.") for name, _ in module.named_buffers())
+    if torch.nn.utils.parametrize.is_parametrized(module) and state:
+        return (
+            "its weight is computed by torch.nn.utils.parametrize with state of its own (spectral_norm), which changes whenever it "
+            "is evaluated. Remove the parametrisation (torch.nn.utils.parametrize.remove_parametrizations)."
+        )
+    if any(type(hook).__name__ in _REPARAMETRISED for hook in module._forward_pre_hooks.values()):
+        return (
+            "its weight is recomputed from other parameters by a hook (weight_norm, spectral_norm). Remove it "
+            "(torch.nn.utils.remove_weight_norm, remove_spectral_norm)."
+        )
+    return find_refusal(module)

@@ -75,10 +75,13 @@ def squared(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
         parts = torch.linalg.vector_norm(tensor[..., :whole].reshape(*tensor.shape[:-1], -1, _SHORT), dim=-1)
         rest = torch.linalg.vector_norm(tensor[..., whole:], dim=-1, keepdim=True)
         norms, dims, length = torch.cat([parts, rest], -1), (*outer, last), _SHORT
-    else:
+    elif outer:
         norms, dims = torch.linalg.vector_norm(tensor, dim=last, keepdim=True), (*outer, last)
+    else:
+        norms, dims = torch.linalg.vector_norm(tensor, dim=last), ()
     # A norm as it comes is off by γ_(n+3)/2, its square by γ_(n+4).
-    return norms.to(wide(norms)).square().sum(dims) * (1 + gamma(length + 8, tensor.dtype)) + lost
+    squares = norms.to(wide(norms)).square_()
+    return (squares.sum(dims) if dims else squares).mul_(1 + gamma(length + 8, tensor.dtype)).add_(lost)
 
 
 def _lost(tensor: torch.Tensor, dims: tuple[int, ...]) -> float:

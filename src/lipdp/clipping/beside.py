@@ -44,7 +44,10 @@ class Beside:
 
 def _clocks() -> dict[int, int]:
     """Processor time of each other thread of Python, but the harmless ones; −1 where the system does not tell."""
-    others = [ident for ident in sys._current_frames() if ident != threading.get_ident() and not _is_harmless(ident)]
+    frames = sys._current_frames()
+    if len(frames) == 1:  # this one's
+        return {}
+    others = [ident for ident in frames if ident != threading.get_ident() and not _is_harmless(ident)]
     # None of them can end before this does: a thread ends with Python's lock, which is held here.
     return {ident: -1 if _clock_of is None else time.clock_gettime_ns(_clock_of(ident)) for ident in others}
 

@@ -11,7 +11,7 @@ import torch
 
 from lipdp._numerics import HALF, Undrawn, no_autocast, seed_torch
 from lipdp.clipping.arithmetic import matmuls
-from lipdp.clipping.layouts import is_mask, one_place_less
+from lipdp.clipping.looking import is_mask, one_place_less
 from lipdp.clipping.loops import PerExampleLoss
 from lipdp.digest import same_bits
 from lipdp.errors import UnsupportedError

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from lipdp._numerics import Undrawn, no_autocast, random_states, seed_all, set_random_states, wide
-from lipdp.clipping.adoption import TrainedLayers, trained_layers
+from lipdp.clipping.adoption import TrainedLayers, check_supported, trained_layers
 from lipdp.clipping.batch import (
     Batch,
     Clip,
@@ -43,7 +43,6 @@ from lipdp.clipping.batch import (
     MaxNorm,
     Method,
     Style,
-    check_choice,
     check_choices,
     check_style,
     clip_factors,
@@ -61,151 +60,21 @@ from lipdp.clipping.batch import (
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.contribution import Contribution, Form
 from lipdp.clipping.follow import ATTEMPTS, follow
-from lipdp.clipping.kept import kept_elsewhere, known_before
+from lipdp.clipping.kept import known_before
 from lipdp.clipping.layouts import generation, layouts_of
 from lipdp.clipping.loops import Loops, PerExampleLoss, followed_losses, zeros
 from lipdp.clipping.memories import EARLIER, distrust
 from lipdp.clipping.past import NotApartError, Reason
-from lipdp.clipping.record import check_supported, leave_off, recording
-from lipdp.clipping.restored import Before, left_as_it_was
+from lipdp.clipping.record import leave_off, recording
+from lipdp.clipping.restored import Before
 from lipdp.clipping.verify import check_alone, kind_of, seeing_all, show_public, state_of, untrained_tensors, verify_once
 from lipdp.errors import LipdpNotice, UnsupportedError
-from lipdp.fingerprint import Watched, generator_states
+from lipdp.fingerprint import Watched
 from lipdp.graphs import GraphedFunction, Staged, is_capturing, is_recording, rest_of
 from lipdp.inputs import Inputs, device_of, flattened, owned, plain, rebuilt, rows_of
 from lipdp.program.dtypes import Types
 
-__all__ = ["Clipped", "Clipper", "Method", "Pending", "clip_batch", "clipped_gradients", "per_example_norms"]
-
-
-@uncompiled
-def per_example_norms(
-    model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor, *, form: Form = "auto", copies: int = 1
-) -> torch.Tensor:
-    """‖g_i‖₂ of each example's whole gradient (batch,), without materialising gradients where that is dearer.
-
-    Args:
-        model: as for :func:`clipped_gradients`, and so are the others.
-        loss: one value per example.
-        x: inputs, batch first.
-        y: targets.
-        form: how norms of layers with several positions are computed.
-        copies: rows that make up one example.
-
-    Example:
-        >>> import torch, lipdp.clipping
-        >>> model = torch.nn.Linear(3, 2)
-        >>> loss = torch.nn.CrossEntropyLoss(reduction="none")
-        >>> lipdp.clipping.per_example_norms(model, loss, torch.randn(5, 3), torch.zeros(5, dtype=torch.long)).shape
-        torch.Size([5])
-    """
-    check_choice("form", form, Form)
-    parameters = trainable(model)
-    check_supported(model)
-    types = Types(model, loss)
-    batch = prepare(x, y, None, copies)
-    x, targets = types.inputs(batch.x), types.targets(batch.y)
-    rows, device = rows_of(x), device_of(x)
-    own = _own_dtype(next(iter(parameters.values())))
-    if rows == 0:
-        return torch.zeros(0, dtype=own, device=device)
-    with eager(is_compiled(model)):
-
-        def shown() -> dict[str, Contribution]:
-            verify_once(model, loss, x, targets)
-            return shown_gradients(model, loss, x, targets, copies)
-
-        try:
-            with left_as_it_was(model, loss):
-                contributions = seeing_all(model, x, shown)
-        except NotApartError as error:
-            check_alone(model, loss, x, targets, error.reason)
-            return Clipper(model, loss, "naive", copies=copies)(x, targets, 1.0).norms[:, 0].to(own)
-        squares = _squared_norms(contributions, device, form)
-        return _group_norms(squares, clipping_groups(parameters, 1.0), rows // copies, device)[:, 0].to(own)
-
-
-def clipped_gradients(
-    model: torch.nn.Module,
-    loss: PerExampleLoss,
-    x: Inputs,
-    y: torch.Tensor,
-    max_norm: MaxNorm,
-    method: Method = "bookkeeping",
-    *,
-    mask: torch.Tensor | None = None,
-    clip: Clip = "clip",
-    form: Form = "auto",
-    style: Style = "flat",
-    groups: Sequence[str] | None = None,
-    stability: float = 0.01,
-    copies: int = 1,
-) -> dict[str, torch.Tensor]:
-    """Σ_i ν_i·g_i with ν_i = min(1, C/‖g_i‖): the *sum* of the clipped per-example gradients, by parameter name.
-
-    Args:
-        model: any model whose examples don't mix; in the mode it is in.
-        loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
-        x: inputs, batch first: a tensor; a tuple of tensors, the model's arguments; or a dict, its arguments by name. Numbers of
-            another type than the model's are converted, token ids stay whole numbers. Of a ModelOutput the loss gets the logits.
-        y: targets.
-        max_norm: C; or C_g by group (see ``style``). A 0-dimensional tensor stays on its device.
-        method: how; every method gives the same result. "bookkeeping" is the fastest.
-        mask: (batch,) of booleans; False leaves an example out.
-        clip: "clip": ν = min(1, C/‖g‖); "automatic": ν = C/(‖g‖ + γ), which normalises.
-        form: how norms of layers with several positions are computed: "materialise", "gram", "auto": the cheaper by a cost
-            model, "measure": the quicker, timed once per shape.
-        style: "flat": one norm for all parameters; "per_layer", "per_group": one for each group, clipped to C/√groups or to
-            the group's own C_g, so the whole has norm ≤ √ΣC_g² (:func:`clipping_groups`).
-        groups: for "per_group": prefixes of parameter names.
-        stability: γ of "automatic".
-        copies: rows that make up one example (augmentation multiplicity): row i·copies+k of ``x`` is copy k of example i, its
-            loss is the mean over them, and the gradient of that is clipped. ``y`` has a row for each example or for each row.
-
-    An example whose gradient is not finite is left out. Sums are rounded to the parameters' type; those of :func:`clip_batch` are
-    float64, and of thousands of examples should be noised as such.
-    """
-    clipper = Clipper(model, loss, method, clip=clip, form=form, style=style, groups=groups, stability=stability, copies=copies)
-    sums = clipper(x, y, max_norm, mask=mask).sums
-    own = {name: _own_dtype(p) for name, p in model.named_parameters()}
-    return {name: total.to(own[name]) for name, total in sums.items()}
-
-
-def clip_batch(
-    model: torch.nn.Module,
-    loss: PerExampleLoss,
-    x: Inputs,
-    y: torch.Tensor,
-    max_norm: MaxNorm,
-    method: Method = "bookkeeping",
-    *,
-    mask: torch.Tensor | None = None,
-    clip: Clip = "clip",
-    form: Form = "auto",
-    style: Style = "flat",
-    groups: Sequence[str] | None = None,
-    stability: float = 0.01,
-    copies: int = 1,
-) -> Clipped:
-    """:func:`clipped_gradients` with the norms and factors behind it, e.g. for adaptive clipping (which must account for them).
-
-    Args:
-        model: any model whose examples don't mix; in the mode it is in.
-        loss: ``loss(outputs, targets)`` with one value per example (``reduction="none"``).
-        x: inputs, batch first: a tensor, a tuple of tensors or a dict of them.
-        y: targets, a row for each example or for each row of ``x``.
-        max_norm: C, or C_g by group.
-        method: how; every method gives the same result.
-        mask: (batch,) of booleans; False leaves an example out.
-        clip: "clip": ν = min(1, C/‖g‖); "automatic": ν = C/(‖g‖ + γ).
-        form: how norms of layers with several positions are computed.
-        style: which parameters are clipped together: "flat", "per_layer" or "per_group".
-        groups: for "per_group": prefixes of parameter names.
-        stability: γ of "automatic", above 0.
-        copies: rows that make up one example.
-    """
-    clipper = Clipper(model, loss, method, clip=clip, form=form, style=style, groups=groups, stability=stability, copies=copies)
-    return clipper(x, y, max_norm, mask=mask)
+__all__ = ["Clipped", "Clipper", "Method", "Pending", "group_norms", "shown_gradients", "squared_norms"]
 
 
 def shown_gradients(
@@ -235,11 +104,6 @@ def _numbers_of_its_own(device: torch.device) -> Iterator[None]:
 
 # Where something has run beside every pass: batches, at most, that are taken record by record before one is tried together again.
 _PAUSE = 64
-
-
-def _own_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """A parameter's type, float32 at least."""
-    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 class _Computed(NamedTuple):
@@ -510,8 +374,7 @@ class Clipper:
     def _taken_back(self, x: Inputs) -> Iterator[None]:
         """Of a pass that fails nothing stays of what the model has put somewhere: a record that is taken alone would find it.
 
-        Nor of one over a single record, of which nothing is followed: those of the next batch would. While a recording is made no
-        number can be read, and none is kept.
+        While a recording is made no number can be read, and none is kept.
         """
         if is_capturing(device_of(x)):
             yield
@@ -523,13 +386,10 @@ class Clipper:
         except BaseException:
             self._before.put_back()
             raise
-        if rows_of(x) == 1:
-            self._before.put_back_all()
 
     def _kept(self) -> Hashable:
-        """All that can be named of what the model and its loss could keep of a record."""
-        named = self._watched(), state_of(self._untrained), generator_states(self.model, self.loss)
-        return *named, kept_elsewhere(self.model, self.loss)
+        """The settings, and the bytes of all that is not trained, large tensors too."""
+        return self._watched(), state_of(self._untrained)
 
     def _stages(self, *tensors: torch.Tensor, clean: bool = False) -> Staged[_Computed]:
         """One pass over the leaves of the inputs, targets, mask and bounds; nothing is read from the device once it is verified.
@@ -548,8 +408,8 @@ class Clipper:
             with self._taken_back(x):
                 contributions = seeing_all(self.model, x, shown)
             form: Form = "gram" if self.method == "ghost" else self.form
-            squares = _squared_norms(contributions, device, form, as_released=True)
-            norms = _group_norms(squares, self._made_for, len(keep), device)
+            squares = squared_norms(contributions, device, form, as_released=True)
+            norms = group_norms(squares, self._made_for, len(keep), device)
             factors = clip_factors(norms, bounds.to(norms.dtype), keep, self.clip, self.stability)
             finite = torch.isfinite(norms)
             spoiled = ~finite.all()
@@ -645,7 +505,7 @@ def _joined(parts: Sequence[Clipped]) -> Clipped:
     return replace(parts[0], sums=sums, norms=norms, factors=factors, kept=kept)
 
 
-def _squared_norms(
+def squared_norms(
     contributions: Mapping[str, Contribution], device: torch.device, form: Form, *, as_released: bool = False
 ) -> dict[str, torch.Tensor]:
     """(batch,) for each parameter that reaches the loss.
@@ -659,7 +519,7 @@ def _squared_norms(
         }
 
 
-def _group_norms(squares: Mapping[str, torch.Tensor], groups: Sequence[Group], batch: int, device: torch.device) -> torch.Tensor:
+def group_norms(squares: Mapping[str, torch.Tensor], groups: Sequence[Group], batch: int, device: torch.device) -> torch.Tensor:
     """(batch, groups): squared norms by parameter, added up group by group."""
     with torch.no_grad():
         if not squares:

@@ -29,8 +29,8 @@ from lipdp._numerics import HALF, random_states, set_random_states
 from lipdp.clipping.contribution import Contribution, Contributions, Dense, flat
 from lipdp.clipping.draws import Kind, Redrawn
 from lipdp.clipping.follow import Following
-from lipdp.clipping.follow_rules import At
 from lipdp.clipping.layouts import FIRST, Call, HiddenGradientError, Place, UnseenLayerError, Where
+from lipdp.clipping.operations import At
 from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before
 from lipdp.errors import LipdpNotice, UnsupportedError

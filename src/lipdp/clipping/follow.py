@@ -12,8 +12,9 @@ Only operations of the thread that runs the pass are seen. A number that another
 meanwhile (:mod:`lipdp.clipping.beside`). A memory that can be read without an operation, because its storage or its address was
 handed out in the pass, must not come to hold a record's numbers.
 
-What leaves the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) decides what is done with the others:
-that is noted too (:attr:`Following.reads`).
+What would leave the tensors (``item``, ``tolist``, ``if x.max() > 3``, the size of ``nonzero``) could decide what is done with the
+others, and be kept for later ones: such an operation raises before it runs (:meth:`Memories.read`). So Python is given no number of
+a batch, and of a pass that is refused it has none to keep.
 
 Let every operation keep its records apart, in the pass that was made. Then record i's loss is a function of record i (and of
 weights, random numbers, settings) alone; the backward pass, which goes back through the same operations, gives to row i of whatever
@@ -34,9 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
-from lipdp.clipping.follow_rules import TAKEN_OUT, At, Call, Mixed, Rule, State, rule_of
-from lipdp.clipping.memories import Memories, key_of
+from lipdp.clipping.follow_rules import rule_of
+from lipdp.clipping.memories import OWN, Memories, key_of
+from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State, constant
 from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, line
+from lipdp.errors import LipdpError
 from lipdp.inputs import Inputs, leaves, rows_of
 
 __all__ = ["ATTEMPTS", "Following", "follow", "rows_first"]
@@ -59,8 +62,8 @@ class Following(Memories, TorchDispatchMode):
         recomputed: whether something of the pass is computed anew in the backward pass (:meth:`going_back`).
     """
 
-    def __init__(self, records: int, *, answering: bool = True, known: Iterable[torch.Tensor] = ()) -> None:
-        Memories.__init__(self, records, known)
+    def __init__(self, records: int, *, answering: bool = True, known: Iterable[torch.Tensor] = (), strict: bool = True) -> None:
+        Memories.__init__(self, records, known, strict)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.answering, self.answered = answering, False
         self.recomputed = False
@@ -70,6 +73,10 @@ class Following(Memories, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, rule = kwargs or {}, rule_of(func)
+        if rule.only_views and _keeping() is None:
+            output = _viewed(func, args, kwargs)
+            if output is not None:  # the same memory: whose it is, is known of that
+                return output
         args_in_order, states, depends = rule.in_order(args, kwargs) if kwargs else args, list[Any](), False
         for arg in args_in_order:
             state: Any = None
@@ -83,6 +90,8 @@ class Following(Memories, TorchDispatchMode):
         if depends and self.answering and func is _SCALAR and self._is_shortcut(states[0]):
             self.answered = True
             return states[0].answer
+        if depends and not (rule.only_computes or rule.view):
+            self._check(rule, args_in_order, states)
         try:
             output = rule.run(*args, **kwargs)
         except Exception:
@@ -95,7 +104,7 @@ class Following(Memories, TorchDispatchMode):
             self._follow(rule, args_in_order, states, output)
         elif not rule.view:
             self._note_made(output)
-        for part in self._written_by(rule, rule.changed, args_in_order) if rule.changed else ():
+        for part in self._written_by(rule.changed, args_in_order) if rule.changed else ():
             if part.layout == torch.strided:
                 self._written.add(key_of(part))
         return output
@@ -115,26 +124,27 @@ class Following(Memories, TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled: there is nothing to keep it from
 
+    def _check(self, rule: Rule, args: Sequence[Any], states: Sequence[Any]) -> None:
+        """Before an operation on the batch: raise if Python would see something of it."""
+        if rule.reads and rule.shows(args, states):
+            self.read(f"Python sees what {rule.name} makes of the batch")
+        if not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
+            what = f"{rule.name}, of which nobody has said what it does with a batch"
+            if rule.torchs:
+                self.reads.append(Reason(what, line()))
+            else:  # it may be written in Python
+                self.read(what)
+        for part in self._written_by(rule.changed, args) if rule.changed else ():
+            self._check_write(part)
+
     def _follow(self, rule: Rule, args: Sequence[Any], states: list[Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
-        if rule.shows(args, states) or any(map(_tells, outputs)):
-            self.reads.append(Reason(f"Python sees what {rule.name} makes of the batch", line()))
-        elif not rule.known:  # its numbers need not be all that it gives: sizes, random numbers drawn, what it does by itself
-            self.reads.append(Reason(f"{rule.name}, of which nobody has said what it does with a batch", line()))
+        if any(map(_tells, outputs)):
+            self.read(f"Python sees what {rule.name} makes of the batch")
         if rule.view:
             return
         call = Call(rule, self.records, args, states, output)
-        try:
-            results = rule.results(call)
-        except Exception as error:  # whatever is not understood is not claimed
-            mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
-            named = mixed.what if mixed.where or mixed.what == TAKEN_OUT else f"{rule.name}: {mixed.what}"
-            results = Mixed(named, mixed.where or line())
-            if named == TAKEN_OUT and not any(part.numel() for part in outputs):
-                self.reads.append(Reason(named, results.where))  # no record by chance
-            results.answer = rule.answer(call)
-            if rule.name == "sum" and isinstance(output, torch.Tensor) and not output.ndim:
-                results.counted = args[0].numel()
+        results = self._of_one(call) if self.records == 1 else self._of_many(call, outputs)
         if not isinstance(results, list):
             results = [results] * len(outputs)
         for part, state in zip(outputs, results, strict=True):
@@ -145,12 +155,33 @@ class Following(Memories, TorchDispatchMode):
                     self._set(part, state)
                 else:
                     self._nobodys(part)
-        for part in self._written_by(rule, rule.written, args):  # in place, and not given back
-            if part.numel() and not rule.keeps:
+        for part in self._written_by(rule.written, args) if rule.written and not rule.keeps else ():  # in place, and not given back
+            if part.numel():
                 self._write(part, Mixed(f"{rule.name} writes into it", line()))
 
+    def _of_many(self, call: Call, outputs: Sequence[Any]) -> Any:
+        """Where the records are in what an operation gives."""
+        try:
+            return call.rule.results(call)
+        except Exception as error:  # whatever is not understood is not claimed
+            mixed = error if isinstance(error, Mixed) else Mixed("what it does with the records is not understood")
+            results = _answering(call, mixed)
+            if results.what == TAKEN_OUT and not any(part.numel() for part in outputs):
+                self.reads.append(Reason(TAKEN_OUT, results.where))  # no record by chance
+            return results
+
     @staticmethod
-    def _written_by(rule: Rule, places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
+    def _of_one(call: Call) -> State:
+        """The same of a record that is alone: all is its own, but what an earlier one has left. Questions are answered as ever."""
+        if call.rule.results is constant:
+            return None
+        flat = [one for state in call.states for one in (state if isinstance(state, list) else (state,))]
+        foreign = next((one for one in flat if isinstance(one, Mixed) and one.foreign), None)
+        results = _answering(call, Mixed("over the records"))
+        return foreign or (OWN if results.answer is None and results.counted < 0 else results)
+
+    @staticmethod
+    def _written_by(places: Sequence[int], args: Sequence[Any]) -> list[torch.Tensor]:
         """Tensors among the arguments at these places, in lists too."""
         parts = (part for number in places if number < len(args) for part in tree_leaves(args[number]))
         return [part for part in parts if isinstance(part, torch.Tensor)]
@@ -184,10 +215,11 @@ class Following(Memories, TorchDispatchMode):
 
     def conclude(self, losses: torch.Tensor) -> None:
         """Raise :class:`NotApartError` unless each record's loss is known to depend on it alone, going back too."""
-        if self.records == 1:
-            return
         state = self.state(losses)
-        if state != At(0, 1):
+        if self.records == 1:
+            if isinstance(state, Mixed) and state.foreign:
+                raise NotApartError(Reason(state.what, state.where))
+        elif state != At(0, 1):
             raise NotApartError(self._reason(state, "the loss") if state is not None else Reason("the loss does not show", ""))
         self._alone(started=True)
         if self.reads:
@@ -213,6 +245,15 @@ class Following(Memories, TorchDispatchMode):
         try:
             with self, Readings(self).reading():
                 yield
+        except LipdpError:
+            raise
+        except Exception as error:
+            if self.refused:  # the model has gone on without a number that it was not given
+                raise NotApartError(self.reads[0]) from error
+            raise
+        else:
+            if self.refused:
+                raise NotApartError(self.reads[0])
         finally:
             _current = before
             self.remember()
@@ -253,7 +294,7 @@ class _Again(TorchDispatchMode):
         parts = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
         if not torch.is_grad_enabled():
             rule = rule_of(func)
-            written = self._of._written_by(rule, rule.changed, rule.in_order(args, kwargs or {})) if rule.changed else []
+            written = self._of._written_by(rule.changed, rule.in_order(args, kwargs or {})) if rule.changed else []
             if not any(self._is_kept(part) for part in written):
                 output = func(*args, **(kwargs or {}))
                 if all(self._of.state(part) is None for part in parts):
@@ -264,7 +305,7 @@ class _Again(TorchDispatchMode):
         output = self._of.__torch_dispatch__(func, types, args, kwargs)
         for part in tree_leaves(output):
             state = self._of.state(part) if isinstance(part, torch.Tensor) else None
-            if isinstance(state, Mixed) and state.answer is None:
+            if isinstance(state, Mixed) and state.answer is None and (state.foreign or self._of.records > 1):
                 raise NotApartError(Reason(state.what, state.where))
         if self._of.reads:
             raise NotApartError(self._of.reads[0])
@@ -304,17 +345,18 @@ _current: Following | None = None
 def _forked() -> None:
     if _current is not None:
         _current.reads.append(Reason(BESIDE, "a copy of this process"))
+        _current.refused = True  # by the copy
 
 
 on_fork(_forked)
 
 
-def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True) -> Following:
+def follow(x: Inputs, y: torch.Tensor, known: Iterable[torch.Tensor], *, answering: bool = True, strict: bool = True) -> Following:
     """What follows a pass over these inputs and targets, with what is :func:`known_before`.
 
     A record by itself meets no other; questions about it are answered as in company, or it would have another gradient.
     """
-    following = Following(rows_of(x), answering=answering, known=known)
+    following = Following(rows_of(x), answering=answering, known=known, strict=strict)
     for part in sorted((*leaves(x), y), key=torch.Tensor.storage_offset):  # columns of one table have one map
         following.declare(part, At(0, 1), given=True)
     return following
@@ -347,6 +389,25 @@ def _foreign(start: Any) -> type | None:
 
 # The functions that keep what the backward pass needs (saved_tensors_hooks), if there are any.
 _keeping: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+
+def _answering(call: Call, mixed: Mixed) -> Mixed:
+    """What was mixed, where, and what is answered to the question that it may be."""
+    named = mixed.what if mixed.where or mixed.what == TAKEN_OUT else f"{call.rule.name}: {mixed.what}"
+    results = Mixed(named, mixed.where or line())
+    results.answer = call.rule.answer(call)
+    if call.rule.name == "sum" and isinstance(call.output, torch.Tensor) and not call.output.ndim:
+        results.counted = call.args[0].numel()
+    return results
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What an operation gives that gives one tensor of the memory that it was given; ``None`` where it does not, or raises."""
+    try:
+        output = func(*args, **kwargs)
+    except Exception:  # it is called again, by who tells what that shows
+        return None
+    return output if isinstance(output, torch.Tensor) and not _tells(output) else None
 
 
 def _tells(output: Any) -> bool:

@@ -8,207 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lipdp.clipping.operations import (
+    TAKEN_OUT,
+    At,
+    Call,
+    Mixed,
+    Results,
+    Rule,
+    State,
+    by_masks,
+    constant,
+    dimension,
+    is_mask,
+    mixing,
+)
 from lipdp.graphs import holds
 
-__all__ = ["TAKEN_OUT", "At", "Call", "Mixed", "Rule", "State", "rule_of"]
-
-TAKEN_OUT = "some of the batch's records are taken out of it, or put in another order"
-
-
-class At(NamedTuple):
-    """Records lie in dimension ``dim``, ``runs`` rows of each at a time: those at index k are record (k // runs) mod B."""
-
-    dim: int
-    runs: int
-
-
-class Mixed(Exception):  # noqa: N818  (it is a state as well)
-    """Numbers that depend on several records, or on one that is not to be told.
-
-    Attributes:
-        what: was done.
-        where: in the user's code.
-        answer: of a question whether something holds for all or any of the batch: what is answered, whatever the batch is.
-        counted: of how many numbers this is the sum, to be compared with that.
-    """
-
-    def __init__(self, what: str, where: str = "") -> None:
-        super().__init__(what)
-        self.what, self.where = what, where
-        self.answer: bool | None = None
-        self.counted = -1
-
-
-State = At | Mixed | None
-"""Of a tensor; ``None``: it does not depend on the batch."""
-
-
-class Call(NamedTuple):
-    """One call of an operation: all its arguments in their order, their states (a list for a list of tensors), what it gave."""
-
-    rule: Rule
-    records: int
-    args: Sequence[Any]
-    states: Sequence[Any]
-    output: Any
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by name."""
-        place = self.rule.places.get(name, len(self.args))
-        return self.args[place] if place < len(self.args) else default
-
-    def state(self, name: str) -> Any:
-        """Its state."""
-        place = self.rule.places.get(name, len(self.states))
-        return self.states[place] if place < len(self.states) else None
-
-    @property
-    def tensors(self) -> list[tuple[torch.Tensor, State]]:
-        """All tensors with their states; raises one that is mixed."""
-        pairs: list[tuple[torch.Tensor, State]] = []
-        for arg, state in zip(self.args, self.states, strict=True):
-            for part, one in zip(arg, state, strict=True) if isinstance(state, list) else ((arg, state),):
-                if isinstance(one, Mixed):
-                    raise one
-                if isinstance(part, torch.Tensor):
-                    pairs.append((part, one))
-        return pairs
-
-    def only(self, *names: str) -> At:
-        """Where the records are, if of all arguments only these depend on the batch, in the same way."""
-        found: At | None = None
-        allowed, odd = set(map(self.rule.places.get, names)), False
-        for number, state in enumerate(self.states):
-            if state is None:
-                continue
-            if isinstance(state, Mixed):
-                raise state
-            if isinstance(state, list):
-                for one in state:
-                    if isinstance(one, Mixed):
-                        raise one
-                    odd = odd or one is not None
-            else:
-                odd = odd or number not in allowed or found not in (None, state)
-                found = state
-        if odd or found is None:
-            raise Mixed("arguments depend on the batch that should not, or not in the same dimension")
-        return found
-
-    def dims(self, *names: str) -> set[int] | None:
-        """Dimensions that an argument names; ``None``: all of them."""
-        given = next((self.get(name) for name in names if name in self.rule.places), None)
-        if isinstance(given, int) and not isinstance(given, bool):
-            given = [given]
-        if not isinstance(given, list | tuple) or not given:
-            return None
-        return {_dim(d, self.args[0].ndim) for d in given}
-
-
-Results = Callable[[Call], Any]
-"""The state of all outputs, or a list with one for each."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What an operation does to records.
-
-    Attributes:
-        name: of the operation.
-        results: where they are afterwards.
-        places: of its arguments, by name.
-        defaults: of its arguments.
-        view: whether it gives the memory that it was given.
-        writes: whether its outputs are arguments that it has written into.
-        written: arguments that it writes into and does not give back.
-        changed: all that it writes into.
-        reads: whether it shows something to Python: a value, or a number of values that were chosen.
-        run: what computes it: the operation itself, or what gives the same to the bit and is quicker.
-    """
-
-    name: str
-    results: Results
-    places: dict[str, int]
-    defaults: tuple[Any, ...]
-    view: bool = False
-    writes: bool = False
-    written: tuple[int, ...] = ()
-    changed: tuple[int, ...] = ()
-    reads: bool = False
-    run: Callable[..., Any] = field(kw_only=True)
-
-    @property
-    def known(self) -> bool:
-        """Whether anything is said of it."""
-        return self.view or self.results is not _mixing
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it leaves as it is what it could write into: statistics that are frozen, or the rule has refused."""
-        return self.results is _frozen_norm
-
-    def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """All arguments by their place, those that were given by name too."""
-        full = [*args, *self.defaults[len(args) :]]
-        for name, value in kwargs.items():
-            full[self.places[name]] = value
-        return full
-
-    def shows(self, args: Sequence[Any], states: Sequence[Any]) -> bool:
-        """Whether Python sees something of these arguments: by masks, as many numbers are chosen as they say."""
-        return self.reads and (not self.name.startswith("index") or _by_masks(args[1], states[1]))
-
-    def answer(self, call: Call) -> bool | None:
-        """No, if it asks for all of the batch; yes, if for any of it; what is not, the other way round."""
-        first = call.states[0] if call.states else None
-        before = first.answer if isinstance(first, Mixed) else None
-        if self.name in ("all", "any") and len(call.args) == 1:
-            return self.name == "any"
-        if self.name == "eq" and isinstance(first, Mixed) and not isinstance(call.args[1], torch.Tensor):
-            return False if call.args[1] == first.counted else None  # the sum of a mask is the number of its places
-        if self.name in ("logical_not", "bitwise_not"):
-            return None if before is None else not before
-        return before if self.name in ("clone", "_to_copy") and call.args[0].dtype == torch.bool else None
-
-
-def _dim(dim: int, ndim: int) -> int:
-    return dim + ndim if dim < 0 else dim
-
-
-def _by_masks(indices: Sequence[Any], states: Any) -> bool:
-    """Whether there are masks among the indices that depend on the batch."""
-    states = states if isinstance(states, list) else [None] * len(indices)
-    return any(_is_mask(part) and state is not None for part, state in zip(indices, states, strict=True))
-
-
-def _is_mask(index: Any) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _without_masks(indices: Sequence[Any], states: Any) -> tuple[list[Any], list[Any]]:
-    """The numbers of the places that masks choose, in their stead; one that depends on the batch chooses nobody knows which."""
-    if _by_masks(indices, states):
-        raise Mixed("as many of them as their contents say")
-    plain = [part.nonzero().unbind(1) if _is_mask(part) else (part,) for part in indices]
-    states = states if isinstance(states, list) else [None] * len(indices)
-    return [one for parts in plain for one in parts], [state for parts, state in zip(plain, states, strict=True) for _ in parts]
-
-
-# Rules -------------------------------------------------------------------------------------------------------------------
-
-
-def _mixing(call: Call) -> Any:
-    raise Mixed("it takes the records together, or nobody has said that it does not")
-
-
-def _constant(call: Call) -> Any:
-    """Only the shape of its argument matters."""
-    return None
+__all__ = ["rule_of"]
 
 
 def _broadcast(tensors: Sequence[tuple[torch.Tensor, State]], shape: Sequence[int]) -> At:
@@ -230,6 +50,9 @@ def _broadcast(tensors: Sequence[tuple[torch.Tensor, State]], shape: Sequence[in
 
 def _pointwise(call: Call) -> Any:
     like = call.output[0] if isinstance(call.output, tuple | list) else call.output
+    first = call.states[0]
+    if type(first) is At and call.states.count(None) == len(call.states) - 1 and like.shape == call.args[0].shape:
+        return first  # nearly always
     return _broadcast(call.tensors, like.shape)
 
 
@@ -363,7 +186,7 @@ def _same(states: Sequence[State]) -> At:
 
 
 def _index_select(call: Call) -> Any:
-    self, dim = call.get("self"), _dim(call.get("dim"), call.get("self").ndim)
+    self, dim = call.get("self"), dimension(call.get("dim"), call.get("self").ndim)
     if call.state("self") is None:
         return At(dim, call.only("index").runs)
     at = call.only("self")
@@ -380,7 +203,7 @@ def _index(call: Call) -> Any:
 
 
 def _indexed(records: int, self: torch.Tensor, indices: Sequence[Any], of_self: State, of_indices: Any) -> At:
-    masked = [_is_mask(part) for part in indices for _ in range(part.ndim if _is_mask(part) else 1)]
+    masked = [is_mask(part) for part in indices for _ in range(part.ndim if is_mask(part) else 1)]
     indices, of_indices = _without_masks(indices, of_indices)
     places = [k for k, part in enumerate(indices) if part is not None]
     shape = torch.broadcast_shapes(*(indices[k].shape for k in places))  # type: ignore[no-untyped-call]
@@ -426,6 +249,15 @@ def _names_records(numbers: torch.Tensor, records: int) -> bool:
     return numbers.numel() == records and any(_counts(numbers, d) for d in dims)
 
 
+def _without_masks(indices: Sequence[Any], states: Any) -> tuple[list[Any], list[Any]]:
+    """The numbers of the places that masks choose, in their stead; one that depends on the batch chooses nobody knows which."""
+    if by_masks(indices, states):
+        raise Mixed("as many of them as their contents say")
+    plain = [part.nonzero().unbind(1) if is_mask(part) else (part,) for part in indices]
+    states = states if isinstance(states, list) else [None] * len(indices)
+    return [one for parts in plain for one in parts], [state for parts, state in zip(plain, states, strict=True) for _ in parts]
+
+
 def _index_put(call: Call) -> Any:
     """``self[i, j] = values``: the records keep their dimension, or each writes into its own."""
     for _ in call.tensors:
@@ -434,7 +266,7 @@ def _index_put(call: Call) -> Any:
     of_self, of_indices, of_values = call.states[:3]
     if of_self is not None and of_values is None and all(one is None for one in of_indices or ()):
         return of_self  # numbers of nobody's, into places that nobody says
-    if _by_masks(indices, of_indices):
+    if by_masks(indices, of_indices):
         masks = [k for k, part in enumerate(indices) if part is not None]
         if of_values is not None or values.numel() != 1 or masks != [0]:
             raise Mixed("as many of them as their contents say")
@@ -458,14 +290,14 @@ def _index_put(call: Call) -> Any:
 
 def _cat(call: Call) -> Any:
     pairs = [(part, state) for part, state in call.tensors if part.numel() or part.ndim > 1]
-    at, dim = _same([state for _, state in pairs]), _dim(call.get("dim", 0), call.output.ndim)
+    at, dim = _same([state for _, state in pairs]), dimension(call.get("dim", 0), call.output.ndim)
     if dim == at.dim and any(part.shape[dim] % (call.records * at.runs) for part, _ in pairs):
         raise Mixed("records beside others in their own dimension")
     return at
 
 
 def _stack(call: Call) -> Any:
-    at, dim = _same([state for _, state in call.tensors]), _dim(call.get("dim", 0), call.output.ndim)
+    at, dim = _same([state for _, state in call.tensors]), dimension(call.get("dim", 0), call.output.ndim)
     return At(at.dim + (dim <= at.dim), at.runs)
 
 
@@ -595,7 +427,7 @@ def _say(results: Results, *names: str) -> None:
 _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked_fill where nan_to_num clamp elu gelu silu mish",
      "hardswish hardsigmoid leaky_relu _prelu_kernel softplus log_sigmoid_forward threshold hardtanh polar complex",
      "_conj_physical normal normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
-_say(_constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
+_say(constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
      "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
 _say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin median nanmedian max min aminmax",
      "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
@@ -636,6 +468,7 @@ _say(_leading(3), "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d upsam
      "pixel_unshuffle native_channel_shuffle channel_shuffle reflection_pad3d replication_pad3d")  # fmt: skip
 
 _VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "item", "allclose", "_is_all_true", "_is_any_true", "_assert_async"}
+_TORCHS = {"aten", "prims", "mkldnn", "mkl", "quantized"}
 _SAME_MEMORY = {"_unsafe_view", "as_strided_", "_reshape_alias", "lift_fresh", "detach", "detach_", "alias",
                 "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # fmt: skip
 
@@ -649,11 +482,11 @@ def rule_of(func: Any) -> Rule:
     shares = bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     results = _TABLE.get(name) or (_TABLE.get(name.removesuffix("_")) if written else None)
     if name in _VALUES:
-        results = _constant
+        results = constant
     if results is None and torch.Tag.pointwise in func.tags:
         results = _pointwise
     if func.namespace != "aten" or results is None:
-        results = _mixing
+        results = mixing
     return Rule(
         name.removesuffix("_") if written else name,
         results,
@@ -663,9 +496,30 @@ def rule_of(func: Any) -> Rule:
         writes=returned,
         written=() if returned else tuple(written),
         changed=tuple(written),
+        keeps=results is _frozen_norm,
+        torchs=func.namespace in _TORCHS,
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
-        run=_max_pool if func is _MAX_POOL else func,
+        run=_max_pool if func is _MAX_POOL else _emptied(func) if name in _EMPTY else func,
     )
+
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+
+
+def _emptied(func: Any) -> Callable[..., Any]:
+    """Memory that is not written to may hold what was in it before, numbers of other records: here, zeros."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args and isinstance(args[0], torch.Tensor) and func._schema.name == "aten::resize_" else None
+        before = 0 if given is None else given.untyped_storage().nbytes()
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and made.layout == torch.strided and not (made.is_meta or made.is_quantized):
+            storage = made.untyped_storage()
+            if storage.nbytes() > before:
+                torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage)[before:].zero_()
+        return made
+
+    return run
 
 
 _MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default

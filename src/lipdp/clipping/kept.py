@@ -14,7 +14,6 @@ import functools
 import gc
 import inspect
 import io
-import os
 import random
 import sys
 import sysconfig
@@ -32,9 +31,9 @@ import torch
 
 from lipdp.clipping.past import hands_out
 from lipdp.errors import UnsupportedError
-from lipdp.fingerprint import fingerprint, generator_states, reachable_tensors, reached, readable
+from lipdp.fingerprint import reachable_tensors
 
-__all__ = ["behind", "is_iterator", "is_nobodys", "kept_elsewhere", "known_before", "names_of", "position"]
+__all__ = ["behind", "frame_of", "is_iterator", "is_nobodys", "known_before", "names_of", "position"]
 
 # Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
 _NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
@@ -48,11 +47,8 @@ _DATA = (
 _CACHES = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, _CACHES)
 _CALLED = (*_FUNCTIONS, types.MethodType, functools.partial)
-# Of references from what was found to what that leads to; items of a container, bytes of an array.
-_DEPTH = 4
+# Items of a container, bytes of an array.
 _MANY, _LARGE = 4096, 2**20
-# Variables of the environment that torch sets when it comes to compile something: put back behind a record, and no change.
-_TORCHS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
 def known_before(model: torch.nn.Module, loss: Any) -> list[torch.Tensor]:
@@ -117,59 +113,6 @@ def _is_torchs(value: Any) -> bool:
     return str(home).split(".")[0] in ("torch", "lipdp", "builtins", "typing", "abc")
 
 
-def kept_elsewhere(*objects: Any) -> Hashable:
-    """Equal for equal states of what the objects' classes and functions name, and of the process's environment.
-
-    That is: data among the attributes of classes and functions, and what functions read by global names; caches of functions;
-    locals of generators that wait; what weak references, context variables, buffers and ctypes hold; gradients, attributes and
-    hooks of tensors.
-    """
-    with readable():
-        data, numbers = _found(objects)
-    tensors = tuple(_contents(tensor) for tensor in reachable_tensors(*data))
-    environment = tuple(pair for pair in os.environ.items() if pair[0] not in _TORCHS)
-    return fingerprint(*data), tensors, generator_states(*data), tuple(numbers), environment
-
-
-def _found(objects: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:
-    """What holds something behind the objects, and the states of what has no parts."""
-    met: dict[int, Any] = {}
-    level, data, numbers = reached(*objects), list[Any](), list[Hashable]()
-    for _ in range(_DEPTH):
-        new = [value for value in level if id(value) not in met]
-        met.update((id(value), value) for value in new)
-        level = []
-        for value in new:
-            number = _number(value)
-            if number is not None:
-                numbers.append(number)
-            for part in behind(value):
-                if isinstance(part, (type, *_FUNCTIONS)):
-                    level.append(part)
-                else:
-                    data.append(part)
-                    level += reached(part)
-    return data, numbers
-
-
-def _contents(tensor: torch.Tensor) -> Hashable:
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-    small = plain and tensor.numel() * tensor.element_size() <= _LARGE
-    return tensor._version if not small else (tensor._version, repr(tensor.detach().flatten().tolist()))
-
-
-def _number(value: Any) -> Hashable:
-    """The state of what has no parts to look at."""
-    if isinstance(value, _CACHES):
-        found = value.cache_info()
-        return found.misses, found.currsize
-    if isinstance(value, io.BytesIO | io.StringIO):
-        return () if value.closed else (value.getvalue(), value.tell())
-    if isinstance(value, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)):
-        return bytes(value)
-    return position(value) if is_iterator(value) else None
-
-
 def is_iterator(value: Any) -> bool:
     """Whether it is one of Python's own, of which one may learn where it stands."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
@@ -177,13 +120,21 @@ def is_iterator(value: Any) -> bool:
 
 def position(value: Any) -> Hashable:
     """Where an iterator of Python's stands: the numbers in what it is made again from."""
+    if isinstance(value, io.BytesIO | io.StringIO):  # what another one reads
+        return () if value.closed else (value.getvalue(), value.tell())
     with warnings.catch_warnings(), suppress(TypeError, ValueError):  # generators and files have none
         warnings.simplefilter("ignore", DeprecationWarning)
         made: tuple[Any, ...] = value.__reduce__()
         parts = [inner for part in made[1:] for inner in (part if isinstance(part, tuple) else (part,))]
         numbers = [part for part in parts if isinstance(part, (int, float, Iterator))]
-        return tuple(_number(part) if isinstance(part, Iterator) else part for part in numbers)
+        return tuple(position(part) if isinstance(part, Iterator) else part for part in numbers)
     return None
+
+
+def frame_of(waiting: Any) -> types.FrameType | None:
+    """Where a generator, or a function that is awaited, waits in its middle."""
+    kinds = ((types.GeneratorType, "gi_frame"), (types.CoroutineType, "cr_frame"), (types.AsyncGeneratorType, "ag_frame"))
+    return next((getattr(waiting, name) for kind, name in kinds if isinstance(waiting, kind)), None)
 
 
 def behind(value: Any) -> Iterator[Any]:
@@ -192,9 +143,8 @@ def behind(value: Any) -> Iterator[Any]:
         yield from _of_class(value)
     elif isinstance(value, _FUNCTIONS):
         yield from _of_function(value)
-    elif isinstance(value, types.GeneratorType):
-        if value.gi_frame is not None:
-            yield dict(value.gi_frame.f_locals)
+    elif (frame := frame_of(value)) is not None:
+        yield dict(frame.f_locals)
     elif isinstance(value, weakref.ReferenceType):
         yield value()
     elif isinstance(value, contextvars.ContextVar):

@@ -82,7 +82,7 @@ class Loops:
     known: Sequence[torch.Tensor] = ()
     repeating: bool = True
     kept: Callable[[], Hashable] | None = None
-    """All that can be named of what the model and its loss could keep of a record."""
+    """The state of the settings and of what is not trained, to be the same behind all records."""
 
     def naive(self, x: Inputs, y: torch.Tensor, keep: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """A forward and a backward pass for each example (nxBP). Returns sums, norms and factors (batch, groups).
@@ -106,9 +106,10 @@ class Loops:
             return torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
 
         def look_behind() -> None:
-            if not before.holds():  # the next one could use it, and forget it
-                self._refuse_changes(state)
-                before.put_back_all()  # equal, but other objects
+            if self.kept is None:
+                before.put_back_all()
+            elif not before.stays():  # the next one could use it, and forget it
+                raise self._changes()
 
         def gradients(i: int) -> tuple[torch.Tensor | None, ...]:
             record = select((x, y), slice(i * self.copies, (i + 1) * self.copies))
@@ -130,16 +131,16 @@ class Loops:
                 for record, seat, found in seen:
                     _refuse_other(type(self.model).__name__, found, alone(record, seat))
                     look_behind()
-        self._refuse_changes(state)
+        if self.kept is not None and self.kept() != state:
+            raise self._changes()
         return result
 
-    def _refuse_changes(self, state: Hashable) -> None:
-        if self.kept is not None and self.kept() != state:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "
-                "generator of its own). What one record has left there may reach the next. Make it a function of its inputs; "
-                "random numbers come from torch's own generators."
-            )
+    def _changes(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{type(self.model).__name__} or its loss changes while it runs (a counter, a buffer, what it keeps, a random "
+            "generator of its own). What one record has left there may reach the next. Make it a function of its inputs; "
+            "random numbers come from torch's own generators."
+        )
 
     def multiloss(
         self, x: Inputs, y: torch.Tensor, keep: torch.Tensor

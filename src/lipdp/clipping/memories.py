@@ -21,15 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lipdp.clipping.follow_rules import TAKEN_OUT, At, Mixed, State
-from lipdp.clipping.past import Reason, is_lifted, line
+from lipdp.clipping.operations import TAKEN_OUT, At, Mixed, State
+from lipdp.clipping.past import NotApartError, Reason, is_lifted, line
 
-__all__ = ["EARLIER", "UNKNOWN", "Memories", "distrust", "key_of", "version_of"]
+__all__ = ["EARLIER", "OWN", "UNKNOWN", "Memories", "distrust", "key_of", "version_of"]
 
 EARLIER = "numbers of an earlier batch, which the model has kept"
 UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
 _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it
 _constants: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # made of nothing in passes before, and not written to since
+
+
+OWN = At(0, 1)
+"""Of a record that is alone in its batch: whatever depends on it is its own."""
 
 
 class _Memory(NamedTuple):
@@ -95,11 +99,13 @@ class Memories:
     Attributes:
         records: rows of the batch.
         reads: values of the batch that Python has seen, and other things that make a pass more than its operations.
+        strict: whether Python is given none of them.
     """
 
-    def __init__(self, records: int, known: Iterable[torch.Tensor]) -> None:
-        self.records = records
+    def __init__(self, records: int, known: Iterable[torch.Tensor], strict: bool) -> None:
+        self.records, self.strict = records, strict
         self.reads: list[Reason] = []
+        self.refused = False  # whether it was not given one
         self._memories: dict[int, _Entry] = {}
         self._lent: set[int] = set()  # memories that may be read past all operations
         self._bare: set[int] = set()  # memories that may be written to without a version that tells
@@ -116,7 +122,7 @@ class Memories:
         for tensor in self._known:
             storage = tensor.untyped_storage()
             self._memories[storage._cdata] = _Entry(storage, None)
-        earlier = Mixed(EARLIER)  # one for all of them: nobody writes to a state
+        earlier = Mixed(EARLIER, foreign=True)  # one for all of them: nobody writes to a state
         for key, alive in list(_earlier.items()):
             if alive.expired():  # type: ignore[no-untyped-call]
                 del _earlier[key]
@@ -136,12 +142,14 @@ class Memories:
             return Mixed("a tensor without a memory of its own (sparse)", line())
         entry = self._memories.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            return Mixed(UNKNOWN, line()) if tensor.numel() else None
+            return Mixed(UNKNOWN, line(), foreign=True) if tensor.numel() else None
         whose = entry.whose
         if whose is None or isinstance(whose, Mixed):
             return whose
         if not tensor.numel():
             return None  # no number at all, whatever the batch is
+        if self.records == 1:
+            return OWN
         found = _read_map(self.records, whose, _form(tensor))
         if found is None:
             return Mixed(TAKEN_OUT, line())
@@ -152,11 +160,18 @@ class Memories:
         entry = self._memories.get(key_of(tensor)) if tensor.layout == torch.strided else None
         return entry is None or entry.whose is not None
 
+    def read(self, what: str) -> None:
+        """Raise before Python sees something of the batch: nothing can be kept of a number that nobody was given."""
+        self.reads.append(Reason(what, line()))
+        if self.strict:
+            self.refused = True
+            raise NotApartError(self.reads[-1])
+
     def lend(self, tensor: torch.Tensor, how: str) -> None:
         """The tensor's memory is handed out: what is in it, or is written to it from here on, can be read past all operations."""
         self._lent.add(key_of(tensor))
         if self.shows(tensor):
-            self.reads.append(Reason(f"Python sees values of the batch ({how})", line()))
+            self.read(f"Python sees values of the batch ({how})")
 
     def bare(self, tensor: torch.Tensor) -> None:
         """The tensor's memory can be written to from here on without a version that tells (``.data``)."""
@@ -167,7 +182,11 @@ class Memories:
         if tensor.layout != torch.strided:
             return  # see state
         storage = tensor.untyped_storage()
-        whose = at if isinstance(at, Mixed) else _map(self.records, at, _form(tensor), exact)
+        whose: _Memory | Mixed | str
+        if isinstance(at, Mixed):
+            whose = at
+        else:
+            whose = _Memory(0, 1) if self.records == 1 else _map(self.records, at, _form(tensor), exact)
         if isinstance(whose, str):
             whose = Mixed(whose, line())
         self._memories[storage._cdata] = _Entry(StorageWeakRef(storage), whose)  # type: ignore[no-untyped-call]
@@ -189,9 +208,6 @@ class Memories:
         entry = self._memories.get(key_of(tensor)) if tensor.layout == torch.strided else None
         if tensor.layout == torch.strided and (entry is None or entry.whose is None or key_of(tensor) in _earlier):
             self._check_shared(tensor.untyped_storage())
-        if tensor.layout == torch.strided and key_of(tensor) in self._lent:
-            what = "records are written into memory that was handed out, and can be read past all operations"
-            self.reads.append(Reason(what, line()))
         before = None if entry is None else self.state(tensor)
         if isinstance(state, Mixed) or entry is None or entry.whose is None:
             self._set(tensor, state)
@@ -199,6 +215,17 @@ class Memories:
             self._set(tensor, state := Mixed("records written over others", line()))
         if entry is not None and not isinstance(before, Mixed) and (isinstance(state, Mixed) or key_of(tensor) in self._bare):
             self._overwritten(before, state)
+
+    def _check_write(self, tensor: torch.Tensor) -> None:
+        """Before numbers that depend on the batch are written to a tensor: can its memory be read past all operations?"""
+        if tensor.layout != torch.strided:
+            return
+        key, storage = key_of(tensor), tensor.untyped_storage()
+        if key in self._lent:
+            self.read("records are written into memory that was handed out, and can be read past all operations")
+        entry = self._memories.get(key)
+        if not storage.resizable() and (entry is None or entry.whose is None or key in _earlier):
+            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", line()))
 
     def _overwritten(self, before: State, state: State) -> None:
         """A memory has become other records'. What was read of it before, the backward pass reads again: from the same memory.
@@ -217,8 +244,6 @@ class Memories:
             apart = other.device != storage.device or other.data_ptr() >= end or begin >= other.data_ptr() + other.nbytes()
             if other._cdata != storage._cdata and not apart:
                 self._set(tensor, Mixed("records are written into memory that it has too", line()))
-        if not storage.resizable():
-            self.reads.append(Reason("records are written into memory that others have too (numpy's, say)", line()))
 
     def _meet(self, tensor: torch.Tensor) -> State:
         """The state of an argument of :meth:`lift_fresh`: numbers of Python's that torch has just copied are nobody's."""

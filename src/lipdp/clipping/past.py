@@ -55,6 +55,9 @@ class Follower(Protocol):
 
     reads: list[Reason]
 
+    def read(self, what: str) -> Any:
+        """Raises: Python would see something of the batch."""
+
     def state(self, tensor: torch.Tensor) -> Any:
         """Where the records are in it; ``None``: nowhere."""
 
@@ -126,7 +129,7 @@ class Readings(TorchFunctionMode):
         if func in _NOTED and not _is_ours():
             self._note(func, args, kwargs or {})
         if not (_USUAL.issuperset(types) or all(map(_is_torchs, types))):
-            self._of.reads.append(Reason("a class of tensors with functions of its own", line()))
+            self._of.read("a class of tensors with functions of its own")
         elif isinstance(func, torch._ops.OpOverloadPacket) and func.__name__ in _BY_NAME:
             self._scripted(func.__name__, (args, kwargs))
         return func(*args, **(kwargs or {}))
@@ -136,9 +139,9 @@ class Readings(TorchFunctionMode):
         others = [part for part in (*args[1:], *kwargs.values()) if isinstance(part, torch.Tensor)]
         if func in _SPLITS:
             if any(self._of.state(part) is not None for part in others):
-                self._of.reads.append(Reason("Python sees values of the batch (tensor_split)", line()))
+                self._of.read("Python sees values of the batch (tensor_split)")
         elif func in _HOOKS:
-            self._of.reads.append(Reason("a function of its own in the backward pass", line()))
+            self._of.read("a function of its own in the backward pass")
         elif first is None:
             return
         elif func is _DATA:
@@ -146,19 +149,25 @@ class Readings(TorchFunctionMode):
         elif func in _LENDERS and first.layout == torch.strided:
             self._of.lend(first, func.__name__)
         elif any(self._of.shows(part) for part in (first, *others)):
-            self._of.reads.append(Reason(f"Python sees values of the batch ({func.__name__})", line()))
+            self._of.read(f"Python sees values of the batch ({func.__name__})")
 
     def _scripted(self, name: str, given: Any) -> None:
         if any(isinstance(part, torch.Tensor) and self._of.shows(part) for part in tree_leaves(given)):
-            self._of.reads.append(Reason(f"compiled code reads values of the batch ({name})", line()))
+            self._of.read(f"compiled code reads values of the batch ({name})")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Within the block, this mode is on, and calls are noted of compiled functions and of those that no mode is told of."""
-        noting = {"__call__": self._noting_script, "impl": self._noting_library, **dict.fromkeys(_COMPILING, _refusing)}
-        before = [(home, name, getattr(home, name)) for home, name in (*_LOANS, *_SCRIPTS, _LIBRARY, *_compiling(len(sys.modules)))]
+        noting = {
+            "__call__": self._noting_script,
+            "impl": self._noting_library,
+            **dict.fromkeys(_COMPILING, _refusing),
+            **dict.fromkeys(_OF_STORAGES, self._noting_storage),
+        }
+        places = (*_LOANS, *_SCRIPTS, _LIBRARY, *_STORAGES, *_compiling(len(sys.modules)))
+        before = [(home, name, getattr(home, name)) for home, name in places]
         if replaced := _replaced(len(torch.library._impls)):
-            self._of.reads.append(Reason(f"{replaced} is computed by somebody's own code", ""))
+            self._of.read(f"{replaced} is computed by somebody's own code")
         try:
             for home, name, function in before:
                 setattr(home, name, noting.get(name, self._noting_loan)(function))
@@ -172,7 +181,7 @@ class Readings(TorchFunctionMode):
         def called(library: Any, name: Any, code: Any, dispatch_key: str = "", **more: Any) -> Any:
             # What torch.vmap does in an operation's place (registered when it is first used) makes others, which are seen.
             if (dispatch_key or getattr(library, "dispatch_key", "")) != "FuncTorchBatched":
-                self._of.reads.append(Reason("an operation is replaced by the model's own code", line()))
+                self._of.read("an operation is replaced by the model's own code")
             return function(library, name, code, dispatch_key, **more)
 
         return called
@@ -181,8 +190,16 @@ class Readings(TorchFunctionMode):
         def called(script: Any, *args: Any, **kwargs: Any) -> Any:
             found = _reading_in(script)
             if found:
-                self._of.reads.append(Reason(f"compiled code may read values of the batch ({found})", line()))
+                self._of.read(f"compiled code may read values of the batch ({found})")
             return function(script, *args, **kwargs)
+
+        return called
+
+    def _noting_storage(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(storage: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_ours():
+                self._of.read("Python reads memory (a storage)")
+            return function(storage, *args, **kwargs)
 
         return called
 
@@ -218,6 +235,8 @@ def _compiling(count: int) -> list[tuple[Any, str]]:
 
 
 _LOANS = [(home, name) for home in (torch, torch._C, torch.utils.dlpack) for name, value in vars(home).items() if hands_out(value)]
+_OF_STORAGES = "__getitem__", "tolist"
+_STORAGES = [(torch.UntypedStorage, name) for name in _OF_STORAGES]
 _SCRIPTS = (torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")
 _LIBRARY = torch.library.Library, "impl"
 

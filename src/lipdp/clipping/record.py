@@ -25,23 +25,21 @@ from torch.utils._pytree import tree_leaves
 from lipdp._checks import no_gradient
 from lipdp._numerics import no_autocast
 from lipdp.clipping.adoption import Shown, TrainedLayers, Ways, trained_layers
-from lipdp.clipping.contribution import Contribution, Contributions, Dense, NormRule, find_refusal, is_at_once, watched_forward
+from lipdp.clipping.contribution import Contribution, Contributions, Dense, NormRule, is_at_once, watched_forward
 from lipdp.clipping.draws import Drawn
 from lipdp.clipping.fallback import ModuleCall, per_example_fallback
 from lipdp.clipping.follow import Following
-from lipdp.clipping.follow_rules import At
 from lipdp.clipping.handed import Note, Use, copies_for_all, stand_ins, swapped
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
+from lipdp.clipping.operations import At
 from lipdp.clipping.outer import combine
 from lipdp.errors import UnsupportedError
 
 __all__ = [
     "Recording",
     "TrainedLayers",
-    "check_supported",
     "leave_off",
     "recording",
-    "refusal",
     "trained_layers",
     "watched_forward",
 ]
@@ -100,7 +98,8 @@ class Recording:
     copies: int = 1
     replaced: dict[str, dict[str, torch.nn.Parameter]] = field(default_factory=dict)  # by layer: what copies or stand-ins are of
     taps: list[_Tap] = field(default_factory=list)
-    following: Following | None = None  # who knows whose numbers are whose
+    following: Following | None = None  # who knows whose numbers are whose, where there are several records
+    watching: Following | None = None  # who sees what the backward pass computes anew
     open: bool = True  # closed once the backward pass begins: layers that are evaluated again then are not further uses
 
     def add(
@@ -162,8 +161,8 @@ class Recording:
         with torch.enable_grad():
             copies = {local: copies_for_all(own[local], number, self.batch) for local, number in ones.items()}
         for local, part in copies.items():
-            if self.following is not None:
-                self.following.declare(part, FIRST_ROWS)
+            if self.watching is not None:
+                self.watching.declare(part, FIRST_ROWS)
             self.tap(owner, part, _as_they_are(local, (self.batch, *own[local].shape)), ())
         return copies
 
@@ -207,7 +206,7 @@ class Recording:
             return {}
         late, hooks = self._divided()
         try:
-            with nullcontext() if self.following is None else self.following.going_back():
+            with nullcontext() if self.watching is None else self.watching.going_back():
                 cotangents: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
                     total, [tap.edge for tap in late], retain_graph=retain_graph, allow_unused=True
                 )
@@ -234,6 +233,8 @@ class Recording:
 
         A hook is only called if the backward pass goes on from there: to a tap that it is asked for.
         """
+        if not any(tap.at_once for tap in self.taps):
+            return self.taps, []
         asked = {tap.edge.node for tap in self.taps if not tap.at_once}
         late, hooks = [], []
         for tap in self.taps:
@@ -316,9 +317,9 @@ def recording(
     """
     leave_off(model)
     trained = trained_layers(model) if trained is None else trained
-    following = None if following is not None and following.records == 1 else following
     ways = trained.ways(model, layouts)
-    recorded = Recording(batch, trained.names, ways, copies, following=following)
+    of_several = None if following is not None and following.records == 1 else following
+    recorded = Recording(batch, trained.names, ways, copies, following=of_several, watching=following)
     with ExitStack() as stack:
         _begun[model] = stack
         stack.callback(setattr, recorded, "open", False)
@@ -449,45 +450,3 @@ _ELSEWHERE = (
     "around it can be evaluated for one example at a time: whose gradient is whose can't be told. Keep dimension 0 for the "
     "examples, or use method='naive', which takes every example by itself."
 )
-_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
-_REPARAMETRISED = ("WeightNorm", "SpectralNorm")
-
-
-def check_supported(model: torch.nn.Module) -> None:
-    """Raise :class:`~lipdp.errors.UnsupportedError` for the first thing that can't work.
-
-    Args:
-        model: its parameters and modules are looked at; nothing is run.
-    """
-    for name, parameter in model.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise UnsupportedError(f"parameter '{name}' is not initialised (a lazy module). Run one forward pass first.")
-        if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedError(
-                f"parameter '{name}' is complex; norms and noise are defined for real ones. Use a real parameter of twice the size "
-                "and torch.view_as_complex in forward."
-            )
-    for name, module in model.named_modules():
-        why = refusal(module)
-        if why is not None:
-            raise UnsupportedError(f"layer '{name}' ({type(module).__name__}) can't be trained by clipping: {why}")
-
-
-def refusal(module: torch.nn.Module) -> str | None:
-    """Why this module can't be trained by clipping, if it can't."""
-    if type(module).__name__ in _PARALLEL and type(module).__module__.startswith("torch."):
-        return "it splits the batch or averages gradients over devices, before they are clipped. Pass the wrapped model (.module)."
-    if isinstance(module, torch.jit.ScriptModule):
-        return "a scripted module does not show the inputs of its layers. Use the module it was scripted from."
-    state = any(name.startswith("parametrizations.") for name, _ in module.named_buffers())
-    if torch.nn.utils.parametrize.is_parametrized(module) and state:
-        return (
-            "its weight is computed by torch.nn.utils.parametrize with state of its own (spectral_norm), which changes whenever it "
-            "is evaluated. Remove the parametrisation (torch.nn.utils.parametrize.remove_parametrizations)."
-        )
-    if any(type(hook).__name__ in _REPARAMETRISED for hook in module._forward_pre_hooks.values()):
-        return (
-            "its weight is recomputed from other parameters by a hook (weight_norm, spectral_norm). Remove it "
-            "(torch.nn.utils.remove_weight_norm, remove_spectral_norm)."
-        )
-    return find_refusal(module)

@@ -1,9 +1,10 @@
 """What a model, its loss and what these name hold, as it was: to be put back behind a pass that is not to leave anything.
 
-A model may be run on records in a pass that nothing is concluded from: a first look, a pass that turns out not to keep its records
-apart. A number that it puts somewhere then (an attribute, a global list, a table of a class) would be found there by the records of
-later passes, as if it were a constant. So what such a pass has written is taken back, wherever a name leads to it, and no model
-need be asked why it has written. A table that follows from shapes is made again; a counter goes on from where it was.
+A pass that is followed gives Python no number (:mod:`lipdp.clipping.follow`). But a model may be run on records in one that is not:
+at a first look, or on each by itself. A number that it puts somewhere then (an attribute, a global list, a table of a class) would
+be found there by the records of later passes, as if it were a constant. So what such a pass has written is taken back, wherever a
+name leads to it, and no model need be asked why it has written. A table that follows from shapes is made again; a counter goes on
+from where it was. Where records are taken one by one, what has changed is refused (:meth:`Before.stays`).
 
 Names are followed as in :mod:`lipdp.clipping.kept`. Not put back is what is inside objects of installed packages (a queue, a
 logger: other threads may be at work on them), and where an iterator or a generator stands.
@@ -29,14 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipdp.clipping.holders import BARE, MANY, Held, Together, cached_results, cell_contents, held_by, weights_among
+from lipdp.clipping.holders import BARE, MANY, WAITING, Held, Together, cached_results, cell_contents, held_by, weights_among
 from lipdp.clipping.kept import behind, is_iterator, is_nobodys
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import readable, slots
 
 __all__ = ["Before", "left_as_it_was"]
 
-_PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+# What holds nothing; a class of somebody's own that derives from one may have attributes.
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size})
 _DEPTH = 64
 
 
@@ -69,6 +71,11 @@ class Before:
         self._held.learn()
         return self.holds()
 
+    def stays(self) -> bool:
+        """Whether all is equal to what it was. What is, but is another object, is put back, and what is in weights."""
+        with readable():
+            return self.holds() or (self._held.are_equal() and self.put_back())
+
     def put_back(self) -> bool:
         """Whatever has changed is as it was, where that can be. Whether it could.
 
@@ -94,7 +101,7 @@ class Before:
         for _ in range(_DEPTH):
             deeper: list[tuple[Any, bool]] = []
             for value, foreign in level:
-                if isinstance(value, _PLAIN):
+                if type(value) in _PLAIN:
                     continue
                 if not (isinstance(value, _KNOWN) or is_iterator(value)) and is_nobodys(type(value)):
                     foreign = True
@@ -115,9 +122,12 @@ class Before:
 
 
 @contextmanager
-def left_as_it_was(*objects: Any) -> Iterator[None]:
-    """Whatever the objects come to hold within the block, and what their classes and functions name, is put back."""
-    before = Before(*objects)
+def left_as_it_was(*objects: Any, weights: bool = False) -> Iterator[None]:
+    """Whatever the objects come to hold within the block, and what their classes and functions name, is put back.
+
+    ``weights``: the numbers in parameters, too, that are written to past their versions.
+    """
+    before = Before(*objects, weights=weights)
     try:
         yield
     except BaseException:
@@ -136,7 +146,7 @@ _KNOWN = (
     *(weakref.ReferenceType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, contextvars.ContextVar),
     *(io.BytesIO, io.StringIO, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, types.MappingProxyType),
     *(random.Random, torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState),
-    *(property, staticmethod, classmethod, types.GeneratorType, types.CellType, memoryview),
+    *(property, staticmethod, classmethod, *WAITING, types.CellType, memoryview, BaseException),
     *(argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
 )
 
@@ -149,6 +159,11 @@ def _inside(value: Any) -> Iterable[Any]:
         yield from value if len(value) <= MANY else ()
     elif isinstance(value, np.ndarray):
         yield from value.flat if value.dtype.hasobject and value.size <= MANY else ()
+        yield value.base
+    elif isinstance(value, torch.Tensor):
+        yield value._base
+    elif isinstance(value, BaseException):
+        yield from (value.args, value.__cause__, value.__context__)
     elif isinstance(value, memoryview):
         yield value.obj
     elif isinstance(value, types.FunctionType):

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from lipdp.clipping.adoption import place_of_gradients, trained_layers
+from lipdp.clipping.adoption import check_supported, place_of_gradients, refusal, trained_layers
 from lipdp.clipping.batch import eager, is_compiled, trainable
 from lipdp.clipping.checking import checking
 from lipdp.clipping.clipper import shown_gradients
 from lipdp.clipping.fallback import own_parameters
-from lipdp.clipping.layouts import Layouts, layouts_of, look_at
+from lipdp.clipping.layouts import Layouts, layouts_of
+from lipdp.clipping.looking import look_at
 from lipdp.clipping.past import NotApartError
-from lipdp.clipping.record import check_supported, refusal
 from lipdp.clipping.restored import left_as_it_was
 from lipdp.clipping.verify import check_alone, seeing_all, verify_once
 from lipdp.errors import LipdpError, UnsupportedError
@@ -149,8 +149,8 @@ def _looked_at(model: torch.nn.Module, x: Any, y: torch.Tensor | None, loss: Any
                 with checking(model, next(iter(model.parameters())).device):
                     return look_at(model, x), "", None
             targets = Types(model, loss).targets(y)
-            verify_once(model, loss, x, targets)
             try:
+                verify_once(model, loss, x, targets)
                 with checking(model, next(iter(model.parameters())).device):
                     seeing_all(model, x, lambda: shown_gradients(model, loss, x, targets))
             except NotApartError as error:

@@ -40,7 +40,8 @@ from lipdp.clipping.checking import (
 from lipdp.clipping.contribution import Contribution
 from lipdp.clipping.follow import follow
 from lipdp.clipping.kept import known_before
-from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, look_at, renew
+from lipdp.clipping.layouts import HiddenGradientError, UnseenLayerError, generation, layouts_of, renew
+from lipdp.clipping.looking import look_at
 from lipdp.clipping.loops import PerExampleLoss, loss_values, public_record
 from lipdp.clipping.past import Reason
 from lipdp.clipping.record import Recording, recording
@@ -141,7 +142,7 @@ def check_alone(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torc
     def losses(part: torch.Tensor | slice) -> torch.Tensor:
         try:
             inputs, targets = owned(select((x, y), part))
-            with left_as_it_was(model, loss):
+            with left_as_it_was(model, loss, weights=True):
                 return loss_values(loss, call(model, fitting(model, inputs)), targets).detach()
         finally:
             put_back(buffers)
@@ -266,7 +267,9 @@ def _search_telling(model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: 
     with checking(model, device_of(x)):
         same_randomness()
         inputs = fitting(model, x)
-        with follow(inputs, y, known_before(model, loss), answering=False).following():  # for tables that are made once, and kept
+        with follow(
+            inputs, y, known_before(model, loss), answering=False, strict=False
+        ).following():  # for tables that are made once, and kept
             values = loss_values(loss, call(model, inputs), y).detach()
         finite = torch.nonzero(torch.isfinite(values)).flatten().cpu()
         if not len(finite):
@@ -327,7 +330,8 @@ class _Check:
     def _recorded(self, x: Inputs) -> Iterator[tuple[Recording, torch.Tensor]]:
         """A pass as it is made in a step, questions answered, and its losses."""
         layouts = layouts_of(self.model, x)
-        following = follow(x, self.y, known_before(self.model, self.loss), answering=layouts is None or layouts.answering)
+        answering = layouts is None or layouts.answering
+        following = follow(x, self.y, known_before(self.model, self.loss), answering=answering, strict=False)
         with recording(self.model, rows_of(x), layouts=layouts) as recorded:
             try:
                 with following.following():

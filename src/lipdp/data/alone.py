@@ -18,14 +18,14 @@ import torch
 from lipdp._numerics import Undrawn, random_states, seed_all, set_random_states
 from lipdp.clipping.beside import BESIDE
 from lipdp.clipping.follow import ATTEMPTS, Following
-from lipdp.clipping.follow_rules import TAKEN_OUT, At
-from lipdp.clipping.kept import kept_elsewhere, known_before
+from lipdp.clipping.kept import known_before
 from lipdp.clipping.memories import UNKNOWN
+from lipdp.clipping.operations import TAKEN_OUT, At
 from lipdp.clipping.past import NotApartError
 from lipdp.clipping.restored import Before, left_as_it_was
 from lipdp.clipping.verify import state_of
 from lipdp.errors import DataError, LipdpNotice
-from lipdp.fingerprint import fingerprint, generator_states, reachable_tensors
+from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import owned
 
 __all__ = ["alone_or_together", "kept_apart"]
@@ -47,7 +47,7 @@ def kept_apart(function: Callable[..., Any], x: torch.Tensor, *more: Any) -> Any
     before, numbers = Before(function), random_states(x.device)
     for left in reversed(range(ATTEMPTS)):
         given = x.detach().clone()  # it may write into it, and be called again
-        following = Following(len(x), known=known_before(model, loss))
+        following = Following(len(x), known=known_before(model, loss), strict=False)  # to tell what it does with them
         following.declare(given, At(0, 1), given=True)
         try:
             with torch.no_grad(), following.following():
@@ -137,9 +137,8 @@ def _one_by_one(
             seed_all(seeds[0] + seat)
             own = None if generator is None else torch.Generator(generator.device).manual_seed(seeds[1] + seat)
             made = augmentation(owned(x[seat : seat + 1]), own)
-            if kept is not None and not before.holds():  # the next one could use it, and put it back
-                _refuse_changes(augmentation, kept)
-                before.put_back()  # equal, but other objects
+            if kept is not None and not before.stays():  # the next one could use it, and put it back
+                raise _changes(augmentation)
             if not isinstance(made, torch.Tensor) or made.shape[:1] != (1,):
                 what = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
                 raise DataError(f"the augmentation {type(augmentation).__name__} gives {what} of one example, not (1, copies, …)")
@@ -149,22 +148,20 @@ def _one_by_one(
                     f"{tuple(copies[0].shape)} of another: it has to be the same for all."
                 )
             copies.append(owned(made))
-    if kept is not None:
-        _refuse_changes(augmentation, kept)
+    if kept is not None and _kept(augmentation) != kept:
+        raise _changes(augmentation)
     return torch.cat(copies) if copies else augmentation(x, generator)
 
 
-def _refuse_changes(augmentation: Any, kept: Hashable) -> None:
-    if _kept(augmentation) != kept:
-        raise DataError(
-            f"the augmentation {type(augmentation).__name__} takes examples one by one, and keeps something from one to the next "
-            "(a counter, a table, a random number generator of its own). Draw from the generator that it is given, or from "
-            "torch's, Python's or numpy's own, which each example gets anew; or work on the whole batch along other dimensions "
-            "than the first."
-        )
+def _changes(augmentation: Any) -> DataError:
+    return DataError(
+        f"the augmentation {type(augmentation).__name__} takes examples one by one, and keeps something from one to the next "
+        "(a counter, a table, a random number generator of its own). Draw from the generator that it is given, or from "
+        "torch's, Python's or numpy's own, which each example gets anew; or work on the whole batch along other dimensions "
+        "than the first."
+    )
 
 
 def _kept(augmentation: Any) -> Hashable:
-    """All that can be named of what it could keep of an example."""
-    tensors = state_of(reachable_tensors(augmentation))
-    return fingerprint(augmentation), tensors, generator_states(augmentation), kept_elsewhere(augmentation)
+    """Its settings, and the bytes of its tensors, large ones too."""
+    return fingerprint(augmentation), state_of(reachable_tensors(augmentation))
