@@ -83,8 +83,11 @@ def test_a_block_is_added_up_before_it_is_added(monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "records"), [(2, 2000), (5, 500), (40, 30), (300, 5)])
-def test_records_apart(length, records):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_records_apart(monkeypatch, length, records, one_by_one):
     """A record whose terms are huge and cancel leaves no trace in the sum of the others."""
+    monkeypatch.setattr(_sums, "_LONG_PRODUCT", 1 if one_by_one else 2**62)
+    monkeypatch.setattr(_sums, "_CACHED", 16)  # entries: three rows of five, and then two
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(records, length, 6, generator=generator), torch.rand(records, length, 5, generator=generator)
     weights = torch.rand(records, generator=generator)

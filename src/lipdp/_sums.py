@@ -59,6 +59,8 @@ MOST_ROWS = 4096
 _SMALL = 2**14
 # Numbers that blocks (or records) which are computed at once may hold.
 _AT_ONCE = 2**24
+# Entries of a record's product from which on records are added up one by one on a processor, and of a part of it then.
+_LONG_PRODUCT, _CACHED = 2**15, 2**20
 # Blocks of a convolution, and channels of an input, from which on all blocks at once are faster on a processor.
 _FEW = 9
 # Across blocks and microbatches, in float64: 2·n·u₆₄ of the sizes of n of them, for a billion records.
@@ -174,9 +176,22 @@ def contract_apart(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor) -> t
     if length <= 1:
         return contract(a.flatten(0, 1), b.flatten(0, 1))
     total = torch.zeros(p, d, dtype=wide(a), device=a.device)
+    if a.device.type == "cpu" and p * d >= _LONG_PRODUCT:
+        return _one_by_one(a.transpose(1, 2), b, total)
     size = max(1, _AT_ONCE // max(1, p * d))
     for start in range(0, records, size):
         total += torch.bmm(a[start : start + size].transpose(1, 2), b[start : start + size]).sum(0, dtype=total.dtype)
+    return total
+
+
+def _one_by_one(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """total + Σ_i a_i·b_i, (B, p, T) and (B, T, d), in its place: each product stays in a processor's cache until it is added."""
+    side = max(1, _CACHED // total.shape[1])
+    for start in range(0, len(total), side):
+        part = total[start : start + side]
+        product = a.new_empty(part.shape)
+        for of_a, of_b in zip(a[:, start : start + side], b, strict=True):
+            part += torch.mm(of_a, of_b, out=product)
     return total
 
 
