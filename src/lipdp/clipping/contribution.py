@@ -296,9 +296,14 @@ class Scatter(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """One scatter-add over batch and tokens, in float64."""
+        shape = self.rows, self.cotangents.shape[2]
+        return self.add_weighted(weights, self.cotangents.new_zeros(shape, dtype=wide(self.cotangents)))
+
+    def add_weighted(self, weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """The same added to a total, in its place."""
         tokens, sums = self.by_token
-        scaled = (sums.to(wide(sums)) * weights.to(wide(sums))[:, None, None]).flatten(0, 1)
-        return scaled.new_zeros(self.rows, sums.shape[2]).index_add_(0, tokens.flatten(), scaled)
+        scaled = sums.to(total.dtype) * weights.to(total.dtype)[:, None, None]
+        return total.index_add_(0, tokens.flatten(), scaled.flatten(0, 1))
 
     def rounding(self) -> torch.Tensor:
         """Of a sum over the positions, as if all tokens were the same."""

@@ -182,7 +182,7 @@ class Tied(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Of each."""
-        return self.layer.weighted_sum(weights).add_(self.table.weighted_sum(weights))
+        return self.table.add_weighted(weights, self.layer.weighted_sum(weights))
 
     def rounding(self) -> torch.Tensor:
         """Of both."""
