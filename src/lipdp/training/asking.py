@@ -95,19 +95,23 @@ def _ask_once(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn, b
     if not runs_ahead and (unchanged := look(run)) is False:
         run.prove_again()
         unchanged = True
-    settings = run.mechanism.at(number)
-    trained = run.trained(settings)
+    alone = runs_ahead and not run.ranks.grouped
+    beside = partial(_beside, run) if recorded and alone and run.on_one_device else None
     begin, restore = run.streams.model(number, on_host=not recorded)
     put_back = run.state.hold()
     with undoing:
         undoing.add(restore)
         undoing.add(put_back, only_after_errors=True)
+        begun = None
+        if beside is not None and run.augmentation is None:
+            begin(0)
+            begun = run.query.begin(batch)
+        settings = run.mechanism.at(number)
+        trained = run.trained(settings)
         copies = run.copies(number)
         turn = _turn(run, settings, number, begin, copies)
-        sample = dataclasses.replace(batch, copies=copies, settings=run.watch.settings, turn=turn)
-        alone = runs_ahead and not run.ranks.grouped
-        if recorded and alone and run.on_one_device:
-            sample = dataclasses.replace(sample, beside=partial(_beside, run))
+        looked = run.watch.settings
+        sample = dataclasses.replace(batch, copies=copies, settings=looked, turn=turn, beside=beside, begun=begun)
         answer = run.query.ask(trained, sample, settings.clips)
         told = bool(answer.seen)  # digests of the weights are there already
         if runs_ahead:

@@ -118,6 +118,9 @@ class ClippedQuery:
         """C of each group."""
         return {group.name: clips.get(group.name, group.sensitivity) for group in self.groups}
 
+    def begin(self, batch: Sample) -> None:
+        """It does not: the module itself runs, and is looked at first."""
+
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """Σ_i ν_i·g_i by the plan's method, microbatch by microbatch. On a GPU the last one may still be computed."""
         plan, bounds = self.plan, self.bounds(clips)
