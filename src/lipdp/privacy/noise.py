@@ -186,8 +186,8 @@ def pieces_of(tensors: Sequence[torch.Tensor], std: float, dtype: torch.dtype) -
 def noised_on_processor(sums: Any, std: float, key: bytes, segment: int = 0, place: Any = None) -> Any:
     """(round(S/g) + N + ½)·g for each sum, N drawn from ``key``; what is not a number counts as 0.
 
-    Sums are an array of float64, or of float32, whose releases are those of float64 rounded once more. They come into ``place``, which
-    may be the sums' own memory: in new memory, large ones would take longer than their noise.
+    Sums are an array of float64, or of float32, whose releases are those of float64 rounded once more. They come into ``place``,
+    which may be the sums' own memory: where they are many, making new memory takes longer than drawing.
     """
     released = np.empty_like(sums) if place is None else place
     spacing, bins = grid(std), table(mantissa_of(std))

@@ -127,7 +127,7 @@ class ClippedQuery:
         active = [group for group in self.groups if not parameters.keys().isdisjoint(group.parameters)]
         none = torch.zeros((), dtype=torch.float64, device=batch.device)
         answer = Answer(
-            batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()}),
+            {},
             {group.name: none for group in active if group.name in plan.adaptive_clips},
             (none, len(batch.targets)) if plan.clip == "clip" else None,
         )
@@ -139,7 +139,8 @@ class ClippedQuery:
             """With a microbatch more."""
             sums = {**before.sums}
             for name, gradient in part.sums.items():  # one after another: whole numbers take twice the memory
-                sums[name] = add(sums[name], batch.turn.summand({name: gradient})[name])
+                summand = batch.turn.summand({name: gradient})[name]
+                sums[name] = add(sums[name], summand) if name in sums else summand
             counts = {
                 group.name: before.counts[group.name] + centred_count(part.norms[:, number], bounds[group.name], part.kept)
                 for number, group in enumerate(active)
@@ -165,7 +166,7 @@ class ClippedQuery:
                     else:  # whoever makes the copies may give other types
                         pending = clipping.start(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
             if pending is None:
-                return answer
+                return replace(answer, sums=batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()}))
             if on_host or batch.turn.units is not None:
                 with arithmetic(plan.precision, batch.device):
                     return plus(answer, pending.finish())
