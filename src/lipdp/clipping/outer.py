@@ -33,7 +33,7 @@ _CHUNK = 2**24
 _TRAFFIC = 16
 # Features whose products are added up at a time; positions of a tile on a processor, of which half are computed.
 _BLOCK = 512
-_TILE = 64
+_TILE = 32
 
 
 def blocked(features: int) -> int:

@@ -24,6 +24,8 @@ __all__ = ["ConvSum", "patches"]
 _PATCHES = 2**25
 # Numbers that the gradients of all examples may hold to be held: 128 MiB in float32.
 _HELD = 2**25
+# Numbers that a window reads from which on products over windows that lie apart are quicker than the groups of a convolution.
+_LONG_WINDOW = 256
 # How much faster than other arithmetic tensor cores are, in the kernel for norms.
 _TENSOR_CORES = 4.0
 
@@ -161,7 +163,8 @@ class ConvSum(Contribution):
     def materialise(self) -> torch.Tensor:
         """(B, out, in/groups, …)."""
         parts = [self._outer(rows).materialise().reshape(-1, *self.shape) for rows in self._chunks()]
-        return torch.cat(parts) * self.scale
+        found = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return found if self.scale == 1.0 else found * self.scale
 
     @property
     def _positions(self) -> int:
@@ -169,9 +172,15 @@ class ConvSum(Contribution):
 
     @cached_property
     def _each(self) -> torch.Tensor | None:
-        """All gradients, by the groups of one convolution: on a processor the quickest way to their norms, where they are small."""
+        """All gradients, where they are small: on a processor the quickest way to their norms.
+
+        By the groups of one convolution; where windows are long and lie apart (a picture's patches), by products over these.
+        """
         if self.cotangents.device.type != "cpu" or self.batch * _product(self.shape) > _HELD:
             return None
+        apart = all(s >= k for s, k in zip(self.stride, self.shape[2:], strict=True))
+        if apart and _product(self.shape[1:]) >= _LONG_WINDOW:
+            return self.materialise()
         delta, x = accumulating(self.cotangents, self.inputs)
         copies, sets = self.copies, self.batch
         delta, x = (
