@@ -343,6 +343,8 @@ def test_long_sequences_are_left_to_torch(monkeypatch):
     assert torch.allclose(OuterSum(delta, x, (3, 4)).squared_norms("gram").sqrt().double(), true, rtol=1e-3)
     with pytest.raises(NotImplementedError, match="the kernel"):
         OuterSum(delta[:, :8], x[:, :8], (3, 4)).squared_norms("gram")
+    monkeypatch.setattr("lipdp.clipping.outer._FEATURES", 3)  # and so are many features, whose sum would be one
+    OuterSum(delta[:, :8], x[:, :8], (3, 4)).squared_norms("gram")
 
 
 @pytest.mark.parametrize("positions", [1, 2, 63, 64, 65, 128, 130])

@@ -31,7 +31,9 @@ __all__ = ["OuterSum", "blocked", "kernel_margin", "products", "sum_rounding"]
 _CHUNK = 2**24
 # What moving one number costs, in multiplications: arithmetic is that much faster than memory.
 _TRAFFIC = 16
-# Features whose products are added up at a time; positions of a tile on a processor, of which half are computed.
+# Features that a kernel on a GPU adds up as one sum, at most.
+_FEATURES = 8192
+# Features whose products are added up at a time elsewhere; positions of a tile on a processor, of which half are computed.
 _BLOCK = 512
 _TILE = 32
 
@@ -111,9 +113,14 @@ class OuterSum(Contribution):
         return self._gram_by_torch() if self.uses_gram(form) else self._materialised()
 
     def gram(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """At least ‖g_i‖² of the exact g_i, by the Gram form; and :meth:`rounding`. On a GPU in one reading."""
+        """At least ‖g_i‖² of the exact g_i, by the Gram form; and :meth:`rounding`. On a GPU in one reading.
+
+        Not where positions are too many for a launch; nor where features are many (the words of a vocabulary): they are one sum
+        there, whose margin would be seen.
+        """
         dtype, positions, p, d = self.cotangents.dtype, self.cotangents.shape[1], self.cotangents.shape[2], self.inputs.shape[2]
-        if positions > kernels.MOST_POSITIONS or not kernels.available(self.cotangents, self.inputs):
+        few = positions <= kernels.MOST_POSITIONS and max(p, d) <= _FEATURES
+        if not few or not kernels.available(self.cotangents, self.inputs):
             return self._gram_by_torch(), self.rounding()
         found = kernels.gram_sums(self.cotangents, self.inputs, "tf32" if self._are_half else "tf32x3")
         # Tensor cores round more, see kernel_margin.
@@ -127,7 +134,7 @@ class OuterSum(Contribution):
 
     def _gram_by_torch(self) -> torch.Tensor:
         delta, x = accumulating(self.cotangents, self.inputs)
-        with matmuls(delta.device, tf32=self._are_half):
+        with matmuls(delta.device, tf32=False):  # tensor cores would round more than the margin says
             return _gram(delta, x, self._of_cotangents.positions, self._of_inputs.positions)
 
     def _materialised(self) -> torch.Tensor:
