@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -220,3 +222,19 @@ def test_windows_that_lie_apart(monkeypatch, kernel, stride, padding, groups):
     check_all(nn.Sequential(layer, nn.Tanh()), x)
     found, expected = (clipping.clipped_gradients(layer, quadratic, x, y, 0.5, method, copies=2) for method in ("auto", "naive"))
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("at_once", [1, 250, 2**20])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_gradients_held_some_records_after_others(monkeypatch, at_once, copies):
+    monkeypatch.setattr(rules_conv, "_AT_ONCE", at_once)  # one record of 120 numbers, two, all
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 5, (2, 3), padding=1)
+    x, y = torch.randn(5 * copies, 4, 5, 5), torch.linspace(-1, 1, 5)
+    x[2 * copies] = math.inf  # is left out
+    found, expected = (
+        clipping.clipped_gradients(layer, quadratic, x, y, 0.5, method, copies=copies) for method in ("auto", "naive")
+    )
+    assert_close(found, expected)
+    kept = x.isfinite().flatten(1).all(1)
+    check_all(layer, x[kept][:4])
