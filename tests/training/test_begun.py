@@ -8,7 +8,7 @@ import torch
 import lipdp
 from lipdp import losses, nn
 from lipdp.parametrize import project_
-from lipdp.training.batches import Rows
+from lipdp.training.batches import Rows, gather_lazily
 from lipdp.training.methods import ProvedQuery
 from lipdp.training.query import Sample
 from lipdp.training.seats import choose_seats
@@ -32,24 +32,25 @@ def engine_of(model: torch.nn.Module, device: str = "cpu", **settings: object) -
     return lipdp.PrivacyEngine(model, loss, torch.optim.SGD(model.parameters(), lr=0.2), plan, seed=1, reproducible=True)
 
 
-def sample_of(seed: int, count: int = 20, stored: bool = False, dtype: torch.dtype = torch.float32) -> Sample:
+def sample_of(seed: int, count: int = 20, stored: bool = False, given: torch.dtype = torch.float32) -> Sample:
     draw = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(count, 12, generator=draw, dtype=dtype), torch.randint(0, 4, (count,), generator=draw)
+    x, y = torch.randn(count, 12, generator=draw).mul(50).to(given), torch.randint(0, 4, (count,), generator=draw)
     seats = choose_seats(count, SEATS, lipdp.privacy.Stream(bytes([seed]) * 32))
     inputs = Rows(torch.cat([x, x])[torch.randperm(2 * count, generator=draw)], torch.arange(1, count + 1)) if stored else x
-    return Sample(inputs, y, SEATS, torch.device("cpu"), dtypes=(dtype, torch.int64), seats=seats)
+    return Sample(inputs, y, SEATS, torch.device("cpu"), dtypes=(torch.float32, torch.int64), seats=seats)
 
 
 @pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.uint8, torch.float16], ids=str)
 @pytest.mark.parametrize("stored", [False, True])
-def test_sums_that_were_begun_are_those_that_are_asked_for(stored):
+def test_sums_that_were_begun_are_those_that_are_asked_for(stored, given):
     engine = engine_of(network())
     query, parameters = engine._run.query, engine._run.parameters
     assert query.begin(sample_of(0)) is None, "nothing is recorded yet"
     for seed in (0, 1):
         query.ask(parameters, sample_of(seed), {})
     for seed in range(2, 6):
-        sample = sample_of(seed, 20 - seed, stored)
+        sample = sample_of(seed, 20 - seed, stored, given)
         expected = {name: total.clone() for name, total in query.ask(parameters, sample, {}).sums.items()}
         begun = query.begin(sample)
         assert begun is not None
@@ -71,7 +72,6 @@ def test_what_does_not_fit_is_not_begun():
     good = sample_of(2)
     assert query.begin(good) is not None
     assert query.begin(sample_of(2, 3 * SEATS)) is None, "several microbatches"
-    assert query.begin(sample_of(2, dtype=torch.float64)) is None, "it is converted first"
     assert query.begin(dataclasses.replace(good, dtypes=(torch.float64, torch.int64))) is None
     assert query.begin(dataclasses.replace(good, seats=None)) is None
     assert query.begin(dataclasses.replace(good, inputs=good.inputs[:, :6])) is None, "records of another shape"
@@ -132,3 +132,26 @@ def test_on_cuda_a_run_that_begins_early_is_the_run_that_does_not(monkeypatch, d
     for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert one.steps == other.steps == 16
+
+
+@cuda
+@pytest.mark.parametrize("part", [False, True])
+def test_on_cuda_records_are_placed_there_and_the_run_is_that_of_records_that_were(part):
+    def dataset(device: str) -> torch.utils.data.Dataset:
+        draw = torch.Generator().manual_seed(3)
+        tensors = torch.randn(500, 12, generator=draw), torch.randint(0, 4, (500,), generator=draw)
+        whole = torch.utils.data.TensorDataset(*(tensor.to(device) for tensor in tensors))
+        return torch.utils.data.Subset(whole, range(50, 450)) if part else whole
+
+    engines = [engine_of(network(), "cuda", dataset_size=400 if part else 500) for _ in range(2)]
+    given, there = dataset("cpu"), dataset("cuda")
+    placed = engines[0].place(given)
+    assert placed[0][0].is_cuda
+    for engine, records in zip(engines, (placed, there), strict=True):
+        for numbers in engine.samples(records):
+            engine.step(*gather_lazily(records, numbers), sample=numbers)
+    for p, q in zip(engines[0].model.parameters(), engines[1].model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    given.dataset.tensors[0].add_(1) if part else given.tensors[0].add_(1)
+    with pytest.raises(lipdp.errors.DataError, match="not the records"):
+        engines[0].place(given)

@@ -466,7 +466,7 @@ def _places(seats: int | torch.Tensor, size: int) -> tuple[torch.Tensor, list[bo
 def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor | Rows], seats: torch.Tensor) -> bool:
     """Put the one microbatch of ``seats`` (inputs, targets) into ``buffers`` (and its mask), on the device where its rows are.
 
-    ``False``: nothing was done; they are not there, or of other types, or not in one microbatch.
+    ``False``: nothing was done; they are not there, or not in one microbatch.
     """
     mask = buffers[-1]
     if len(seats) != len(mask) or not all(map(_is_there, stored, buffers)):
@@ -482,17 +482,20 @@ def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor |
     there, sitting = here.to(mask.device, non_blocking=True).unbind()
     for rows, buffer in zip(stored, buffers, strict=False):
         table, chosen = (rows.stored, rows.numbers(there)) if isinstance(rows, Rows) else (rows, there)
-        torch.index_select(table.detach(), 0, chosen, out=buffer)
+        if table.dtype == buffer.dtype:
+            torch.index_select(table.detach(), 0, chosen, out=buffer)
+        else:
+            buffer.copy_(table.detach().index_select(0, chosen))
     mask.copy_(sitting)
     return True
 
 
 def _is_there(stored: torch.Tensor | Rows, buffer: torch.Tensor) -> bool:
-    """Whether its rows are to be gathered on that device, as they are."""
+    """Whether its rows are to be gathered, and on that device."""
     if isinstance(stored, Rows) and stored.whole:
         return False
     rows = stored.stored if isinstance(stored, Rows) else stored
-    return (rows.device, rows.dtype, rows.shape[1:]) == (buffer.device, buffer.dtype, buffer.shape[1:])
+    return (rows.device, rows.shape[1:]) == (buffer.device, buffer.shape[1:])
 
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -68,6 +68,11 @@ class ClippedQuery:
         """The module itself runs."""
         return False
 
+    @property
+    def pulls_back(self) -> bool:
+        """Clipped gradients are the parameters' own."""
+        return False
+
     def rehearse(self, rows: int) -> None:
         """Nothing: clipping runs the module itself."""
 
@@ -135,12 +140,12 @@ class ClippedQuery:
         norms = {group.name: bounds[group.name] for group in active}
         max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
 
-        def plus(before: Answer, part: Clipped, add: Callable[..., torch.Tensor] = torch.Tensor.add_) -> Answer:
-            """With a microbatch more."""
+        def plus(before: Answer, part: Clipped, add: _Add = torch.Tensor.add_, first: _Own = torch.Tensor.clone) -> Answer:
+            """With a microbatch more, which may lie in a recording's memory: until the next one, its sums are what ``first`` is."""
             sums = {**before.sums}
             for name, gradient in part.sums.items():  # one after another: whole numbers take twice the memory
-                summand = batch.turn.summand({name: gradient})[name]
-                sums[name] = add(sums[name], summand) if name in sums else summand
+                total = batch.turn.summand({name: gradient})[name]
+                sums[name] = add(sums[name], total) if name in sums else first(total)
             counts = {
                 group.name: before.counts[group.name] + centred_count(part.norms[:, number], bounds[group.name], part.kept)
                 for number, group in enumerate(active)
@@ -151,31 +156,37 @@ class ClippedQuery:
                 clipped = clipped[0] + ((part.factors < 1).any(1) & part.kept).sum(), clipped[1]
             return Answer(sums, counts, clipped)
 
+        def whole(answer: Answer) -> Answer:
+            """With zeros for the parameters that nobody has a gradient for."""
+            missing = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in answer.sums}
+            return replace(answer, sums={**answer.sums, **batch.turn.summand(missing)}) if missing else answer
+
         pending: Pending | None = None
         others = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in parameters]
         on_host = batch.device.type != "cuda"
         settings = batch.settings if on_host and self._whole else None  # elsewhere nobody has looked yet
+        first = _as_it_is if on_host else torch.Tensor.clone  # nothing is recorded on a processor
         with _not_trained(others):
             own = microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats, turn=batch.turn)
             for x, y, mask in own:
                 with arithmetic(plan.precision, batch.device):
-                    answer = answer if pending is None else plus(answer, pending.finish())
+                    answer = answer if pending is None else plus(answer, pending.finish(), first=first)
                     if batch.copies.augmentation is None:
                         pending = clipping.begin(Microbatch(owned(x), owned(y), mask), max_norm, settings)
                         settings = clipping.seen
                     else:  # whoever makes the copies may give other types
                         pending = clipping.start(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
             if pending is None:
-                return replace(answer, sums=batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()}))
+                return whole(answer)
             if on_host or batch.turn.units is not None:
                 with arithmetic(plan.precision, batch.device):
-                    return plus(answer, pending.finish())
+                    return whole(plus(answer, pending.finish(), first=_as_it_is))
 
         def repaired(before: Answer = answer, pending: Pending = pending) -> Answer:
             with _not_trained(others), arithmetic(plan.precision, batch.device):
-                return plus(before, pending.finish(), torch.add)
+                return whole(plus(before, pending.finish(), torch.add, _as_it_is))
 
-        return replace(plus(answer, pending.expected(), torch.add), fine=pending.fine, again=repaired)
+        return replace(whole(plus(answer, pending.expected(), torch.add, _as_it_is)), fine=pending.fine, again=repaired)
 
     def _clipping(self, copies: int) -> Clipper:
         """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""
@@ -197,6 +208,14 @@ class ClippedQuery:
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """They are the parameters' own."""
         return dict(noised)
+
+
+_Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_Own = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(total: torch.Tensor) -> torch.Tensor:
+    return total
 
 
 @contextmanager

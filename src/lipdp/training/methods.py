@@ -88,6 +88,11 @@ class ProvedQuery:
         return not self._has_maps and not self.plan.clips
 
     @property
+    def pulls_back(self) -> bool:
+        """Where layers are reparametrised."""
+        return self._has_maps
+
+    @property
     def program(self) -> Program:
         """What was proved, and so what runs."""
         assert self._analysis is not None
@@ -265,6 +270,11 @@ class MixedQuery:
     def recorded(self) -> bool:
         """The module itself runs."""
         return False
+
+    @property
+    def pulls_back(self) -> bool:
+        """Of the proved part."""
+        return self._proved.pulls_back
 
     def rehearse(self, rows: int) -> None:
         """The proved part."""

@@ -223,6 +223,11 @@ class Query(Protocol):
         """Whether :meth:`ask` runs the proved program and nothing of the user's, so that it may begin before it is looked at."""
         ...
 
+    @property
+    def pulls_back(self) -> bool:
+        """Whether :meth:`gradients` makes others of what it is given."""
+        ...
+
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Group name → sensitivity, with clipping norms at these values."""
         ...
