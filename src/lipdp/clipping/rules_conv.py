@@ -21,8 +21,8 @@ from lipdp.errors import UnsupportedError
 
 __all__ = ["ConvSum", "patches"]
 
-# Numbers that the patches of one chunk of examples may hold: 128 MiB in float32.
-_PATCHES = 2**25
+# Numbers that the patches of one chunk of examples may hold: 128 MiB in float32; on a processor, what its cache holds.
+_PATCHES, _PATCHES_IN_CACHE = 2**25, 2**20
 # Numbers that the gradients of all examples may hold to be held: 64 MiB in float32. And those that are computed at once then: in a
 # large block of new memory they would take up to four times as long.
 _HELD, _AT_ONCE = 2**24, 2**21
@@ -88,7 +88,8 @@ class ConvSum(Contribution):
 
     def _chunks(self) -> list[slice]:
         positions = self.copies * self.cotangents[0, 0].numel()
-        count = max(1, _PATCHES // max(1, positions * self.inputs.shape[1] * _product(self.shape[2:])))
+        most = _PATCHES_IN_CACHE if self.cotangents.device.type == "cpu" else _PATCHES
+        count = max(1, most // max(1, positions * self.inputs.shape[1] * _product(self.shape[2:])))
         return [slice(i * self.copies, (i + count) * self.copies) for i in range(0, self.batch, count)]
 
     def _outer(self, rows: slice) -> OuterSum:
