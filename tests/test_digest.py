@@ -6,7 +6,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from lipdp.digest import Tag, content_digest, keyed_words, same_bits
+from lipdp.digest import Tag, content_digest, keyed_words, same_bits, same_bytes
 
 DIFFERENT = [
     torch.zeros(2),
@@ -158,3 +158,14 @@ def test_bits_are_the_same_wherever_they_lie(dtype: torch.dtype, count: int, sta
     if count:
         other[-1] = other[-1] == 0
         assert not same_bits(own, other)
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 8])
+@pytest.mark.parametrize("length", [0, 1, 4, 7, 8, 12, 24])
+def test_every_bit_of_a_row_of_bytes_counts(start, length):
+    row = torch.arange(40, dtype=torch.uint8)[start : start + length]
+    assert same_bytes(row, row.clone())
+    for place in range(length):
+        changed = row.clone()
+        changed[place] ^= 16
+        assert not same_bytes(row, changed)

@@ -83,8 +83,12 @@ def test_a_block_is_added_up_before_it_is_added(monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "records"), [(2, 2000), (5, 500), (40, 30), (300, 5)])
-def test_records_apart(length, records):
-    """A record whose terms are huge and cancel leaves no trace in the sum of the others."""
+@pytest.mark.parametrize(("long", "at_once"), [(1, 1), (2**62, 2**17), (2**62, 100)])
+def test_records_apart(monkeypatch, length, records, long, at_once):
+    """A record whose terms are huge and cancel leaves no trace in the sum of the others, however many are computed at once."""
+    monkeypatch.setattr(_sums, "_LONG_PRODUCT", long)
+    monkeypatch.setattr(_sums, "_LONG_PART", 16)  # entries: three rows of five, and then two
+    monkeypatch.setattr(_sums, "_CACHED", at_once)
     generator = torch.Generator().manual_seed(0)
     a, b = torch.rand(records, length, 6, generator=generator), torch.rand(records, length, 5, generator=generator)
     weights = torch.rand(records, generator=generator)
@@ -335,3 +339,13 @@ def test_convolutions_on_a_gpu(channels, outputs, side, kernel, stride, padding,
             assert float((computed - expected).norm() / expected.norm()) < limit
     finally:
         torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("at_once", [1, 200, 2**17])
+def test_kernels_apart_however_many_at_once(monkeypatch, at_once):
+    monkeypatch.setattr(_sums, "_CACHED", at_once)
+    generator = torch.Generator().manual_seed(0)
+    x, delta = torch.randn(70, 3, 6, 6, generator=generator), torch.randn(70, 4, 4, 4, generator=generator)
+    found = convolution_sums(delta, x, (4, 3, 3, 3), (1, 1), (0, 0), (1, 1), apart=2)
+    expected = torch.nn.grad.conv2d_weight(x.double(), (4, 3, 3, 3), delta.double())
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -59,6 +59,10 @@ MOST_ROWS = 4096
 _SMALL = 2**14
 # Numbers that blocks (or records) which are computed at once may hold.
 _AT_ONCE = 2**24
+# Numbers of records' products that are computed at once on a processor, before they are added up: what stays in its cache.
+_CACHED = 2**17
+# Entries of a product from which on records are added up one by one there, and of a part of it then.
+_LONG_PRODUCT, _LONG_PART = 2**15, 2**20
 # Blocks of a convolution, and channels of an input, from which on all blocks at once are faster on a processor.
 _FEW = 9
 # Across blocks and microbatches, in float64: 2·n·u₆₄ of the sizes of n of them, for a billion records.
@@ -174,9 +178,26 @@ def contract_apart(a: torch.Tensor, b: torch.Tensor, weights: torch.Tensor) -> t
     if length <= 1:
         return contract(a.flatten(0, 1), b.flatten(0, 1))
     total = torch.zeros(p, d, dtype=wide(a), device=a.device)
-    size = max(1, _AT_ONCE // max(1, p * d))
+    if a.device.type == "cpu" and p * d >= _LONG_PRODUCT:
+        return _one_by_one(a.transpose(1, 2), b, total)
+    size = max(1, _at_once(a.device) // max(1, p * d))
     for start in range(0, records, size):
         total += torch.bmm(a[start : start + size].transpose(1, 2), b[start : start + size]).sum(0, dtype=total.dtype)
+    return total
+
+
+def _at_once(device: torch.device) -> int:
+    return _CACHED if device.type == "cpu" else _AT_ONCE
+
+
+def _one_by_one(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """total + Σ_i a_i·b_i, (B, p, T) and (B, T, d), in its place: each product stays in a processor's cache until it is added."""
+    side = max(1, _LONG_PART // total.shape[1])
+    for start in range(0, len(total), side):
+        part = total[start : start + side]
+        product = a.new_empty(part.shape)
+        for of_a, of_b in zip(a[:, start : start + side], b, strict=True):
+            part += torch.mm(of_a, of_b, out=product)
     return total
 
 
@@ -228,7 +249,7 @@ def convolution_sums(
     if rows <= size:
         return gradients(delta, x).to(wide(x))
     total = torch.zeros(*shape, dtype=wide(x), device=x.device)
-    most = max(1, _AT_ONCE // max(1, total.numel()))
+    most = max(1, (_at_once(x.device) if apart else _AT_ONCE) // max(1, total.numel()))
     while rows:
         sets = min(most, rows // size)
         if sets <= 1 or (sets <= _FEW and delta.device.type == "cpu" and shape[1] < _FEW):

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from lipdp._numerics import same_as_array, whole_tensor
 
-__all__ = ["Tag", "as_bytes", "content_digest", "keyed_words", "same_bits"]
+__all__ = ["Tag", "as_bytes", "content_digest", "keyed_words", "same_bits", "same_bytes"]
 
 _CHUNK = 1 << 26  # bytes handed to the hash at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -119,16 +119,20 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | bool:
     pairs = list(zip(*parts, strict=False))
     if len(parts[0]) != len(parts[1]) or any(a.shape != b.shape for a, b in pairs):
         return False
-    if one.device.type == "cpu":
-        return all(_same_bytes(as_bytes(a), as_bytes(b)) for a, b in pairs)
-    return torch.stack([(as_bytes(a) == as_bytes(b)).all() for a, b in pairs]).all()
+    found = [same_bytes(as_bytes(a), as_bytes(b)) for a, b in pairs]
+    return all(found) if one.device.type == "cpu" else torch.stack(found).all()  # type: ignore[arg-type]
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Eight at once, where they lie so: seven times as fast."""
-    if all(part.numel() % 8 == 0 and part.storage_offset() % 8 == 0 for part in (one, other)):
-        one, other = one.view(torch.int64), other.view(torch.int64)
-    return torch.equal(one, other)
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | bool:
+    """Whether two rows of as many bytes are the same. Elsewhere than on a processor it may still be computed.
+
+    Eight or four at once, where they lie so: seven times as fast, and on a device in an eighth of the memory.
+    """
+    for word in (torch.int64, torch.int32):
+        if all(part.numel() % word.itemsize == 0 and part.storage_offset() % word.itemsize == 0 for part in (one, other)):
+            one, other = one.view(word), other.view(word)
+            break
+    return torch.equal(one, other) if one.device.type == "cpu" else (one == other).all()
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

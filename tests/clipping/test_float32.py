@@ -14,8 +14,9 @@ from torch import nn
 import lipdp.clipping as clipping
 from lipdp.clipping import kernels
 from lipdp.clipping.contribution import Dense, PositionSum, Scatter
-from lipdp.clipping.outer import OuterSum, combine
+from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.rules_conv import ConvSum
+from lipdp.clipping.uses import combine
 from lipdp.errors import UnsupportedError
 
 FORMS = ("auto", "materialise", "gram")
@@ -342,3 +343,21 @@ def test_long_sequences_are_left_to_torch(monkeypatch):
     assert torch.allclose(OuterSum(delta, x, (3, 4)).squared_norms("gram").sqrt().double(), true, rtol=1e-3)
     with pytest.raises(NotImplementedError, match="the kernel"):
         OuterSum(delta[:, :8], x[:, :8], (3, 4)).squared_norms("gram")
+    monkeypatch.setattr("lipdp.clipping.outer._FEATURES", 3)  # and so are many features, whose sum would be one
+    OuterSum(delta[:, :8], x[:, :8], (3, 4)).squared_norms("gram")
+
+
+@pytest.mark.parametrize("positions", [1, 2, 63, 64, 65, 128, 130])
+def test_half_of_the_gram_matrices_is_enough(positions):
+    generator = torch.Generator().manual_seed(positions)
+    delta, x = (torch.randn(3, positions, 20, generator=generator, dtype=torch.float64) for _ in range(2))
+    true = torch.einsum("btp,btd->bpd", delta, x).flatten(1).square().sum(1)
+    assert torch.allclose(OuterSum(delta, x, (20, 20)).squared_norms("gram"), true, rtol=1e-9)
+
+
+def test_a_vocabulary_is_added_up_in_blocks():
+    """The margin is for the length of float32's sums: for one sum of 30,000 products it would be a tenth of the square."""
+    generator = torch.Generator().manual_seed(0)
+    delta, x = torch.randn(1, 64, 30_000, generator=generator), torch.randn(1, 64, 8, generator=generator)
+    norm = float(OuterSum(delta, x, (30_000, 8)).squared_norms("gram").sqrt())
+    assert exact(delta, x) <= norm <= 1.005 * exact(delta, x)

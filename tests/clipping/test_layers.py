@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import lipdp.clipping as clipping
 import lipdp.nn
-from tests.clipping.helpers import METHODS, check_all
+from lipdp.clipping import rules_conv
+from tests.clipping.helpers import METHODS, assert_close, check_all, quadratic
 from tests.many import examples
 
 FAST = ("reweight", "ghost", "bookkeeping")
@@ -206,3 +210,31 @@ def test_prelu(axes, many):
 
 def test_every_method_of_one_layer():
     check_all(nn.Conv2d(2, 3, 3, padding=1), torch.randn(4, 2, 5, 5), methods=(*METHODS, "auto"))
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "groups"), [(2, 2, 0, 1), (2, 3, 1, 2), (1, 1, 0, 1), (3, 3, 0, 2)])
+def test_windows_that_lie_apart(monkeypatch, kernel, stride, padding, groups):
+    """Long ones (a picture's patches) are taken as the positions of a dense layer."""
+    monkeypatch.setattr(rules_conv, "_LONG_WINDOW", 1)
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, kernel, stride, padding, groups=groups).double()
+    x, y = torch.randn(6, 4, 7, 7, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    check_all(nn.Sequential(layer, nn.Tanh()), x)
+    found, expected = (clipping.clipped_gradients(layer, quadratic, x, y, 0.5, method, copies=2) for method in ("auto", "naive"))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("at_once", [1, 250, 2**20])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_gradients_held_some_records_after_others(monkeypatch, at_once, copies):
+    monkeypatch.setattr(rules_conv, "_AT_ONCE", at_once)  # one record of 120 numbers, two, all
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 5, (2, 3), padding=1)
+    x, y = torch.randn(5 * copies, 4, 5, 5), torch.linspace(-1, 1, 5)
+    x[2 * copies] = math.inf  # is left out
+    found, expected = (
+        clipping.clipped_gradients(layer, quadratic, x, y, 0.5, method, copies=copies) for method in ("auto", "naive")
+    )
+    assert_close(found, expected)
+    kept = x.isfinite().flatten(1).all(1)
+    check_all(layer, x[kept][:4])

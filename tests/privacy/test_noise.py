@@ -230,6 +230,9 @@ def test_a_place_gives_the_same_noise_whatever_is_drawn_with_it(monkeypatch):
     monkeypatch.setattr(noise, "_PIECE", 2**9)
     monkeypatch.setattr(noise, "_kept", noise._Kept())
     assert np.array_equal(noised_on_processor(sums, 1.3, KEY), released)
+    own = sums.copy()
+    assert noised_on_processor(own, 1.3, KEY, place=own) is own
+    assert np.array_equal(own, released)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert np.array_equal(noised_on_processor(sums, 1.3, KEY), released)
 
@@ -412,3 +415,18 @@ def test_other_noise_levels_names_and_shapes_get_other_noise(bound):
 def test_torchs_own_generators_are_refused():
     with pytest.raises(ConfigurationError, match="predicted"):
         privacy.add_noise({"a": torch.zeros(2)}, {"a": 1.0}, torch.Generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_sums_stay_as_they_are(dtype, count):
+    """Noise is drawn into the memory of a copy, where there is one: never into the caller's."""
+    sums = {f"{number}": torch.randn(40, 30, dtype=dtype).T for number in range(count)}
+    sums |= {"flat": torch.randn(50, dtype=dtype)}
+    stds = dict.fromkeys(sums, 1.5) | {"flat": 2.5}
+    before = {name: total.clone() for name, total in sums.items()}
+    released = privacy.add_noise(sums, stds, privacy.generator(0, 0, "here"))
+    assert all(torch.equal(sums[name], total) for name, total in before.items())
+    assert all(not torch.equal(released[name], total) for name, total in before.items())
+    apart = {name: total.untyped_storage().data_ptr() for name, total in released.items()}
+    assert not set(apart.values()) & {total.untyped_storage().data_ptr() for total in sums.values()}

@@ -265,7 +265,7 @@ class Scatter(Contribution):
         return self.tokens.shape[0]
 
     @cached_property
-    def _by_token(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_token(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The distinct tokens of each example, sorted, and the sums of their cotangents: (B, T) and (B, T, d); 0 for the rest.
 
         So nothing is vocabulary-sized, and what is measured is what is released.
@@ -286,7 +286,7 @@ class Scatter(Contribution):
 
     def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
         """Of the sums, which are what is weighted."""
-        return squared(self._by_token[1], (1, 2))
+        return squared(self.by_token[1], (1, 2))
 
     def materialise(self) -> torch.Tensor:
         """(B, rows, d)."""
@@ -296,9 +296,14 @@ class Scatter(Contribution):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """One scatter-add over batch and tokens, in float64."""
-        tokens, sums = self._by_token
-        scaled = (sums.to(wide(sums)) * weights.to(wide(sums))[:, None, None]).flatten(0, 1)
-        return scaled.new_zeros(self.rows, sums.shape[2]).index_add_(0, tokens.flatten(), scaled)
+        shape = self.rows, self.cotangents.shape[2]
+        return self.add_weighted(weights, self.cotangents.new_zeros(shape, dtype=wide(self.cotangents)))
+
+    def add_weighted(self, weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """The same added to a total, in its place."""
+        tokens, sums = self.by_token
+        scaled = sums.to(total.dtype) * weights.to(total.dtype)[:, None, None]
+        return total.index_add_(0, tokens.flatten(), scaled.flatten(0, 1))
 
     def rounding(self) -> torch.Tensor:
         """Of a sum over the positions, as if all tokens were the same."""

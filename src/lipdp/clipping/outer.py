@@ -6,17 +6,14 @@ With δ (T, p) and x (T, d) of one example, g = δᵀx, and
 * *Gram*: Σ_{t,t'} (δ_t·δ_t')(x_t·x_t'), 2·T²·(p+d) multiplications and 2·T² numbers held.
 
 The Gram form adds up T² products of both signs; in float32 the result can be far below the true one where they cancel, even
-negative. Its margin makes up for that.
-
-Several uses of one parameter are one contribution, cross terms included (:func:`combine`).
+negative. Its margin makes up for that. It grows with the sizes of the terms and with the lengths of sums in float32: so products
+over many features (the words of a vocabulary) are added up in blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 
@@ -24,24 +21,34 @@ from lipdp._numerics import HALF, gamma, wide
 from lipdp._sums import contract_apart
 from lipdp.clipping import kernels
 from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, matmuls, squared
-from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter, runs, zeroed
+from lipdp.clipping.contribution import Contribution, Form, runs, zeroed
 from lipdp.clipping.kernels import quickest
 
-__all__ = ["Disjoint", "OuterSum", "Rows", "combine", "gram_margin", "kernel_margin", "sum_rounding"]
+__all__ = ["OuterSum", "blocked", "kernel_margin", "products", "sum_rounding"]
 
 
 # Entries that a chunk of materialised per-example gradients, or of Gram matrices, may hold: caps the memory of computing norms.
 _CHUNK = 2**24
 # What moving one number costs, in multiplications: arithmetic is that much faster than memory.
 _TRAFFIC = 16
+# Features that a kernel on a GPU adds up as one sum, at most.
+_FEATURES = 8192
+# Features whose products are added up at a time elsewhere; positions of a tile on a processor, of which half are computed.
+_BLOCK = 512
+_TILE = 32
 
 
-def gram_margin(features: int, positions: int, dtype: torch.dtype) -> float:
-    """κ of the Gram form's rounding: it is added as κ·(Σ_t‖δ_t‖‖x_t‖)² to the squared norm.
+def blocked(features: int) -> int:
+    """Through how many roundings, at most, a product over so many features goes: those of a block, and one for each block."""
+    return min(features, _BLOCK) + -(-features // _BLOCK)
 
-    Products of p and of d terms, then sums of T of their products, each off by γ_n of the sizes at most; then in float64.
-    """
-    return gamma(features + positions + 8, dtype)
+
+def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a·bᵀ, (B, S, n) and (B, T, n) → (B, S, T), in blocks of features."""
+    total = torch.bmm(a[..., :_BLOCK], b[..., :_BLOCK].transpose(1, 2))
+    for start in range(_BLOCK, a.shape[2], _BLOCK):
+        total += torch.bmm(a[..., start : start + _BLOCK], b[..., start : start + _BLOCK].transpose(1, 2))
+    return total
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ class OuterSum(Contribution):
         materialise, gram = self.costs
         return gram < materialise
 
-    def _uses_gram(self, form: Form) -> bool:
+    def uses_gram(self, form: Form) -> bool:
+        """Whether this form is the Gram form here; "measure": timed once."""
         if form != "measure":
             return form == "gram" or (form == "auto" and self.prefers_gram)
         t, p, d = self.cotangents.shape[1], self.cotangents.shape[2], self.inputs.shape[2]
@@ -97,37 +105,49 @@ class OuterSum(Contribution):
         if self.cotangents.shape[1] == 1:
             coarse = input_roundoff(self.cotangents, convolution=self.convolution)
             return (self._of_cotangents.total * self._of_inputs.total) * (1 + 4 * coarse) ** 2
-        short = self.cotangents.shape[1] <= kernels.MOST_POSITIONS
-        if short and kernels.available(self.cotangents, self.inputs) and self._uses_gram(form):
-            return self._by_kernel()
-        return (self.measured(form).sqrt() + self.rounding()).square()
+        squares, rounding = self.gram() if self.uses_gram(form) else (self._materialised(), self.rounding())
+        return (squares.sqrt() + rounding).square()
 
-    def _by_kernel(self) -> torch.Tensor:
-        """The Gram form in one reading; tensor cores round more, see :func:`kernel_margin`."""
+    def measured(self, form: Form = "auto") -> torch.Tensor:
+        """‖g_i‖² in one of the forms, without :meth:`rounding`, by torch's own operations."""
+        return self._gram_by_torch() if self.uses_gram(form) else self._materialised()
+
+    def gram(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """At least ‖g_i‖² of the exact g_i, by the Gram form; and :meth:`rounding`. On a GPU in one reading.
+
+        Not where positions are too many for a launch; nor where features are many (the words of a vocabulary): they are one sum
+        there, whose margin would be seen.
+        """
         dtype, positions, p, d = self.cotangents.dtype, self.cotangents.shape[1], self.cotangents.shape[2], self.inputs.shape[2]
-        exact = dtype in HALF and self.inputs.dtype in HALF
-        found = kernels.gram_sums(self.cotangents, self.inputs, "tf32" if exact else "tf32x3")
-        up = 1 + kernel_margin(p + d, dtype) + gamma(kernels.TILE_ROUNDINGS, dtype)
-        scale, of_delta, of_x = found.scale * up, found.of_delta * up, found.of_x * up
+        few = positions <= kernels.MOST_POSITIONS and max(p, d) <= _FEATURES
+        if not few or not kernels.available(self.cotangents, self.inputs):
+            return self._gram_by_torch(), self.rounding()
+        found = kernels.gram_sums(self.cotangents, self.inputs, "tf32" if self._are_half else "tf32x3")
+        # Tensor cores round more, see kernel_margin.
         margin = kernel_margin(p + d, dtype) + gamma(kernels.TILE_ROUNDINGS, dtype)
+        scale, of_delta, of_x = (part * (1 + margin) for part in (found.scale, found.of_delta, found.of_x))
         tiny = float(torch.finfo(torch.float32).tiny) * positions
         lost = tiny * (p * of_x + d * of_delta + 1)
         squares = torch.where(found.products < 0, 0.0, found.products) + margin * scale.square() + lost  # NaN stays NaN
         coarse = input_roundoff(self.cotangents, convolution=self.convolution)
-        rounding = sum_rounding(of_delta + tiny * p, of_x + tiny * d, positions, dtype, coarse)
-        return (squares.sqrt() + rounding).square()
+        return squares, sum_rounding(of_delta + tiny * p, of_x + tiny * d, positions, dtype, coarse)
 
-    def measured(self, form: Form = "auto") -> torch.Tensor:
-        """‖g_i‖² in one of the forms, without :meth:`rounding`."""
+    def _gram_by_torch(self) -> torch.Tensor:
         delta, x = accumulating(self.cotangents, self.inputs)
-        exact = self.cotangents.dtype in HALF and self.inputs.dtype in HALF
-        if self._uses_gram(form):
-            with matmuls(delta.device, tf32=exact):
-                return _gram(delta, x, self._of_cotangents.positions, self._of_inputs.positions)
+        with matmuls(delta.device, tf32=False):  # tensor cores would round more than the margin says
+            return _gram(delta, x, self._of_cotangents.positions, self._of_inputs.positions)
+
+    def _materialised(self) -> torch.Tensor:
+        delta, x = accumulating(self.cotangents, self.inputs)
         # Where the sum itself may be computed in TF32, so may its norm: the rounding counts both.
         allowed = input_roundoff(self.cotangents, convolution=self.convolution) > 0
-        with matmuls(delta.device, tf32=exact or allowed):
+        with matmuls(delta.device, tf32=self._are_half or allowed):
             return _materialised(delta, x)
+
+    @property
+    def _are_half(self) -> bool:
+        """Whether TF32 is exact: half-precision numbers fit."""
+        return self.cotangents.dtype in HALF and self.inputs.dtype in HALF
 
     @cached_property
     def _of_cotangents(self) -> Squares:
@@ -191,145 +211,26 @@ def _materialised(delta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gram(delta: torch.Tensor, x: torch.Tensor, of_delta: torch.Tensor, of_x: torch.Tensor) -> torch.Tensor:
-    """In tiles of examples and, for long sequences, of positions; with the margin, and what products can lose by underflow."""
+    """In tiles of examples and of positions; with the margin, and what products can lose by underflow.
+
+    Both matrices are symmetric: of a tile's rows, what stands left of the diagonal is not computed, and what stands right of it
+    counts twice.
+    The margin is κ·(Σ_t‖δ_t‖‖x_t‖)²: products of p and of d terms, then sums of T of their products, each off by γ_n of the sizes
+    at most for n roundings; then in float64.
+    """
     batch, positions = delta.shape[:2]
     rows = max(1, _CHUNK // max(1, positions * positions))
-    columns = max(1, min(positions, _CHUNK // max(1, positions)))
-    products = delta.new_zeros(batch, dtype=wide(delta))
+    side = max(1, min(_TILE if delta.device.type == "cpu" else positions, _CHUNK // max(1, positions)))
+    total = delta.new_zeros(batch, dtype=wide(delta))
     for i in range(0, batch, rows):
-        ours, theirs = delta[i : i + rows], x[i : i + rows]
-        for t in range(0, positions, columns):
-            a = torch.bmm(ours[:, t : t + columns], ours.transpose(1, 2))
-            a = a.mul_(torch.bmm(theirs[:, t : t + columns], theirs.transpose(1, 2)))
-            products[i : i + rows] += a.sum(2).sum(1, dtype=products.dtype)
+        ours, theirs, sums = delta[i : i + rows], x[i : i + rows], total[i : i + rows]
+        for t in range(0, positions, side):
+            tile = products(ours[:, t : t + side], ours[:, t:]).mul_(products(theirs[:, t : t + side], theirs[:, t:]))
+            sums += tile[..., :side].sum(2).sum(1, dtype=total.dtype)
+            if t + side < positions:
+                sums += 2 * tile[..., side:].sum(2).sum(1, dtype=total.dtype)
     scale = (of_delta.sqrt() * of_x.sqrt()).sum(1)
-    margin = gram_margin(delta.shape[2] + x.shape[2], positions, delta.dtype)
+    margin = gamma(blocked(delta.shape[2]) + blocked(x.shape[2]) + positions + 8, delta.dtype)
     tiny = float(torch.finfo(delta.dtype).tiny) * positions
     lost = tiny * (delta.shape[2] * of_x.sum(1) + x.shape[2] * of_delta.sum(1))
-    return products.clamp_min(0) + margin * scale.square() + lost
-
-
-@dataclass(frozen=True)
-class Rows(Contribution):
-    """Gradients of the rows ``start:start+count`` of a parameter of ``total`` rows, e.g. the query part of a packed projection."""
-
-    inner: Contribution
-    start: int
-    count: int
-    total: int
-
-    @property
-    def batch(self) -> int:
-        """Number of examples."""
-        return self.inner.batch
-
-    def squared_norms(self, form: Form = "auto") -> torch.Tensor:
-        """The other rows are zero."""
-        return self.inner.squared_norms(form)
-
-    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
-        """The other rows are zero."""
-        return self.inner.squared_norms_as_released(form)
-
-    def materialise(self) -> torch.Tensor:
-        """Zero in the other rows."""
-        part = self.inner.materialise()
-        result = part.new_zeros(part.shape[0], self.total, *part.shape[2:])
-        result[:, self.start : self.start + self.count] = part
-        return result
-
-    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """Zero in the other rows."""
-        part = self.inner.weighted_sum(weights)
-        result = part.new_zeros(self.total, *part.shape[1:])
-        result[self.start : self.start + self.count] = part
-        return result
-
-    def rounding(self) -> torch.Tensor:
-        """That of the rows."""
-        return self.inner.rounding()
-
-    def without(self, dropped: torch.Tensor) -> Rows:
-        """Zeros for the dropped."""
-        return replace(self, inner=self.inner.without(dropped))
-
-    def merged(self, copies: int) -> Rows:
-        """The same rows."""
-        return replace(self, inner=self.inner.merged(copies))
-
-
-@dataclass(frozen=True)
-class Disjoint(Contribution):
-    """Parts that never touch the same entries: their squared norms add up."""
-
-    parts: tuple[Contribution, ...]
-
-    @property
-    def batch(self) -> int:
-        """Number of examples."""
-        return self.parts[0].batch
-
-    def squared_norms(self, form: Form = "auto") -> torch.Tensor:
-        """Σ over the parts."""
-        return torch.stack([part.squared_norms(form) for part in self.parts]).sum(0)
-
-    def squared_norms_as_released(self, form: Form = "auto") -> torch.Tensor:
-        """Σ over the parts."""
-        return torch.stack([part.squared_norms_as_released(form) for part in self.parts]).sum(0)
-
-    def materialise(self) -> torch.Tensor:
-        """Σ over the parts."""
-        return torch.stack([part.materialise() for part in self.parts]).sum(0)
-
-    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """Σ over the parts."""
-        return torch.stack([part.weighted_sum(weights) for part in self.parts]).sum(0)
-
-    def rounding(self) -> torch.Tensor:
-        """Σ over the parts."""
-        return torch.stack([part.rounding() for part in self.parts]).sum(0)
-
-    def without(self, dropped: torch.Tensor) -> Disjoint:
-        """Zeros for the dropped."""
-        return Disjoint(tuple(part.without(dropped) for part in self.parts))
-
-    def merged(self, copies: int) -> Disjoint:
-        """Part by part."""
-        return Disjoint(tuple(part.merged(copies) for part in self.parts))
-
-
-def combine(parts: Sequence[Contribution]) -> Contribution:
-    """Σ over the uses, cross terms included: ‖Σ_k g_k‖, never √Σ‖g_k‖², which is too small by up to √k.
-
-    Sums of outer products, of positions and of scatters stay factored: their positions are laid side by side. Unlike kinds are
-    materialised.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    outer = [part for part in parts if isinstance(part, OuterSum)]
-    if len(outer) == len(parts):
-        cotangents, inputs = torch.cat([part.cotangents for part in outer], 1), torch.cat([part.inputs for part in outer], 1)
-        return OuterSum(cotangents, inputs, outer[0].shape, any(part.convolution for part in outer))
-    sums = [part for part in parts if isinstance(part, PositionSum)]
-    if len(sums) == len(parts):
-        return PositionSum(torch.cat([part.cotangents for part in sums], 1), sums[0].shape)
-    scattered = [part for part in parts if isinstance(part, Scatter)]
-    if len(scattered) == len(parts):
-        tokens = torch.cat([part.tokens.long() for part in scattered], 1)
-        return Scatter(tokens, torch.cat([part.cotangents for part in scattered], 1), scattered[0].rows)
-    rows = [part for part in parts if isinstance(part, Rows)]
-    if len(rows) == len(parts) and _same_or_apart(rows):
-        by_start: dict[int, list[Rows]] = {}
-        for row in rows:
-            by_start.setdefault(row.start, []).append(row)
-        return Disjoint(tuple(replace(found[0], inner=combine([row.inner for row in found])) for found in by_start.values()))
-    total, slack = parts[0].materialise(), parts[0].rounding()
-    for part in parts[1:]:
-        total, slack = total + part.materialise(), slack + part.rounding()
-    return Dense(total, slack)
-
-
-def _same_or_apart(rows: Sequence[Rows]) -> bool:
-    """Whether any two ranges are equal or disjoint: else entries would be shared between parts that are thought apart."""
-    ranges = sorted({(row.start, row.start + row.count) for row in rows})
-    return all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    return total.clamp_min(0) + margin * scale.square() + lost

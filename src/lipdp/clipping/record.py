@@ -32,7 +32,7 @@ from lipdp.clipping.follow import Following
 from lipdp.clipping.handed import Note, Use, copies_for_all, stand_ins, swapped
 from lipdp.clipping.layouts import SECOND, Layouts, UnseenLayerError, without_caches
 from lipdp.clipping.operations import At
-from lipdp.clipping.outer import combine
+from lipdp.clipping.uses import combine
 from lipdp.errors import UnsupportedError
 
 __all__ = [

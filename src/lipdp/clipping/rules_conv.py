@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,10 +21,13 @@ from lipdp.errors import UnsupportedError
 
 __all__ = ["ConvSum", "patches"]
 
-# Numbers that the patches of one chunk of examples may hold: 128 MiB in float32.
-_PATCHES = 2**25
-# Numbers that the gradients of all examples may hold to be held: 128 MiB in float32.
-_HELD = 2**25
+# Numbers that the patches of one chunk of examples may hold: 128 MiB in float32; on a processor, what its cache holds.
+_PATCHES, _PATCHES_IN_CACHE = 2**25, 2**20
+# Numbers that the gradients of all examples may hold to be held: 64 MiB in float32. And those that are computed at once then: in a
+# large block of new memory they would take up to four times as long.
+_HELD, _AT_ONCE = 2**24, 2**21
+# Numbers that a window reads from which on products over windows that lie apart are quicker than the groups of a convolution.
+_LONG_WINDOW = 256
 # How much faster than other arithmetic tensor cores are, in the kernel for norms.
 _TENSOR_CORES = 4.0
 
@@ -84,7 +88,8 @@ class ConvSum(Contribution):
 
     def _chunks(self) -> list[slice]:
         positions = self.copies * self.cotangents[0, 0].numel()
-        count = max(1, _PATCHES // max(1, positions * self.inputs.shape[1] * _product(self.shape[2:])))
+        most = _PATCHES_IN_CACHE if self.cotangents.device.type == "cpu" else _PATCHES
+        count = max(1, most // max(1, positions * self.inputs.shape[1] * _product(self.shape[2:])))
         return [slice(i * self.copies, (i + count) * self.copies) for i in range(0, self.batch, count)]
 
     def _outer(self, rows: slice) -> OuterSum:
@@ -161,19 +166,28 @@ class ConvSum(Contribution):
     def materialise(self) -> torch.Tensor:
         """(B, out, in/groups, …)."""
         parts = [self._outer(rows).materialise().reshape(-1, *self.shape) for rows in self._chunks()]
-        return torch.cat(parts) * self.scale
+        found = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return found if self.scale == 1.0 else found * self.scale
 
     @property
     def _positions(self) -> int:
         return self.copies * self.cotangents[0, 0].numel()
 
     @cached_property
-    def _each(self) -> torch.Tensor | None:
-        """All gradients, by the groups of one convolution: on a processor the quickest way to their norms, where they are small."""
-        if self.cotangents.device.type != "cpu" or self.batch * _product(self.shape) > _HELD:
+    def _each(self) -> list[torch.Tensor] | None:
+        """All gradients, some records after others, where they are not too many: on a processor the quickest way to their norms."""
+        size = _product(self.shape)
+        if self.cotangents.device.type != "cpu" or self.batch * size > _HELD:
             return None
-        delta, x = accumulating(self.cotangents, self.inputs)
-        copies, sets = self.copies, self.batch
+        count = self.copies * max(1, _AT_ONCE // max(1, size))
+        return [self._gradients(slice(start, start + count)) for start in range(0, max(1, len(self.inputs)), count)]
+
+    def _gradients(self, rows: slice) -> torch.Tensor:
+        """By the groups of one convolution; where windows are long and lie apart (a picture's patches), by products over these."""
+        delta, x = accumulating(self.cotangents[rows], self.inputs[rows])
+        if all(s >= k for s, k in zip(self.stride, self.shape[2:], strict=True)) and _product(self.shape[1:]) >= _LONG_WINDOW:
+            return replace(self, cotangents=delta, inputs=x, squares=None).materialise()
+        copies, sets = self.copies, len(x) // self.copies
         delta, x = (
             part.reshape(sets, copies, *part.shape[1:]).transpose(0, 1).reshape(copies, -1, *part.shape[2:]) for part in (delta, x)
         )
@@ -201,13 +215,14 @@ class ConvSum(Contribution):
         """
         if form == "gram" or self._each is None:
             return self.squared_norms(form)
-        return squared(self._each.flatten(1), (1,))
+        return torch.cat([squared(part.flatten(1), (1,)) for part in self._each])
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Of the gradients, where they are held; else by the ordinary kernel gradient, with the smaller factor reweighted."""
-        held: torch.Tensor | None = vars(self).get("_each")
+        held: list[torch.Tensor] | None = vars(self).get("_each")
         if held is not None:
-            return weighted(weights, held)
+            sums = map(weighted, torch.split(weights, [len(part) for part in held]), held)
+            return functools.reduce(torch.Tensor.add_, sums)
         delta, x = accumulating(self.cotangents, self.inputs)
         weights = weights.to(delta.dtype) if self.scale == 1.0 else weights.to(delta.dtype) * self.scale
         weights = weights.repeat_interleave(self.copies) if self.copies > 1 else weights

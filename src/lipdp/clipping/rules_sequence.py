@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from lipdp.clipping.contribution import Contribution, Dense, refuse, watched_forward
 from lipdp.clipping.handed import ROW, copies_for_all
-from lipdp.clipping.outer import Rows
 from lipdp.clipping.rules_layers import affine
+from lipdp.clipping.uses import Rows
 from lipdp.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -298,17 +298,22 @@ def _noised(arranged: _Arranged, sums: Mapping[str, Tensor], stream: Stream) -> 
 
 def _noised_on_processor(segments: Sequence[Segment], key: bytes, stream: Stream) -> list[Tensor]:
     """What :func:`lipdp.privacy.noise_cuda.noised_on_device` computes, for sums anywhere; claimed before it is drawn."""
-    ready = [[piece.contiguous().cpu().numpy() for piece in pieces_of(*segment)] for segment in segments]
+    ready = [[piece.contiguous().cpu() for piece in pieces_of(*segment)] for segment in segments]
     if stream.bound:
         hasher = Poly1305(derive_key(key, "digest"))  # a key that is used once: no two sums are likely to collide
         for part in itertools.chain(*ready):
-            hasher.update(part.data.cast("B"))
+            hasher.update(part.numpy().data.cast("B"))
         key = derive_key(key, "bound", hasher.finalize())
         stream.claim_last(derive_key(key, "claim"))
     number = itertools.count()
     wholes = []
     for pieces, (tensors, std, _) in zip(ready, segments, strict=True):
-        drawn = [torch.from_numpy(noised_on_processor(piece, std, key, next(number))) for piece in pieces]
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        drawn = []
+        for piece in pieces:
+            sums = piece.numpy()
+            place = None if piece.untyped_storage().data_ptr() in given else sums  # a copy: nobody else has it
+            drawn.append(torch.from_numpy(noised_on_processor(sums, std, key, next(number), place)))
         wholes.append((drawn[0] if len(drawn) == 1 else torch.cat(drawn)).to(tensors[0].device))
     return wholes
 

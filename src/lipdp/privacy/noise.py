@@ -183,26 +183,30 @@ def pieces_of(tensors: Sequence[torch.Tensor], std: float, dtype: torch.dtype) -
     return torch.split(flat[0] if len(flat) == 1 else torch.cat(flat), _LONGEST)
 
 
-def noised_on_processor(sums: Any, std: float, key: bytes, segment: int = 0) -> Any:
+def noised_on_processor(sums: Any, std: float, key: bytes, segment: int = 0, place: Any = None) -> Any:
     """(round(S/g) + N + ½)·g for each sum, N drawn from ``key``; what is not a number counts as 0.
 
-    Sums are an array of float64, or of float32, whose releases are those of float64 rounded once more.
+    Sums are an array of float64, or of float32, whose releases are those of float64 rounded once more. They come into ``place``,
+    which may be the sums' own memory: where they are many, making new memory takes longer than drawing.
     """
-    released = np.empty_like(sums)
+    released = np.empty_like(sums) if place is None else place
     spacing, bins = grid(std), table(mantissa_of(std))
 
     def work(starts: Sequence[int]) -> None:
-        scratch, thrown = _kept.scratch, []
+        scratch, thrown, sums_again = _kept.scratch, [], []
         for start in starts:
             given = sums[start : start + _CHUNK]
             drawn, again = _drawn(bins, key, start, len(given), segment, scratch)
             thrown.append(again)
+            sums_again.append(given[again - start])
             for first in range(0, len(given), _PIECE):
                 part = slice(first, first + _PIECE)
                 _release(given[part], drawn[part], spacing, released[start : start + _CHUNK][part], scratch)
         places = np.concatenate(thrown)
         again = np.empty(len(places), dtype=released.dtype)
-        _release(sums[places], _drawn_anew(bins, key, places, segment), spacing, again, _Scratch(len(places), len(places)))
+        _release(
+            np.concatenate(sums_again), _drawn_anew(bins, key, places, segment), spacing, again, _Scratch(len(places), len(places))
+        )
         released[places] = again
 
     starts = range(0, len(sums), _CHUNK)

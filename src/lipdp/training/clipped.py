@@ -165,11 +165,12 @@ class ClippedQuery:
         others = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in parameters]
         on_host = batch.device.type != "cuda"
         settings = batch.settings if on_host and self._whole else None  # elsewhere nobody has looked yet
+        first = _as_it_is if on_host else torch.Tensor.clone  # nothing is recorded on a processor
         with _not_trained(others):
             own = microbatches(batch.inputs, batch.targets, size, batch.device, batch.dtypes, batch.seats, turn=batch.turn)
             for x, y, mask in own:
                 with arithmetic(plan.precision, batch.device):
-                    answer = answer if pending is None else plus(answer, pending.finish())
+                    answer = answer if pending is None else plus(answer, pending.finish(), first=first)
                     if batch.copies.augmentation is None:
                         pending = clipping.begin(Microbatch(owned(x), owned(y), mask), max_norm, settings)
                         settings = clipping.seen

@@ -340,10 +340,10 @@ class PrivacyEngine:
             self.average.update(run.shards.parameters)
 
     def _move(self, noised: Mapping[str, torch.Tensor], settings: StepSettings) -> None:
-        """Hand what was released to the optimiser."""
+        """Hand what was released to the optimiser: means, in the memory of the sums."""
         run = self._run
-        means = torch._foreach_div(list(noised.values()), float(self.plan.batch_size))
-        gradients = run.query.gradients(dict(zip(noised, means, strict=True)))
+        torch._foreach_div_(list(noised.values()), float(self.plan.batch_size))
+        gradients = run.query.gradients(noised)
         run.shards.set_gradients({name: gradients[name] for name in run.trained(settings)})
         run.held.step(self.optimizer)
         self._drop_gradients()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lipdp.digest import as_bytes, same_bits
+from lipdp.digest import as_bytes, same_bits, same_bytes
 from lipdp.errors import UnsupportedError
 from lipdp.training.shards import local
 from lipdp.training.watch import Flag, read_flags
@@ -135,7 +135,7 @@ class HeldState:
         now, kept = _bytes(self._objects), self._kept_weights
         if now.keys() != kept.keys():
             return False
-        flags = list(map(_same_row, now.values(), map(kept.__getitem__, now)))
+        flags = [row.shape == kept[kind].shape and same_bytes(row, kept[kind]) for kind, row in now.items()]
         computed = [flag for flag in flags if isinstance(flag, torch.Tensor)]
         if computed and len(computed) == len(flags) and len({flag.device for flag in computed}) == 1:
             return torch.stack(computed).all()
@@ -239,13 +239,6 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> dict[_Kind, torch.Tensor]:
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(local(tensor.detach()).reshape(-1))
     return {kind: as_bytes(torch.cat(parts)) for kind, parts in kinds.items()}
-
-
-def _same_row(one: torch.Tensor, other: torch.Tensor) -> Flag:
-    """Whether two rows of bytes are the same."""
-    if one.shape != other.shape:
-        return False
-    return torch.equal(one, other) if one.device.type == "cpu" else (one == other).all()
 
 
 def _filled(holder: dict[Any, Any]) -> frozenset[Any]:
