@@ -35,27 +35,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpNotice, LipdpWarning, UnexpectedError
 
-__all__ = [
-    "as_told",
-    "choose",
-    "debugging",
-    "discreet",
-    "instance",
-    "is_discreet",
-    "is_number",
-    "kind_of",
-    "known_device",
-    "match",
-    "named",
-    "no_gradient",
-    "positive",
-    "probability",
-    "rate",
-    "shown",
-    "whole",
-    "without_chain",
-]
-
 
 def is_number(value: object) -> bool:
     """Whether it is a finite real number, Python's or numpy's; a bool is not meant as one."""

@@ -14,25 +14,6 @@ import torch
 from lipdp._checks import kind_of
 from lipdp.errors import DataError
 
-__all__ = [
-    "Inputs",
-    "call",
-    "device_of",
-    "flattened",
-    "joined",
-    "leaves",
-    "logits_of",
-    "loss_of",
-    "mapped",
-    "named_leaves",
-    "owned",
-    "per_row",
-    "plain",
-    "rebuilt",
-    "rows_of",
-    "select",
-]
-
 Inputs: TypeAlias = "torch.Tensor | tuple[Inputs, ...] | dict[str, Inputs]"
 
 

@@ -32,8 +32,6 @@ from lipdp.losses import as_loss
 from lipdp.parametrize import effective_leaves, project_
 from lipdp.planning.plan import PrivacyPlan
 
-__all__ = ["ParameterAttack", "SensitivityReport", "sensitivities"]
-
 STARTS = ("given", "constant", "positive", "aligned", "impulse", "random", "large")
 _TOLERANCE = 1e-9  # in float64; more is no rounding
 _JUMP = 4.0

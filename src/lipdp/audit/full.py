@@ -19,8 +19,6 @@ from lipdp.audit.results import AuditResult
 from lipdp.errors import AuditError
 from lipdp.planning.plan import PrivacyPlan
 
-__all__ = ["FullAudit", "check"]
-
 
 @dataclass(frozen=True)
 class FullAudit:

@@ -32,8 +32,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors
 
-__all__ = ["AttackRow", "MembershipReport", "membership"]
-
 Numbers = npt.NDArray[np.float64]
 Interval = tuple[float, float]
 

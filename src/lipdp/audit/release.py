@@ -31,8 +31,6 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.program import find_input_shape
 from lipdp.training.account import several_runs
 
-__all__ = ["Check", "ReleaseReport", "release_path"]
-
 _PAIRED = 24  # steps that are compared with each other
 _SAMPLED = 2000  # records that are sampled from
 _ENTRIES = 400_000  # of noise that a run is long enough for, where the plan is

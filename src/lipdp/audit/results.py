@@ -28,8 +28,6 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.accounting import privacy_profile, run_epsilon
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses"]
-
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the canaries that are guessed at, the surest first
 _MOST_NOISE = 64.0
 _SEARCHED = {"least": 1 / 16, "most": 4.0, "precision": 0.03}  # what noise may have been divided by, where it takes an accountant

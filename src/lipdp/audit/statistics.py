@@ -32,24 +32,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.accounting import privacy_profile
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = [
-    "Curve",
-    "GaussianCurve",
-    "ProfileCurve",
-    "bisect",
-    "clopper_pearson",
-    "gaussian_delta",
-    "gaussian_epsilon",
-    "gaussian_mu",
-    "guess_p_value",
-    "many_run_epsilon",
-    "one_run_bound",
-    "one_run_epsilon",
-    "refutes",
-    "run_curve",
-    "scaled_run",
-]
-
 _NORMAL = NormalDist()
 _LOSSES = np.concatenate([np.linspace(0.0, 8.0, 321), np.linspace(8.1, 40.0, 160)])  # where profiles are looked at
 

@@ -18,8 +18,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import predict
 from lipdp.program.dtypes import Types
 
-__all__ = ["attack", "certified_accuracy", "certified_auroc", "certify"]
-
 # Rounding reaches what is computed at x and at x'; a margin through two outputs.
 _AT_BOTH, _OF_MARGIN = 2.0, 2 * math.sqrt(2.0)
 

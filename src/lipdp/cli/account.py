@@ -18,8 +18,6 @@ from lipdp.errors import ConfigurationError
 if TYPE_CHECKING:
     from lipdp.privacy import Accountant, Adjacency, Budget
 
-__all__ = ["CALIBRATE_EXAMPLE", "EPSILON_EXAMPLE", "app", "calibrate", "epsilon"]
-
 EPSILON_EXAMPLE = """Example: lipdp epsilon --noise-multiplier 1.1 --sampling-rate 0.01 --steps 1000 --delta 1e-5
 
 Example: lipdp epsilon --noise-multiplier 1.1 --batch-size 600 --dataset-size 60000 --epochs 10 --delta 1e-5"""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lipdp.recipes import Recipe
     from lipdp.training import PrivacyPlan
 
-__all__ = ["AUDIT_EXAMPLE", "CERTIFY_EXAMPLE", "REFUTED", "audit", "audit_recipe", "certify"]
-
 AUDIT_EXAMPLE = """Example: lipdp audit digits --epsilon 4
 
 Example: lipdp audit model.py:make --plan plan.json --seconds 300 --json   (make() returns model, loss)"""

@@ -23,8 +23,6 @@ from lipdp.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from lipdp.estimators.schema import Column
 
-__all__ = ["CsvForm", "Frame", "as_json", "frame", "read_column", "read_csv", "read_schema", "where_names_stand"]
-
 
 @dataclass(frozen=True)
 class CsvForm:

@@ -27,40 +27,6 @@ if TYPE_CHECKING:
     from lipdp.recipes.run import Drawing
     from lipdp.training.distributed import Ranks
 
-__all__ = [
-    "Accountant",
-    "Adjacency",
-    "BatchSize",
-    "BudgetFile",
-    "DataRoot",
-    "DatasetSize",
-    "Delta",
-    "Epochs",
-    "Epsilon",
-    "Json",
-    "LargestBatch",
-    "LearningRate",
-    "NoiseMultiplier",
-    "OptionalRecipeName",
-    "RecipeName",
-    "RequiredDelta",
-    "RunEpochs",
-    "RunSteps",
-    "SamplingRate",
-    "SamplingScheme",
-    "Settings",
-    "ValidationFraction",
-    "check_budget",
-    "configured",
-    "dataset_info",
-    "drawing",
-    "is_rank",
-    "joined",
-    "shared_seed",
-    "start_ranks",
-    "training_size",
-]
-
 _BUDGET, _RECIPE, _OUTPUT = "Privacy", "Recipe settings", "Output"
 
 RecipeName = Annotated[

@@ -14,8 +14,6 @@ from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, 
 from lipdp.cli.output import console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["train_images", "train_table"]
-
 _SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
 
 

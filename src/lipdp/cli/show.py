@@ -23,21 +23,6 @@ from lipdp.errors import ConfigurationError
 if TYPE_CHECKING:
     from lipdp.recipes.pareto import Dot
 
-__all__ = [
-    "BOUNDS_EXAMPLE",
-    "DATA_EXAMPLE",
-    "PARETO_EXAMPLE",
-    "PLAN_EXAMPLE",
-    "RECIPES_EXAMPLE",
-    "REPORT_EXAMPLE",
-    "bounds",
-    "data",
-    "pareto",
-    "plan",
-    "recipes",
-    "report",
-]
-
 PLAN_EXAMPLE = "Example: lipdp plan mnist --epsilon 1 --epochs 30 --output plan.json"
 BOUNDS_EXAMPLE = "Example: lipdp bounds mnist-lenet --set options.clip=0.1"
 

@@ -18,8 +18,6 @@ from lipdp.errors import ConfigurationError
 if TYPE_CHECKING:
     from lipdp.recipes.sweep import Finding, Progress, Sweep
 
-__all__ = ["EXAMPLE", "sweep"]
-
 EXAMPLE = """Example: lipdp sweep mnist-mlp --epsilon 3 --trials 60 --storage mnist.journal --workers 2 --test
 
 Example: lipdp sweep digits --epsilon 3 --trials 10 --private-tuning"""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from lipdp.recipes import Recipe, Result
     from lipdp.training import Callback
 
-__all__ = ["EXAMPLE", "train"]
-
 EXAMPLE = """Example: lipdp train digits --epsilon 3
 
 Example: lipdp train mnist --epsilon 1 --epochs 30 --set options.hidden=128 --checkpoint run.ckpt --output run/ --json

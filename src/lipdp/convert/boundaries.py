@@ -15,8 +15,6 @@ from lipdp import nn
 from lipdp.convert.twin import Row
 from lipdp.errors import ConfigurationError
 
-__all__ = ["NormReport", "Renormed", "between_boundaries", "per_example_norms"]
-
 Weighted = torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.ConvTranspose2d
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)

@@ -24,26 +24,6 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.data.alone import alone_or_together
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = [
-    "Augmentation",
-    "Compose",
-    "Copy",
-    "FixedAugmentation",
-    "Flip",
-    "Identity",
-    "Padding",
-    "PrecomputedCopies",
-    "RandomCrop",
-    "Shift",
-    "Shifts",
-    "TestTimeAverage",
-    "check_shift",
-    "copies_of",
-    "fixed_views",
-    "is_fixed",
-    "source_index",
-]
-
 
 @runtime_checkable
 class Augmentation(Protocol):

@@ -24,23 +24,6 @@ from lipdp.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "Availability",
-    "Bytes",
-    "DatasetInfo",
-    "Loaded",
-    "RemoteFile",
-    "Source",
-    "data_root",
-    "download_bar",
-    "ensure",
-    "images_dataset",
-    "split",
-    "stratified",
-    "verify",
-]
-
 ENVIRONMENT_VARIABLE = "LIPDP_DATA"
 
 # Seconds to connect, and between two chunks. The first is short so that a machine without network is told soon.

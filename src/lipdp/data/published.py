@@ -23,19 +23,6 @@ from torch.utils.data import TensorDataset
 from lipdp.data.files import Availability, Bytes, DatasetInfo, Loaded, RemoteFile, ensure, images_dataset, stratified
 from lipdp.errors import DataError
 
-__all__ = [
-    "CIFAR10",
-    "DIGITS",
-    "FASHION_MNIST",
-    "MNIST",
-    "SPLIT_SEED",
-    "CifarBatches",
-    "Digits",
-    "IdxImages",
-    "read_batch",
-    "read_idx",
-]
-
 _FILES = (
     "train-images-idx3-ubyte.gz",
     "train-labels-idx1-ubyte.gz",

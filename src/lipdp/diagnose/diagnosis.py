@@ -27,8 +27,6 @@ from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors
 from lipdp.training.callbacks import Callback, Run
 
-__all__ = ["Diagnosis", "DiagnosisCallback", "ParameterDiagnosis", "diagnose", "first_examples"]
-
 
 @dataclass(frozen=True)
 class ParameterDiagnosis:

@@ -36,8 +36,6 @@ from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
 from lipdp.training import PrivacyPlan
 
-__all__ = ["PrivateImageClassifier", "is_images"]
-
 _SIDE = 32  # pixels along each side that features are made of
 _NO_PIXELS = ("P", "HSV", "YCbCr", "LAB")  # modes of Pillow with as many bytes as grey or colour has
 _SMALLEST, _LARGEST = 8, 1024

@@ -60,8 +60,6 @@ from lipdp.privacy import Adjacency, generator, private_quantile
 from lipdp.privacy.budget import AnyBudget
 from lipdp.training import PrivacyPlan
 
-__all__ = ["METHODS", "Method", "choose_method", "make_model", "make_optimizer", "private_ranges", "rank_error"]
-
 Method = Literal["auto", "linear", "kernel", "network", "clipping"]
 METHODS = ("linear", "kernel", "network", "clipping")
 

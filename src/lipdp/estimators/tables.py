@@ -25,8 +25,6 @@ from lipdp.estimators.schema import Column, Numeric, Schema, check_names, column
 from lipdp.privacy import Adjacency, Pure
 from lipdp.training import PrivacyPlan
 
-__all__ = ["PrivateClassifier", "PrivateRegressor"]
-
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
 _LITTLE = 0.05

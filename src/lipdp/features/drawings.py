@@ -41,8 +41,6 @@ from torch.nn import functional as F
 from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
 
-__all__ = ["draw_images", "drawing_stream", "leaf_images", "texture_images"]
-
 _OBJECTS, _PARTS = 10, 3
 _SMALLEST, _LARGEST = 0.05, 0.55  # radii of objects, in units of the canvas
 _CLOUDS = 64  # different cloud textures of one call

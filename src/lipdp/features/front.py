@@ -37,19 +37,6 @@ from lipdp.features.scattering import Scattering2d
 from lipdp.nn.boundary import to_ball
 from lipdp.program.dtypes import Types
 
-__all__ = [
-    "Front",
-    "FrozenFeatures",
-    "cache_file",
-    "extract_features",
-    "fixed_layers",
-    "read_outputs",
-    "rows_through",
-    "split_front",
-    "write_outputs",
-]
-
-
 _FORMAT = 2
 # Rows at once: what stays in a processor's cache, and what fills a GPU.
 _ROWS_ON_CPU, _ROWS_ON_GPU = 16, 1024

@@ -21,9 +21,6 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 
-__all__ = ["Asinh", "Constant", "Landmarks", "RandomFourier", "RandomReLU"]
-
-
 _ROUNDS = 2  # of signs and a Hadamard matrix; what a dense random matrix gives is the same to within the noise of experiments
 _ROUNDING = 1 + 1e-5
 _ENTRIES_ON_CPU, _ENTRIES_ELSEWHERE = 2**17, 2**27

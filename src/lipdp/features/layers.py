@@ -18,20 +18,6 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 
-__all__ = [
-    "Compress",
-    "Compression",
-    "FromGrid",
-    "Mix",
-    "SideBySide",
-    "Straighten",
-    "Straightening",
-    "ToGrid",
-    "Window",
-    "straighten_layers",
-    "window",
-]
-
 Compression = Literal["none", "log", "root"]
 
 

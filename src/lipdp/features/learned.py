@@ -36,18 +36,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 from lipdp.features.drawings import draw_images
 
-__all__ = [
-    "SHAPES",
-    "LearnedFeatures",
-    "Network",
-    "NetworkShape",
-    "ResidualNetwork",
-    "folded_weights",
-    "network_file",
-    "read_network",
-    "write_network",
-]
-
 
 @dataclass(frozen=True)
 class NetworkShape:

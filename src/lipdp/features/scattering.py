@@ -19,20 +19,6 @@ from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 
-__all__ = [
-    "Colour",
-    "FilterBank",
-    "Padding",
-    "Scattering2d",
-    "Spectrum",
-    "filter_bank",
-    "gabor",
-    "layer_norm_squared",
-    "morlet",
-    "padded_size",
-]
-
-
 Colour = Literal["rgb", "yuv"]
 Padding = Literal["reflect", "symmetric", "circular", "zeros"]
 

@@ -38,20 +38,6 @@ from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import Dictionary, PatchFeatures, kept_constants
 from lipdp.features.scattering import Colour, Padding, Scattering2d
 
-__all__ = [
-    "AnyBlock",
-    "Centre",
-    "FrontOptions",
-    "LearnedBlock",
-    "PatchBlock",
-    "ScatteringBlock",
-    "block_of",
-    "channel_weights",
-    "feature_front",
-    "scattering_front",
-]
-
-
 Statistics = Literal["none", "textures", "private"]
 # Where compression sets in, in units of a channel's mean response to drawn images.
 _LEVELS = {"log": 0.3, "root": 0.01}

@@ -47,8 +47,6 @@ from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.costs import Pure
 
-__all__ = ["Answer", "Plan", "answer", "plan"]
-
 _LEAST_JOINT = 1e-3  # ε of a joint choice: for less, each quantile is chosen alone
 _SIMULATED = 200  # releases about public draws, for an interval that a belief gives
 

@@ -32,8 +32,6 @@ from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["Line", "pairs", "release_line"]
-
 Method = Literal["pairs", "moments"]
 _MATCHINGS, _FEW = 8, 1500.0
 _PLACES = (0.25, 0.75)  # of the range of x

@@ -24,18 +24,6 @@ from lipdp.mechanisms.utilities import ENOUGH_NODES, LearnedState, RankState, Se
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
-__all__ = [
-    "FORMAT",
-    "AdditiveMechanism",
-    "ConstantMechanism",
-    "Mechanism",
-    "SelectionMechanism",
-    "checked_report",
-    "from_content",
-    "load",
-    "neighbours",
-]
-
 FORMAT = "lipdp mechanism 2"
 Factor = Annotated[float, Range(least=1e-100, most=1e100)]
 _DRAWS = 16  # noise draws for each dataset, where the expectation over noise is not exact

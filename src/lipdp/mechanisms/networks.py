@@ -20,17 +20,6 @@ from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.postprocess import length, load_weights
 from lipdp.mechanisms.problem import Problem
 
-__all__ = [
-    "Activation",
-    "L1Linear",
-    "LaplaceNetwork",
-    "LaplaceState",
-    "NetworkStatistic",
-    "NetworkUtility",
-    "UtilityNetwork",
-    "UtilityState",
-]
-
 Activation = Literal["relu", "groupsort"]
 _FINE = 2**32
 _MARGIN = 1e-6  # normalisation in float32 can leave a column a few units in the last place above its bound

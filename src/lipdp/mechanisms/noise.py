@@ -23,21 +23,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.privacy import randomness
 from lipdp.privacy.randomness import Stream
 
-__all__ = [
-    "NoiseKind",
-    "Sampler",
-    "check_sampler",
-    "deepest",
-    "density",
-    "draw_noise",
-    "opendp_installed",
-    "release_block",
-    "release_noise",
-    "release_selection",
-    "staircase_step",
-]
-
-
 NoiseKind = Literal["laplace", "staircase"]
 Sampler = Literal["auto", "opendp", "exact"]
 

@@ -27,26 +27,6 @@ from lipdp._checks import discreet, instance, is_number, kind_of, positive, whol
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 
-__all__ = [
-    "COPIES",
-    "Lattice",
-    "Loss",
-    "Problem",
-    "Query",
-    "Step",
-    "as_numbers",
-    "check_loss",
-    "check_step",
-    "each_bounds",
-    "least_of",
-    "parse_query",
-    "rank_between",
-    "response_loss",
-    "rounded_down",
-    "share_of",
-    "with_ends",
-]
-
 Loss = Literal["squared", "quantile"]
 
 

@@ -39,19 +39,6 @@ from lipdp.privacy.costs import Pure
 from lipdp.privacy.noise import DISTANCE, DRAWABLE, grid_factor, noised_on_processor
 from lipdp.privacy.randomness import fresh_key
 
-__all__ = [
-    "Moments",
-    "Spending",
-    "Vector",
-    "contributions",
-    "gaussian_event",
-    "gaussian_multiplier",
-    "release_moments",
-    "release_query",
-    "release_vector",
-    "sensitivities",
-]
-
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 2.0**-46  # of a normal distribution's values, relatively
 _LARGE = 30.0  # ε above which Laplace noise is used: e^ε times the noise's own error would no longer be nothing

@@ -52,8 +52,6 @@ from lipdp.mechanisms.statistics import PLACES, places
 from lipdp.mechanisms.worst import KINDS, MARGIN, Robust, largest, noisy_query, truth_losses
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["SIDES", "SquaresMechanism", "by_mean_and_variance", "by_records_beyond", "on_the_query", "sums_of_squares"]
-
 _TRUTHS, _AXIS, _REACH = 301, 601, 12.0
 _NEAR, _STEPS, _EVEN = 0.05, 80, 60  # the grid of all spreads: from where on it is even, and its points below and beyond
 _ROWS = 4000  # datasets at a time

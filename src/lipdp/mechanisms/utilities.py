@@ -26,20 +26,6 @@ from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.postprocess import length, load_weights
 from lipdp.mechanisms.problem import Problem
 
-__all__ = [
-    "CountNetwork",
-    "LearnedState",
-    "LearnedUtility",
-    "RankState",
-    "RankUtility",
-    "Selection",
-    "Utility",
-    "check_grid",
-    "counts",
-    "flip_probabilities",
-    "probabilities",
-]
-
 Selection = Literal["exponential", "permute_and_flip"]
 ENOUGH_NODES = 24
 """Quadrature nodes that are as good as exact (10⁻⁸ for 300 responses at ε = 0.1, less elsewhere), where speed counts."""

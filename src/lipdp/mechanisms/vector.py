@@ -30,8 +30,6 @@ from lipdp.mechanisms.problem import Problem, Query, as_numbers, each_bounds, le
 from lipdp.privacy.budget import AnyBudget, Budget
 from lipdp.privacy.costs import Pure
 
-__all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_columns", "load_vector"]
-
 _VECTOR, _COLUMNS = "lipdp vector mechanism 2", "lipdp column mechanism 2"
 
 

@@ -12,8 +12,6 @@ import torch
 from lipdp._checks import choose, instance, whole
 from lipdp.errors import ConfigurationError, LipdpError
 
-__all__ = ["create", "names", "option_names", "register"]
-
 Builder = Callable[..., torch.nn.Module]
 B = TypeVar("B", bound=Builder)
 _builders: dict[str, Builder] = {}

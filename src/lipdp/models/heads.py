@@ -21,18 +21,6 @@ from lipdp.features.scattering import Scattering2d
 from lipdp.features.stacks import AnyBlock, Centre, FrontOptions, channel_weights, feature_front, scattering_front
 from lipdp.models.by_name import register
 
-__all__ = [
-    "BlockOptions",
-    "hidden_layers",
-    "logit_layers",
-    "patches_linear",
-    "patches_mlp",
-    "scattering_certified",
-    "scattering_linear",
-    "scattering_mlp",
-    "tabular",
-]
-
 
 def logit_layers(features: int, classes: int, clip: float | None, normalise: bool) -> list[torch.nn.Module]:
     """A linear layer from zero, and the clip of its gradient: Δ = clip.

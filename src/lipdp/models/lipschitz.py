@@ -12,25 +12,6 @@ from lipdp import nn
 from lipdp.errors import ConfigurationError
 from lipdp.models.by_name import Builder, register
 
-__all__ = [
-    "MixerBlock",
-    "Tokens",
-    "head",
-    "lenet",
-    "mixer",
-    "mlp",
-    "resnet",
-    "resnet6",
-    "resnet10",
-    "resnet18",
-    "stem",
-    "transformer",
-    "vgg",
-    "vgg5",
-    "vgg8",
-    "vgg11",
-]
-
 InputMode = Literal["ball", "sphere"]
 
 

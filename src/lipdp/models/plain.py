@@ -15,24 +15,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.models.by_name import create, register
 from lipdp.nn.embedding import SinusoidalPositions
 
-__all__ = [
-    "Activation",
-    "TokenMean",
-    "group_norm",
-    "image",
-    "nonlinear",
-    "plain_cnn",
-    "plain_lstm",
-    "plain_mlp",
-    "plain_resnet18",
-    "plain_rnn",
-    "plain_transformer",
-    "plain_vgg11",
-    "resized",
-    "tanh_cnn",
-]
-
-
 T = torch.nn
 
 

@@ -23,9 +23,6 @@ from lipdp.models.by_name import Builder, register
 from lipdp.models.lipschitz import BLOCKS, DENSE, STAGES, Tokens
 from lipdp.models.plain import Activation, TokenMean, group_norm, image, nonlinear
 
-__all__ = ["boundary_twin", "plain_dense", "plain_lenet", "plain_mixer", "plain_resnet", "plain_vgg"]
-
-
 T = torch.nn
 
 

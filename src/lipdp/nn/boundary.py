@@ -16,9 +16,6 @@ from lipdp.clipping.follow import rows_first
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering, narrowed, widened
 
-__all__ = ["Boundary", "BoundedInput", "ClipGradient"]
-
-
 # Entries whose squares are added up in float32, at most; longer sums are continued in float64.
 _SHORT = 256
 

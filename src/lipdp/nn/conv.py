@@ -22,8 +22,6 @@ from lipdp.parametrize import Constraint, ConvGeometry, ConvParametrisation, Par
 from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, twin
 
-__all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]
-
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 AnyConstraint = Constraint | Parametrisation | ConvParametrisation
 _RKO = "RKO: K = Θ/√{m}, so ‖K∗‖ ≤ ‖Θ‖₂ ≤ 1; Δ = G·X"

@@ -15,8 +15,6 @@ from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_rows
 from lipdp.twins import Decision, Where, twin
 
-__all__ = ["BoundedEmbedding", "LearnedPositions", "MaskedTokenMean", "SinusoidalPositions", "TokenBall", "TokenMean"]
-
 
 def _positive(name: str, value: float) -> float:
     if not (isinstance(value, int | float) and 0 < value < math.inf):

@@ -16,8 +16,6 @@ from lipdp.export import Site, lowering, placed
 from lipdp.nn.conv import plain_conv
 from lipdp.nn.linear import BallBias, checked_bias_norm, orthogonal_
 
-__all__ = ["FourierConv2d"]
-
 
 class FourierConv2d(BallBias, torch.nn.Conv2d):
     """A 2-D convolution whose *stored* kernel K has sup_ω‖K̂(ω)‖₂ ≤ 1: its true norm on large images, not the RKO bound.

@@ -21,8 +21,6 @@ from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, 
 from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, keep_trained, twin
 
-__all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
-
 
 class BallBias(Constrained):
     """What layers share whose bias, where they have one, is kept in the ball of radius ``bias_norm``."""

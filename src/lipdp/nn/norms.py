@@ -16,8 +16,6 @@ from lipdp.nn.linear import BallBias
 from lipdp.parametrize.constraint import project_box
 from lipdp.twins import Decision, Where, twin
 
-__all__ = ["GroupNorm", "LayerCentering", "LayerNorm", "Normalize", "RMSNorm", "Standardize"]
-
 
 def _checked(name: str, eps: float, scale: float, bias_norm: float) -> tuple[float, float]:
     if not 0 < eps < math.inf:

@@ -51,8 +51,6 @@ from lipdp.privacy import (
 from lipdp.privacy.moments import moment_stds
 from lipdp.privacy.runs import Scheme
 
-__all__ = ["STATISTICS", "plan"]
-
 # Share of δ that the noise's distance from exact noise may make up, and an ε from which on it makes no difference.
 _NEGLIGIBLE, _VACUOUS = 1e-3, 30.0
 

@@ -21,8 +21,6 @@ from lipdp.planning.phases import Clipping
 from lipdp.planning.plan import CLIPPED_GROUP, ParameterGroup, PrivacyPlan
 from lipdp.planning.settings import ROUNDOFF, STATISTICS, Method, model_roundoff, per_example_loss
 
-__all__ = ["adaptive_names", "check_plan_fits", "clip_layers", "clips_of", "make_groups", "matches", "weights_by_group"]
-
 MaxNorm = float | Mapping[str, float]
 
 

@@ -22,20 +22,6 @@ from lipdp.privacy import AdaptiveClip, Allocation, allocate, effective_multipli
 from lipdp.privacy.noise import GRID_LOSS, grid_factor
 from lipdp.privacy.quantile import COUNT_SENSITIVITY
 
-__all__ = [
-    "Clipping",
-    "Factors",
-    "NoiseSettings",
-    "Phase",
-    "Schedule",
-    "cosine_schedule",
-    "linear_schedule",
-    "make_phases",
-    "read_factors",
-    "segments",
-    "with_earlier_names",
-]
-
 Factors = Iterable[tuple[float, float]]
 """(from this fraction of the run on, this factor), in order; it starts with (0.0, 1.0)."""
 

@@ -17,28 +17,6 @@ from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError, LipdpNotice
 from lipdp.losses import Loss
 
-__all__ = [
-    "ROUNDOFF",
-    "STATISTICS",
-    "Method",
-    "Precision",
-    "Source",
-    "check_counts",
-    "check_method",
-    "choose_precision",
-    "clipped_rounding",
-    "describe_loss",
-    "has_convolutions",
-    "model_roundoff",
-    "most_rows",
-    "per_example_loss",
-    "proved_rounding",
-    "rounding_of",
-    "rows_within",
-    "slack_of",
-    "usual_seats",
-]
-
 Method = Literal["clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping", "mixed"]
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
 Source = Literal["proved", "clipped"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lipdp._texts import guarantee
+from lipdp.privacy._search import MAX_STEPS
 from lipdp.privacy.accounting import (
-    MAX_STEPS,
     Accountant,
     Adjacency,
     calibrate_noise,

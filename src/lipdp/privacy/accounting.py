@@ -35,22 +35,6 @@ from lipdp.errors import BudgetError, ConfigurationError
 from lipdp.privacy._search import MAX_NOISE, MAX_STEPS, most_steps, smallest_noise
 from lipdp.privacy.runs import PrivateRun, Sampling
 
-__all__ = [
-    "MAX_STEPS",
-    "Accountant",
-    "Adjacency",
-    "calibrate_noise",
-    "calibrate_run",
-    "delta",
-    "epsilon",
-    "event",
-    "longest_run",
-    "max_steps",
-    "privacy_profile",
-    "run_epsilon",
-    "step_event",
-]
-
 Adjacency = Literal["add_remove", "replace_one"]
 Accountant = Literal["pld", "rdp"]
 

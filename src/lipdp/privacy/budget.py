@@ -28,8 +28,6 @@ from lipdp.privacy.composition import check_event
 from lipdp.privacy.costs import Cost, exact, from_key, parts, run_costs, to_data, to_key
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["AnyBudget", "Budget", "Reservation", "RunBook", "charge", "open_budget"]
-
 
 class Budget:
     """The privacy budget of one dataset, kept in a file that every process charging it shares::

@@ -18,8 +18,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.privacy.accounting import Adjacency, step_event
 from lipdp.privacy.runs import PrivateRun, Release
 
-__all__ = ["Approximate", "Cost", "Pure", "data_key", "exact", "from_data", "from_key", "parts", "run_costs", "to_data", "to_key"]
-
 
 @dataclass(frozen=True)
 class Pure:

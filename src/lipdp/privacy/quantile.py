@@ -31,21 +31,6 @@ from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure, exact
 from lipdp.privacy.randomness import Stream, discrete_laplace, exp_of_minus
 
-__all__ = [
-    "COUNT_SENSITIVITY",
-    "AdaptiveClip",
-    "Crossing",
-    "PrivateQuantile",
-    "above_threshold",
-    "clip_search",
-    "crossing_probabilities",
-    "crossing_scales",
-    "gradient_multiplier",
-    "private_quantile",
-    "quantile_probabilities",
-    "rank_sensitivity",
-]
-
 Floats = npt.NDArray[np.float64]
 
 # A released quantile is one of so many places of the range and its end, finer than any use of it.

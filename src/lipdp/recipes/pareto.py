@@ -21,22 +21,6 @@ from lipdp.fields import Bound, Probability, Range, Size, parse_json, read
 from lipdp.recipes.recipe import Recipe
 from lipdp.recipes.run import Result
 
-__all__ = [
-    "CERTIFIED",
-    "Dot",
-    "append_history",
-    "best_by_epsilon",
-    "front",
-    "grouped",
-    "history_line",
-    "hull",
-    "plot_by",
-    "plot_dots",
-    "plot_radii",
-    "read_dots",
-    "write_csv",
-]
-
 CERTIFIED = "certified "
 """A history's column of this name and a radius holds certified accuracies at that radius."""
 

@@ -33,24 +33,8 @@ from lipdp.data import Augmentation, Shifts
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import Count, Positive, Probability, Range, read
 from lipdp.losses import CrossEntropy, Loss, Squares
-from lipdp.planning.plan import Method
+from lipdp.planning.settings import Method
 from lipdp.privacy import AdaptiveClip, Allocation
-
-__all__ = [
-    "OPTION",
-    "Measured",
-    "Metric",
-    "RateSchedule",
-    "Recipe",
-    "get",
-    "measured",
-    "names",
-    "nearest_budget",
-    "read_recipes",
-    "save_recipe",
-    "settings_of",
-    "to_toml",
-]
 
 OPTION = "options."
 """What stands before the name of a model's option, where settings are named."""

@@ -26,19 +26,6 @@ from lipdp.recipes.recipe import Metric, RateSchedule, Recipe, get
 from lipdp.training import Callback, History, evaluate, fit
 from lipdp.training.callbacks import Run
 
-__all__ = [
-    "AUROC",
-    "Prepared",
-    "Result",
-    "auroc",
-    "class_margins",
-    "fit_prepared",
-    "optimizer_for",
-    "prepare",
-    "seeded_model",
-    "train",
-]
-
 AUROC = "validation_auroc"
 """The name of the validation AUROC in a history."""
 

@@ -30,8 +30,6 @@ from lipdp.training import Callback
 from lipdp.training.account import several_runs
 from lipdp.training.callbacks import Run
 
-__all__ = ["FinalFigures", "Finding", "Progress", "Sweep", "final_test", "search"]
-
 Progress = Callable[[int, float | None], None]
 """Told how many trials a study has, and the best score so far."""
 

@@ -33,8 +33,6 @@ from lipdp.report.run import (
 )
 from lipdp.training import History, PrivacyPlan
 
-__all__ = ["COLOURS", "HTML", "MARKDOWN", "bars", "html", "lines", "markdown", "matrix", "write", "write_run"]
-
 HTML, MARKDOWN = "report.html", "report.md"
 _COUNTED = ("step", "epoch", "epsilon")
 # Of a history, what may be shown: what the ledger counts, what was released, and metrics of records outside the guarantee.

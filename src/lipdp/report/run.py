@@ -30,31 +30,6 @@ from lipdp.privacy.ledger import Ledger
 from lipdp.training import History, PrivacyPlan
 from lipdp.training.batches import gather
 
-__all__ = [
-    "ABOUT",
-    "FILES",
-    "HISTORY",
-    "MODEL",
-    "PLAN",
-    "RESULT",
-    "SCHEMA",
-    "WEIGHTS",
-    "About",
-    "Evaluation",
-    "RunRecord",
-    "declared_public",
-    "evaluate_run",
-    "in_plain_words",
-    "in_short",
-    "not_covered",
-    "promises",
-    "read_run",
-    "statement",
-    "this_environment",
-    "together",
-    "write_about",
-]
-
 ABOUT, SCHEMA = "about.json", "schema.json"
 _RADII = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 _CERTIFIED = 1000  # examples at most: certificates of whole test sets take their time
