@@ -252,34 +252,6 @@ def _in_steps(value: float, spacing: float) -> int:
     return round(Fraction(value) / Fraction(spacing))
 
 
-def crossing_probabilities(
-    queries: Sequence[float],
-    threshold: float,
-    *,
-    epsilon: float,
-    sensitivity: float = 1.0,
-    monotone: bool = False,
-    nodes: int = 20_001,
-) -> Floats:
-    """P(index = 0), …, P(index = last), P(None) of :func:`above_threshold`, by numerical integration over the threshold's noise.
-
-    P(k) = ∫ p(ρ)·Π_{i<k} P(q_i + ν < T + ρ)·P(q_k + ν ≥ T + ρ) dρ, summed over an even grid of ρ that leaves out e⁻⁴⁰.
-    """
-    threshold_scale, query_scale = crossing_scales(epsilon, sensitivity, monotone=monotone)
-    reach = 40 * threshold_scale
-    rho = np.linspace(-reach, reach, 2 * (whole("nodes", nodes, least=3) // 2) + 1)
-    mass = np.exp(-np.abs(rho) / threshold_scale)
-    mass /= mass.sum()
-    asked = np.asarray(queries, dtype=np.float64)
-    gap = (threshold + rho[:, None] - asked[None, :]) / query_scale
-    half = np.exp(-np.abs(gap)) / 2
-    below, above = np.where(gap < 0, half, 1 - half), np.where(gap < 0, 1 - half, half)
-    before = np.cumprod(np.concatenate([np.ones((len(rho), 1)), below], axis=1), axis=1)
-    each = before * np.concatenate([above, np.ones((len(rho), 1))], axis=1)
-    result: Floats = mass @ each
-    return result
-
-
 def clip_search(
     norms: Iterable[float] | torch.Tensor,
     candidates: Sequence[float],
