@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
-app.command("pareto", epilog=show.PARETO_EXAMPLE)(show.pareto)
+app.command("pareto", epilog=sweep.PARETO_EXAMPLE)(sweep.pareto)
 app.command("report", epilog=show.REPORT_EXAMPLE)(show.report)
 app.command("certify", epilog=audit.CERTIFY_EXAMPLE)(audit.certify)
 app.command("audit", epilog=audit.AUDIT_EXAMPLE)(audit.audit)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lipdp._checks import discreet
-from lipdp._texts import REPRODUCIBLE, brief, guarantee
+from lipdp._texts import REPRODUCIBLE, guarantee
 from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
+from lipdp.cli.options import again
 from lipdp.cli.output import console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
@@ -166,18 +167,9 @@ def _finish(
     if account is not None:
         report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
     if output is not None:
-        words = [
-            "lipdp",
-            "train",
-            *command,
-            "--epsilon",
-            brief(epsilon, 12),
-            *([] if delta is None else ["--delta", brief(delta, 12)]),
-        ]
-        words += [] if test is None else ["--test", str(test)]
-        words += [] if validation_fraction is None else ["--validation-fraction", f"{validation_fraction:g}"]
-        again = shlex.join([*words, *(["--reproducible", "SEED"] if reproducible else [])])
-        report["files"] = _save(model, report, output, again, judged, part, device)
+        decided = {"epsilon": epsilon, "delta": delta, "test": None if test is None else str(test)}
+        decided |= {"validation_fraction": validation_fraction, "reproducible": "SEED" if reproducible else None}
+        report["files"] = _save(model, report, output, again(command, decided), judged, part, device)
     if as_json:
         print_json(report)
         return
