@@ -7,8 +7,8 @@ under noise fits soonest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,7 @@ class CrossEntropy(Loss):
         ignore_index: a class number that is not one (padding), or None.
     """
 
-    hyperparameters: ClassVar[tuple[str, ...]] = (
-        "tau",
-        "label_smoothing",
-        "class_weights",
-        "scaled",
-        "reduction",
-        "ignore_index",
-    )
+    hyperparameters: ClassVar[tuple[str, ...]] = ("tau", "label_smoothing", "class_weights", "scaled", "reduction", "ignore_index")
     _weight: Tensor | None
 
     def __init__(
@@ -365,14 +358,23 @@ class Squares(Loss):
         return (z - wanted).square().sum(1) / 2
 
 
-_KNOWN = (
-    nn.CrossEntropyLoss,
-    nn.BCEWithLogitsLoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.MSELoss,
-)
+def _bce(loss: nn.BCEWithLogitsLoss) -> Loss:
+    if loss.weight is not None:
+        raise UnsupportedError(
+            "BCEWithLogitsLoss(weight=…) weights positions of the batch, so an example's value depends on where it "
+            "stands. Drop it; pos_weight is supported."
+        )
+    return BCE(pos_weight=1.0 if loss.pos_weight is None else loss.pos_weight, reduction="sum")
+
+
+_OF_TORCH: dict[type, Callable[[Any], Loss]] = {
+    nn.CrossEntropyLoss: lambda loss: CrossEntropy(1.0, loss.label_smoothing, loss.weight, True, "none", loss.ignore_index),
+    nn.BCEWithLogitsLoss: _bce,
+    nn.L1Loss: lambda loss: MAE("sum"),
+    nn.SmoothL1Loss: lambda loss: SmoothL1(loss.beta, "sum"),
+    nn.HuberLoss: lambda loss: Huber(loss.delta, "sum"),
+    nn.MSELoss: lambda loss: MSE(math.inf, "sum"),
+}
 
 
 def as_loss(loss: object) -> Loss:
@@ -385,38 +387,18 @@ def as_loss(loss: object) -> Loss:
         return loss
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UnsupportedError(f"{loss.__name__} is a class, not a loss: pass an instance of it.")
-    if type(loss) not in _KNOWN:
+    if type(loss) not in _OF_TORCH:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UnsupportedError(
             f"{name} is not a loss whose Lipschitz constant is known. Use one of lipdp.losses, one of torch's "
-            f"{', '.join(known.__name__ for known in _KNOWN)} with reduction='none', or subclass lipdp.losses.Loss: "
+            f"{', '.join(known.__name__ for known in _OF_TORCH)} with reduction='none', or subclass lipdp.losses.Loss: "
             "define forward(outputs, targets), one value per example, and the property `lipschitz`, a bound on the "
             "2-norm of that value's gradient in the outputs."
         )
-    assert isinstance(loss, _KNOWN)
-    if loss.reduction != "none":
+    reduction = getattr(loss, "reduction", "none")
+    if reduction != "none":
         raise ConfigurationError(
-            f"{type(loss).__name__}(reduction={loss.reduction!r}) mixes the examples of a batch. Make it with "
+            f"{type(loss).__name__}(reduction={reduction!r}) mixes the examples of a batch. Make it with "
             "reduction='none': lipdp sums over examples itself."
         )
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return CrossEntropy(
-            label_smoothing=loss.label_smoothing,
-            class_weights=loss.weight,
-            reduction="none",
-            ignore_index=loss.ignore_index,
-        )
-    if isinstance(loss, nn.BCEWithLogitsLoss):
-        if loss.weight is not None:
-            raise UnsupportedError(
-                "BCEWithLogitsLoss(weight=…) weights positions of the batch, so an example's value depends on where it "
-                "stands. Drop it; pos_weight is supported."
-            )
-        return BCE(pos_weight=1.0 if loss.pos_weight is None else loss.pos_weight, reduction="sum")
-    if isinstance(loss, nn.L1Loss):
-        return MAE(reduction="sum")
-    if isinstance(loss, nn.SmoothL1Loss):
-        return SmoothL1(beta=loss.beta, reduction="sum")
-    if isinstance(loss, nn.HuberLoss):
-        return Huber(delta=loss.delta, reduction="sum")
-    return MSE(target_norm=math.inf, reduction="sum")
+    return _OF_TORCH[type(loss)](loss)
