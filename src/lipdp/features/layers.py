@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export import Site, lowering
+from lipdp.export import Site, as_computed, lowering
 
 Compression = Literal["none", "log", "root"]
 
@@ -164,9 +164,10 @@ class ToGrid(torch.nn.Module):
         """(batch, features) → (batch, channels, height, width)."""
         if x.shape[1:] != self.input_shape:
             raise DataError(f"ToGrid expects {self.input_shape[0]} features, got a tensor of shape {tuple(x.shape)}")
-        return self._arranged(x)
+        return self.computed(x, x.dtype)
 
-    def _arranged(self, x: torch.Tensor) -> torch.Tensor:
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         maps, start = [], 0
         for number, (shape, size) in enumerate(zip(self.shapes, self.sizes, strict=True)):
             part = torch.reshape(x[:, start : start + size], (-1, *shape))
@@ -186,11 +187,6 @@ def _to_grid(layer: ToGrid, call: Call) -> Transfer:
     x = call.inputs[0]
     gain = math.sqrt(layer.most_reads)
     return Transfer(Bound(times(gain, x.norm), call.output_shape, max_abs=x.max_abs), (gain,))
-
-
-@lowering(ToGrid)
-def _plain_to_grid(layer: ToGrid, site: Site) -> torch.Tensor:
-    return layer._arranged(site.x)
 
 
 class FromGrid(torch.nn.Module):
@@ -217,9 +213,10 @@ class FromGrid(torch.nn.Module):
         """(batch, channels, height, width) → (batch, features)."""
         if x.shape[1:] != self.input_shape:
             raise DataError(f"FromGrid expects maps of shape {self.input_shape}, got a tensor of shape {tuple(x.shape)}")
-        return self._collected(x, x.dtype)
+        return self.computed(x, x.dtype)
 
-    def _collected(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         parts, start = [], 0
         for number, (channels, _, _) in enumerate(self.shapes):
             rows, columns = (self.get_buffer(f"{name}_{number}").to(dtype) for name in ("rows", "columns"))
@@ -244,11 +241,6 @@ def _from_grid(layer: FromGrid, call: Call) -> Transfer:
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
 
 
-@lowering(FromGrid)
-def _plain_from_grid(layer: FromGrid, site: Site) -> torch.Tensor:
-    return layer._collected(site.x, site.dtype)
-
-
 class Window(torch.nn.Module):
     """x times public constants of its own shape (or one that broadcasts to it): ‖y‖ ≤ max|c|·‖x‖."""
 
@@ -260,18 +252,17 @@ class Window(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scale each entry."""
-        return x * self.factors.to(x.dtype)
+        return self.computed(x, x.dtype)
+
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
+        return x * self.factors.to(dtype)
 
 
 @rule(Window)
 def _window(layer: Window, call: Call) -> Transfer:
     x, gain = call.inputs[0], float(layer.factors.abs().max())
     return Transfer(Bound(times(gain, x.norm), x.shape, times(gain, x.row_norm), times(gain, x.max_abs)), (gain,))
-
-
-@lowering(Window)
-def _plain_window(layer: Window, site: Site) -> torch.Tensor:
-    return site.x * layer.factors.to(site.dtype)
 
 
 def window(height: int, width: int, corner: float) -> torch.Tensor:
@@ -353,11 +344,11 @@ class Straighten(torch.nn.Module):
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataError(f"Straighten expects images of shape {self.input_shape}; got a tensor of shape {tuple(x.shape)}")
         if x.dtype in (torch.bfloat16, torch.float16):  # too coarse for positions
-            return self._straightened(x.float(), torch.float32).to(x.dtype)
-        return self._straightened(x, x.dtype)
+            return self.computed(x.float(), torch.float32).to(x.dtype)
+        return self.computed(x, x.dtype)
 
-    def _straightened(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In torch functions alone, so that it can be exported too."""
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         _, height, width = self.input_shape
         down, across, slant, distance = (torch.reshape(value, (-1, 1, 1)) for value in self._pose(x, dtype))
         rows, columns = self.rows.to(dtype), self.columns.to(dtype)
@@ -410,6 +401,4 @@ def _straighten(layer: Straighten, call: Call) -> Transfer:
     )
 
 
-@lowering(Straighten)
-def _plain_straighten(layer: Straighten, site: Site) -> torch.Tensor:
-    return layer._straightened(site.x, site.dtype)
+lowering(FromGrid, Straighten, ToGrid, Window)(as_computed)

@@ -33,7 +33,7 @@ from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
 from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export import Site, lowering
+from lipdp.export import as_computed, lowering
 from lipdp.features.drawings import draw_images
 
 
@@ -223,10 +223,10 @@ class LearnedFeatures(torch.nn.Module):
         """The features."""
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataError(f"LearnedFeatures expects images of shape {self.input_shape}; got a tensor of shape {tuple(x.shape)}")
-        return self._features(x, x.dtype)
+        return self.computed(x, x.dtype)
 
-    def _features(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In torch functions alone, and sizes that are known beforehand: it can be exported."""
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         if self.input_shape[0] == 1:
             x = torch.cat([x, x, x], 1)
         if self.input_shape[1:] != (self.view, self.view):
@@ -279,9 +279,7 @@ def _learned_features(layer: LearnedFeatures, call: Call) -> Transfer:
     )
 
 
-@lowering(LearnedFeatures)
-def _plain_learned_features(layer: LearnedFeatures, site: Site) -> torch.Tensor:
-    return layer._features(site.x, site.dtype)
+lowering(LearnedFeatures)(as_computed)
 
 
 # Files of networks.

@@ -223,12 +223,6 @@ def _plain_group_norm(layer: GroupNorm, site: Site) -> torch.nn.Module:
     return placed(torch.nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, layer.affine, device="meta"), layer)
 
 
-@lowering(Normalize)
-def _plain_normalize(layer: Normalize, site: Site) -> torch.Tensor:
-    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
-    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
-
-
 class LayerCentering(torch.nn.Module):
     """Subtracts each example's own mean: ``y = x − mean(x)`` over ``dim``.
 
@@ -381,7 +375,7 @@ def _standardize(layer: Standardize, call: Call) -> Transfer:
     return Transfer(Bound(times(gain, x.norm) + shift, x.shape), (gain,), exact=False)
 
 
-@lowering(Standardize)
-def _plain_standardize(layer: Standardize, site: Site) -> torch.Tensor:
+@lowering(Normalize, Standardize)
+def _plain_standardize(layer: Normalize | Standardize, site: Site) -> torch.Tensor:
     mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
     return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
