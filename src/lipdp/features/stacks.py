@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -41,25 +41,6 @@ from lipdp.features.scattering import Colour, Padding, Scattering2d
 Statistics = Literal["none", "textures", "private"]
 # Where compression sets in, in units of a channel's mean response to drawn images.
 _LEVELS = {"log": 0.3, "root": 0.01}
-
-
-class FrontOptions(TypedDict, total=False):
-    """The arguments of :func:`scattering_front`."""
-
-    scales: Sequence[tuple[int, int]]
-    order: int
-    colour: Colour | None
-    padding: Padding
-    compress: Compression
-    shifts: Sequence[tuple[int, int]]
-    flip: bool
-    whiten: float
-    statistics: Statistics
-    radius: float
-    weights: tuple[float, float, float, float]
-    corner: float
-    input_mode: Literal["ball", "sphere"]
-    straighten: Straightening
 
 
 def scattering_front(

@@ -21,12 +21,16 @@ def stem(input_shape: tuple[int, ...], input_norm: float, input_mode: InputMode,
     return [*centring, nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
 
 
+def _even(what: str, *sizes: int) -> None:
+    if any(size < 2 or size % 2 for size in sizes):
+        raise ConfigurationError(f"{what} must be even (GroupSort sorts pairs), not {', '.join(map(str, sizes))}")
+
+
 def head(features: int, classes: int, clip: float | None, hidden: int | None = None) -> list[torch.nn.Module]:
     """What every model ends with: optionally a hidden layer, the logits, and optionally a clip on their gradient."""
-    if hidden is not None and (hidden < 2 or hidden % 2):
-        raise ConfigurationError(f"the hidden width must be even (GroupSort sorts pairs), not {hidden}")
     layers: list[torch.nn.Module] = []
     if hidden is not None:
+        _even("the hidden width", hidden)
         layers += [nn.SpectralLinear(features, hidden, bias=False), nn.GroupSort(2)]
         features = hidden
     layers.append(nn.SpectralLinear(features, classes, bias=False))
@@ -79,17 +83,13 @@ def mlp(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if any(width < 2 or width % 2 for width in hidden):
-        raise ConfigurationError(f"hidden widths must be even (GroupSort sorts pairs), not {tuple(hidden)}")
+    _even("hidden widths", *hidden)
     layers: list[torch.nn.Module] = [*stem(input_shape, input_norm, input_mode, centre), nn.Flatten()]
     width = math.prod(input_shape)
     for size in hidden:
         layers += [nn.SpectralLinear(width, size, bias=False), nn.GroupSort(2)]
         width = size
     return nn.Sequential(*layers, *head(width, classes, clip))
-
-
-# A LeNet-like convolutional network of Lipschitz layers.
 
 
 @register("lenet")
@@ -123,8 +123,9 @@ def lenet(
             f"lenet with {len(channels)} poolings needs images (channels, height, width) of at least {2 ** len(channels)} pixels a "
             f"side, not {input_shape}"
         )
-    if any(c < 2 or c % 2 for c in channels) or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ConfigurationError(f"lenet needs even channels and an odd kernel, not {tuple(channels)} and {kernel_size}")
+    _even("channels", *channels)
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ConfigurationError(f"lenet needs an odd kernel, not {kernel_size}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
     depth, height, width = input_shape
     for size in channels:
@@ -137,8 +138,6 @@ def lenet(
     layers.append(nn.Flatten())
     return nn.Sequential(*layers, *head(depth * height * width, classes, clip, hidden))
 
-
-# VGG-like networks of Lipschitz layers: 5, 8 or 11 layers with weights.
 
 # Output channels of the convolutions of each stage, at width 64; a 2×2 pool behind each stage. Dense layers follow.
 STAGES: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -179,8 +178,7 @@ def vgg(
         raise ConfigurationError(f"there is VGG with depth 5, 8 or 11, not {depth}")
     if len(input_shape) != 3 or min(input_shape[1:]) < 2:
         raise ConfigurationError(f"vgg needs images (channels, height, width) of at least 2 pixels a side, not {input_shape}")
-    if width < 2 or width % 2 or hidden < 2 or hidden % 2:
-        raise ConfigurationError(f"width and hidden must be even (GroupSort sorts pairs), not {width} and {hidden}")
+    _even("width and hidden", width, hidden)
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
     channels, rows, columns = input_shape
     for stage in STAGES[depth]:
@@ -205,8 +203,6 @@ vgg8 = _of_depth(vgg, 8, "with 5 convolutions and 3 dense layers", _VGG_IMAGES)
 vgg11 = _of_depth(vgg, 11, "with 8 convolutions and 3 dense layers", _VGG_IMAGES)
 """:func:`vgg` with 8 convolutions and 3 dense layers."""
 
-
-# Residual networks of Lipschitz layers: the 1-Lipschitz residual average in place of the sum.
 
 BLOCKS = {6: (1, 1), 10: (1, 1, 1, 1), 18: (2, 2, 2, 2)}  # blocks of two convolutions, by stage
 
@@ -258,8 +254,9 @@ def resnet(
     """
     if depth not in BLOCKS:
         raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
-    if len(input_shape) != 3 or width < 2 or width % 2:
-        raise ConfigurationError(f"resnet needs images (channels, height, width) and an even width, not {input_shape} and {width}")
+    _even("width", width)
+    if len(input_shape) != 3:
+        raise ConfigurationError(f"resnet needs images (channels, height, width), not {input_shape}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
     depth_in, rows, columns = input_shape
     if patch < 1 or rows % patch or columns % patch:
