@@ -35,6 +35,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpNotice, LipdpWarning, UnexpectedError
 
+N = TypeVar("N")
+
 
 def is_number(value: object) -> bool:
     """Whether it is a finite real number, Python's or numpy's; a bool is not meant as one."""
@@ -83,11 +85,20 @@ def no_gradient() -> DataError:
     return DataError("the loss does not depend on any trainable parameter")
 
 
-def positive(name: str, value: float) -> float:
-    """A finite number above 0."""
-    if not (is_number(value) and value > 0):
-        raise ConfigurationError(f"{name} is {shown(value)}: it has to be a finite number above 0.")
+def positive(name: str, value: float, *, zero: bool = False, infinite: bool = False) -> float:
+    """A finite number above 0; where it is said, 0 or ∞ is one too."""
+    if not (is_number(value) and (value > 0 or (zero and value == 0))) and not (infinite and value == math.inf):
+        wanted = f"{'number' if infinite else 'finite number'}{', 0 or above' if zero else ' above 0'}"
+        raise ConfigurationError(f"{name} is {shown(value)}: it has to be a {wanted}.")
     return float(value)
+
+
+def one_of(name: str, value: N, known: Iterable[object]) -> N:
+    """One of these, spelled as they are."""
+    names = tuple(known)
+    if value not in names:
+        raise ConfigurationError(f"{name} is {shown(value)}: choose one of {', '.join(map(str, names))}.")
+    return value
 
 
 def probability(value: float) -> float:

@@ -34,7 +34,7 @@ from lipdp.bounds.calculus import Shape
 from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.program import TABLES, describe, find_input_dtype, find_input_shape, trace_graph
 
-__all__ = ["Site", "as_computed", "export", "lowering"]
+__all__ = ["Site", "export", "lowering"]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lipdp import nn
+from lipdp._checks import whole
 from lipdp.convert.twin import Row
 from lipdp.errors import ConfigurationError
 
@@ -154,8 +155,7 @@ def per_example_norms(model: torch.nn.Module, groups: int = _GROUPS) -> Renormed
         >>> print(per_example_norms(network).report)
         1  BatchNorm2d(8)  →  GroupNorm(2, 8)
     """
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ConfigurationError(f"groups must be a whole number of at least 1, not {groups!r}")
+    whole("groups", groups)
     for name, layer in model.named_modules():
         if any(map(torch.nn.parameter.is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
             raise ConfigurationError(f"layer '{name}' ({type(layer).__name__}) is not initialised yet. Run one forward pass first.")

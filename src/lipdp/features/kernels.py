@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import positive, whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import as_computed, lowering
@@ -207,9 +208,7 @@ class Asinh(torch.nn.Module):
 
     def __init__(self, level: float) -> None:
         super().__init__()
-        if not (isinstance(level, int | float) and math.isfinite(level) and level > 0):
-            raise ConfigurationError(f"Asinh needs a positive finite level, not {level!r}")
-        self.level = float(level)
+        self.level = positive("Asinh level", level)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Draw large entries in."""
@@ -242,9 +241,7 @@ class Constant(torch.nn.Module):
 
     def __init__(self, features: int, value: float = 1.0) -> None:
         super().__init__()
-        if features < 1 or not (math.isfinite(value) and value > 0):
-            raise ConfigurationError(f"Constant needs a number of columns and a positive value, not {features!r} and {value!r}")
-        self.features, self.value = int(features), float(value)
+        self.features, self.value = whole("Constant features", features), positive("Constant value", value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, features) → (batch, features + 1)."""

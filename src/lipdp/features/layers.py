@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import positive
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, as_computed, lowering
@@ -267,8 +268,7 @@ def _window(layer: Window, call: Call) -> Transfer:
 
 def window(height: int, width: int, corner: float) -> torch.Tensor:
     """1 in the middle, ``corner`` in the corners of an image: corner^(r²/r_max²)."""
-    if not (math.isfinite(corner) and corner > 0):
-        raise ConfigurationError(f"the weight of the corners must be a positive number, not {corner!r}")
+    positive("the weight of the corners", corner)
     y, x = (
         torch.linspace(-1, 1, n, dtype=torch.float64) if n > 1 else torch.zeros(1, dtype=torch.float64) for n in (height, width)
     )

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lipdp._checks import one_of, positive
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.losses.base import Loss, choice, classes, number, one_hot, promote, reduce, rows, single, unit, vectors
+from lipdp.losses.base import Loss, classes, one_hot, promote, reduce, rows, single, unit, vectors
 
 
 def _check(loss: Loss, outputs: int, positions: int | None, *, one: bool = False, many: bool = False) -> None:
@@ -93,7 +94,7 @@ class Hinge(Loss):
 
     def __init__(self, margin: float = 1.0) -> None:
         super().__init__()
-        self.margin = number("margin", margin)
+        self.margin = positive("margin", margin)
 
     @property
     def lipschitz(self) -> float:
@@ -126,8 +127,8 @@ class MulticlassHinge(Loss):
 
     def __init__(self, margin: float = 1.0, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.margin = number("margin", margin)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.margin = positive("margin", margin)
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def lipschitz(self) -> float:
@@ -164,9 +165,9 @@ class HKR(Loss):
 
     def __init__(self, alpha: float, margin: float = 1.0, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.alpha = number("alpha", alpha, zero=True)
-        self.margin = number("margin", margin)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.alpha = positive("alpha", alpha, zero=True)
+        self.margin = positive("margin", margin)
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def lipschitz(self) -> float:
@@ -209,7 +210,7 @@ class CosineSimilarity(Loss):
 
     def __init__(self, floor: float) -> None:
         super().__init__()
-        self.floor = number("floor", floor)
+        self.floor = positive("floor", floor)
 
     @property
     def lipschitz(self) -> float:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lipdp._checks import one_of, positive
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from lipdp.losses.base import Loss, choice, classes, number, one_hot, promote, public_weights, reduce, rows, unit, vectors
+from lipdp.losses.base import Loss, classes, one_hot, promote, public_weights, reduce, rows, unit, vectors
 
 
 class CrossEntropy(Loss):
@@ -52,8 +53,8 @@ class CrossEntropy(Loss):
         ignore_index: int | None = None,
     ) -> None:
         super().__init__()
-        self.tau = number("tau", tau)
-        self.label_smoothing = number("label_smoothing", label_smoothing, zero=True)
+        self.tau = positive("tau", tau)
+        self.label_smoothing = positive("label_smoothing", label_smoothing, zero=True)
         if self.label_smoothing > 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} must be in [0, 1]: it is a share.")
         weight, numbers = (None, None) if class_weights is None else public_weights("class_weights", class_weights)
@@ -62,7 +63,7 @@ class CrossEntropy(Loss):
         self.class_weights = numbers
         self.register_buffer("_weight", weight, persistent=False)
         self.scaled = bool(scaled)
-        self.reduction = choice("reduction", reduction, ("mean", "sum", "none"))
+        self.reduction = one_of("reduction", reduction, ("mean", "sum", "none"))
         self.ignore_index = ignore_index
 
     @property
@@ -156,11 +157,11 @@ class BCE(Loss):
         reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__()
-        self.tau = number("tau", tau)
+        self.tau = positive("tau", tau)
         weight, numbers = public_weights("pos_weight", pos_weight)
         self.pos_weight = numbers[0] if len(numbers) == 1 else numbers
         self.register_buffer("_weight", weight, persistent=False)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     def _over(self, logits: int) -> float:
         weights = self.pos_weight if isinstance(self.pos_weight, tuple) else None
@@ -204,7 +205,7 @@ class _Elementwise(Loss):
 
     def __init__(self, reduction: str) -> None:
         super().__init__()
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def _slope(self) -> float:
@@ -252,7 +253,7 @@ class Huber(_Elementwise):
 
     def __init__(self, delta: float = 1.0, reduction: Literal["mean", "sum"] = "sum") -> None:
         super().__init__(reduction)
-        self.delta = number("delta", delta)
+        self.delta = positive("delta", delta)
 
     @property
     def _slope(self) -> float:
@@ -278,7 +279,7 @@ class SmoothL1(_Elementwise):
 
     def __init__(self, beta: float = 1.0, reduction: Literal["mean", "sum"] = "sum") -> None:
         super().__init__(reduction)
-        self.beta = number("beta", beta, zero=True)
+        self.beta = positive("beta", beta, zero=True)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Smooth L1 loss of each example, (batch,)."""
@@ -304,8 +305,8 @@ class MSE(Loss):
 
     def __init__(self, target_norm: float, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.target_norm = number("target_norm", target_norm, zero=True, infinite=True)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.target_norm = positive("target_norm", target_norm, zero=True, infinite=True)
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def lipschitz(self) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipdp._checks import one_of
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
@@ -200,8 +201,7 @@ def answer(
             be asked; mechanisms without a belief (:class:`~lipdp.mechanisms.OpenPlan`).
         step: as in :func:`plan`.
     """
-    if adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
+    one_of("adjacency", adjacency, get_args(Adjacency))
     if adjacency == "add_remove":
         if distribution is not None:
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lipdp._checks import positive, whole
+from lipdp._checks import one_of, positive, whole
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.postprocess import length, load_weights
@@ -68,9 +68,7 @@ class _Sort(nn.Module):
 
 
 def _activation(name: Activation) -> nn.Module:
-    if name not in ("relu", "groupsort"):
-        raise ConfigurationError(f"activation is {name!r}: choose 'relu' (the paper's) or 'groupsort'.")
-    return nn.ReLU() if name == "relu" else _Sort()
+    return nn.ReLU() if one_of("activation", name, get_args(Activation)) == "relu" else _Sort()
 
 
 class LaplaceNetwork(nn.Module):

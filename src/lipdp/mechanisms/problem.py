@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipdp._checks import discreet, instance, is_number, kind_of, positive, whole
+from lipdp._checks import discreet, instance, is_number, kind_of, one_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
 
@@ -32,9 +32,7 @@ Loss = Literal["squared", "quantile"]
 
 def check_loss(loss: str, query: Query) -> Loss:
     """The loss's name, or why it makes no sense here."""
-    if loss not in get_args(Loss):
-        raise ConfigurationError(f"loss is {loss!r}: choose one of {', '.join(get_args(Loss))}.")
-    if loss == "quantile" and query.kind == "variance":
+    if one_of("loss", loss, get_args(Loss)) == "quantile" and query.kind == "variance":
         raise ConfigurationError(
             "loss='quantile' counts data points between truth and answer, but a variance is no point of the data's axis. "
             "Use loss='squared' for the variance."

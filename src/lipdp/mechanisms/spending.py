@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch.special import log_ndtr
 
-from lipdp._checks import discreet, is_number, positive, shown, whole
+from lipdp._checks import discreet, is_number, one_of, positive, shown, whole
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
@@ -198,8 +198,7 @@ def release_query(
         budget: charged after the query was computed, before noise is drawn.
     """
     spending = Spending(epsilon, delta, rho)
-    if adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
+    one_of("adjacency", adjacency, get_args(Adjacency))
     first = positive("sensitivity", sensitivity)
     second = first if l2_sensitivity is None else positive("l2_sensitivity", l2_sensitivity)
     if second > first:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lipdp._checks import whole
+from lipdp._checks import one_of, whole
 from lipdp.errors import ConfigurationError
 from lipdp.models.by_name import create, register
 from lipdp.nn.embedding import SinusoidalPositions
@@ -32,9 +32,7 @@ def image(input_shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int,
 
 def nonlinear(activation: str) -> torch.nn.Module:
     """The layer of an :data:`Activation`."""
-    if activation not in get_args(Activation):
-        raise ConfigurationError(f"activation must be one of {', '.join(get_args(Activation))}, not {activation!r}")
-    return T.Tanh() if activation == "tanh" else T.ReLU()
+    return T.Tanh() if one_of("activation", activation, get_args(Activation)) == "tanh" else T.ReLU()
 
 
 def group_norm(channels: int, groups: int) -> torch.nn.GroupNorm:
@@ -341,7 +339,6 @@ def resized(input_shape: tuple[int, ...], classes: int, *, side: int, model: str
         options: the named model's own.
     """
     channels, _, _ = image(input_shape, "resized")
-    if isinstance(side, bool) or not isinstance(side, int) or side < 1:
-        raise ConfigurationError(f"side must be a whole number of at least 1, not {side!r}")
+    whole("side", side)
     inner = create(model, input_shape=(channels, side, side), classes=classes, **options)
     return torch.nn.Sequential(torch.nn.Upsample(size=(side, side), mode="bilinear", align_corners=False), inner)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import positive
 from lipdp.bounds import Call, Transfer, rule, times
 from lipdp.bounds.operator_norm import is_contraction, multiplicity, padding_sides
 from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
@@ -17,7 +18,7 @@ from lipdp.clipping.contribution import Contributions, norm_rule, refuse
 from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed
-from lipdp.nn.linear import BallBias, checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
+from lipdp.nn.linear import BallBias, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
 from lipdp.parametrize import Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, twin
@@ -170,7 +171,7 @@ class _SpectralConv(_Spectral):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm, self.constraint = checked_bias_norm(bias_norm), checked_constraint(constraint, convolution=True)
+        self.bias_norm, self.constraint = positive("bias_norm", bias_norm), checked_constraint(constraint, convolution=True)
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
@@ -298,7 +299,7 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm, self.constraint = checked_bias_norm(bias_norm), checked_constraint(constraint, convolution=True)
+        self.bias_norm, self.constraint = positive("bias_norm", bias_norm), checked_constraint(constraint, convolution=True)
         sizes = (kernel_size, stride, padding, output_padding)
         super().__init__(in_channels, out_channels, *sizes, groups, bias, dilation, device=device, dtype=dtype)
         self.project_()

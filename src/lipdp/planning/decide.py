@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lipdp import nn
-from lipdp._checks import is_number, whole
+from lipdp._checks import is_number, positive, probability, whole
 from lipdp._texts import brief, upwards
 from lipdp.bounds import Analysis
 from lipdp.clipping.support import planned_notes
@@ -367,11 +367,9 @@ def _plain(count: Any) -> Any:
 
 def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise_multiplier: float | None) -> None:
     for name, value in (("epsilon", epsilon), ("noise_multiplier", noise_multiplier)):
-        if value is not None and not (is_number(value) and value > 0):
-            raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
-    if not (is_number(delta) and 0 < delta < 1):
-        raise ConfigurationError(f"delta must lie between 0 and 1, not {delta!r}")
-    if delta >= 1 / dataset_size:
+        if value is not None:
+            positive(name, value)
+    if probability(delta) >= 1 / dataset_size:
         warnings.warn(
             f"delta={brief(delta)} is not below 1/dataset_size={1 / dataset_size:g}: such a guarantee allows publishing a random "
             "record outright. Use a delta well below it.",

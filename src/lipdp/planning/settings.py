@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from lipdp._checks import instance, is_number, shown
+from lipdp._checks import instance, is_number, one_of, positive, whole
 from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
@@ -107,9 +107,7 @@ def choose_precision(asked: str | None, roundoff: float) -> Precision:
     )
     if asked is None:
         return native
-    if asked not in ROUNDOFF:
-        raise ConfigurationError(f"precision={asked!r} is not known; choose one of {', '.join(ROUNDOFF)}")
-    return asked if ROUNDOFF[asked] >= ROUNDOFF[native] else native  # type: ignore[return-value]
+    return asked if ROUNDOFF[one_of("precision", asked, ROUNDOFF)] >= ROUNDOFF[native] else native  # type: ignore[return-value]
 
 
 def check_model(model: object, *, values: bool = True) -> None:
@@ -169,9 +167,8 @@ def check_method(method: str, max_grad_norm: float | Mapping[str, float] | None)
 
 def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: float | None) -> None:
     """Refuse sizes and lengths that can't be meant."""
-    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a whole number of at least 1, not {shown(value)}")
+    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size), ("steps", 1 if steps is None else steps)):
+        whole(name, value)
     if batch_size > dataset_size:
         raise ConfigurationError(
             f"batch_size={batch_size} is larger than dataset_size={dataset_size}: the sampling rate would exceed 1. Use at most "
@@ -179,10 +176,8 @@ def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: 
         )
     if steps is not None and epochs is not None:
         raise ConfigurationError("give either epochs or steps, not both")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigurationError(f"steps must be a whole number of at least 1, not {steps!r}")
-    if epochs is not None and not (is_number(epochs) and epochs > 0):
-        raise ConfigurationError(f"epochs must be positive, not {epochs!r}")
+    if epochs is not None:
+        positive("epochs", epochs)
 
 
 def per_example_loss(loss: Any) -> Any:

@@ -29,7 +29,7 @@ from functools import lru_cache, wraps
 from types import ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
-from lipdp._checks import positive, probability, rate, whole
+from lipdp._checks import one_of, positive, probability, rate, whole
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.runs import PrivateRun, Sampling
 
@@ -275,10 +275,8 @@ def _dp() -> ModuleType:
 
 def checked_analysis(accountant: Accountant, adjacency: Adjacency, sampling: Sampling) -> tuple[Accountant, Adjacency]:
     """The two, where dp-accounting has an analysis of this sampling by that accountant for those neighbours."""
-    if accountant not in get_args(Accountant):
-        raise ConfigurationError(f"accountant is {accountant!r}: choose one of {', '.join(get_args(Accountant))}.")
-    if adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
+    one_of("accountant", accountant, get_args(Accountant))
+    one_of("adjacency", adjacency, get_args(Adjacency))
     if sampling.scheme == "fixed_size":
         if (accountant, adjacency) != ("rdp", "replace_one"):
             raise ConfigurationError(

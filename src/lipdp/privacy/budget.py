@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from lipdp._checks import is_number, shown
+from lipdp._checks import is_number, one_of, shown
 from lipdp._texts import brief, downwards
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus
@@ -386,9 +386,7 @@ def _given(epsilon: float | None, delta: float | None, dataset: str | None, adja
             raise ConfigurationError(f"dataset is {dataset!r}: a name for the data, which people will read.")
         given["dataset"] = dataset
     if adjacency is not None:
-        if adjacency not in get_args(Adjacency):
-            raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
-        given["adjacency"] = adjacency
+        given["adjacency"] = one_of("adjacency", adjacency, get_args(Adjacency))
     return given
 
 

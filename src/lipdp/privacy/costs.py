@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
 
-from lipdp._checks import is_number
+from lipdp._checks import is_number, one_of
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.accounting import Adjacency, step_event
 from lipdp.privacy.runs import PrivateRun, Release
@@ -213,9 +213,7 @@ def _is_event(value: Any) -> bool:
 
 
 def _known(adjacency: Any) -> Any:
-    if adjacency is not None and adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}, or None.")
-    return adjacency
+    return one_of("adjacency", adjacency, (*get_args(Adjacency), None))
 
 
 def _dp_event() -> Any:

@@ -18,12 +18,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lipdp._checks import discreet, is_number, kind_of, positive, whole
+from lipdp._checks import discreet, is_number, kind_of, one_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Count, Probability, Scale, check_fields
 from lipdp.privacy.accounting import Adjacency
@@ -77,11 +78,7 @@ def rank_sensitivity(quantile: float, adjacency: Adjacency) -> float:
     replace-one: n stays and the count moves by at most 1, so 1.
     add/remove-one: n moves too. A record below r moves ``count − γn`` by 1−γ, any other one by −γ: so max(γ, 1−γ).
     """
-    if adjacency == "replace_one":
-        return 1.0
-    if adjacency == "add_remove":
-        return max(quantile, 1 - quantile)
-    raise ConfigurationError(f"adjacency is {adjacency!r}: choose add_remove or replace_one.")
+    return 1.0 if one_of("adjacency", adjacency, get_args(Adjacency)) == "replace_one" else max(quantile, 1 - quantile)
 
 
 def quantile_probabilities(
