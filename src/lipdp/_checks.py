@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from numbers import Real
 from operator import index
 from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpNotice, LipdpWarning, UnexpectedError
 
@@ -41,6 +41,25 @@ N = TypeVar("N")
 def is_number(value: object) -> bool:
     """Whether it is a finite real number, Python's or numpy's; a bool is not meant as one."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+class Named(Protocol):
+    """What has a name."""
+
+    @property
+    def name(self) -> str:
+        """It."""
+
+
+R = TypeVar("R", bound=Named)
+
+
+def named_one(what: str, name: str, rows: Iterable[R]) -> R:
+    """The row of this name; KeyError, which lists the others, where there is none."""
+    by_name = {row.name: row for row in rows}
+    if name not in by_name:
+        raise KeyError(f"there is no {what} {name!r}; there are {', '.join(by_name)}")
+    return by_name[name]
 
 
 def instance(name: str, value: object, kind: type | tuple[type, ...], advice: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lipdp._checks import named_one
 from lipdp._texts import downwards, guarantee, percent, text_table
 from lipdp.audit.statistics import (
     GaussianCurve,
@@ -38,6 +39,18 @@ EVENTS = "independent guesses"
 NOTHING = "nothing"
 
 
+class Report:
+    """What every audit gives: plain data, and that as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
 @dataclass(frozen=True)
 class EpsilonBound:
     """A lower bound on ε at the plan's δ.
@@ -54,7 +67,7 @@ class EpsilonBound:
 
 
 @dataclass(frozen=True)
-class AuditResult:
+class AuditResult(Report):
     """What guessing at canaries has shown of a run.
 
     Attributes:
@@ -105,10 +118,7 @@ class AuditResult:
         return self.p_value < self.alarm
 
     def __getitem__(self, name: str) -> EpsilonBound:
-        for bound in self.bounds:
-            if bound.name == name:
-                return bound
-        raise KeyError(f"there is no bound {name!r}; there are {', '.join(bound.name for bound in self.bounds)}")
+        return named_one("bound", name, self.bounds)
 
     def __str__(self) -> str:
         claimed = self.claimed or math.inf
@@ -131,10 +141,6 @@ class AuditResult:
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {**dataclasses.asdict(self), "refuted": self.refuted}
-
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 def bounds_of_guesses(

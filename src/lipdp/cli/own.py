@@ -214,7 +214,7 @@ def _save(
     import numpy as np
 
     from lipdp.report import About, Evaluation, this_environment, write_run
-    from lipdp.report.run import MODEL, SCHEMA
+    from lipdp.report.run import MODEL, SCHEMA, confusion_of
     from lipdp.saved import save_model
 
     save_model(model.model_, folder / MODEL)
@@ -223,14 +223,11 @@ def _save(
         (folder / SCHEMA).write_text(json.dumps(as_json(model.schema_), indent=2) + "\n", encoding="utf-8")
         written.append(SCHEMA)
     evaluation = None
-    if judged is not None and part is not None and hasattr(model, "classes_") and len(model.classes_) <= 30:
+    if judged is not None and part is not None and hasattr(model, "classes_"):
         places = {name: number for number, name in enumerate(model.classes_.tolist())}
-        counts = np.zeros((len(places), len(places)), dtype=int)
         pairs = zip(np.asarray(judged[1]).tolist(), model.predict(judged[0]).tolist(), strict=True)
-        for true, said in pairs:
-            if true in places:
-                counts[places[true], places[said]] += 1
-        evaluation = Evaluation(part, tuple(map(str, places)), tuple(map(tuple, counts.tolist())))
+        counts = confusion_of(((places[true], places[said]) for true, said in pairs if true in places), len(places))
+        evaluation = Evaluation(part, tuple(map(str, places)), counts) if counts else None
     chosen = f"how it was chosen, from public numbers: {model.choice_.method}, as {model.choice_.why}"
     about = About(command, this_environment(device), (*model.public_, chosen), evaluation)
     return [*written, *write_run(folder, model.plan_, model.history_, report, about)]

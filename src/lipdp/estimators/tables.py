@@ -22,6 +22,7 @@ from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer, private_ranges
 from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths, note_pairing, note_rows
 from lipdp.estimators.schema import Column, Numeric, Schema, check_names, columns_of, is_boolean, is_frame, is_numeric, read_schema
+from lipdp.inputs import outputs_in_parts
 from lipdp.privacy import Adjacency, Pure
 from lipdp.training import PrivacyPlan
 
@@ -196,10 +197,7 @@ class _PrivateTable(PrivateEstimator):
         check_is_fitted(self)
         columns, _ = self._read(table, first=False)
         rows = torch.from_numpy(self.schema_.encode(columns))
-        place = next(self.model_.parameters()).device
-        with torch.no_grad():
-            parts = [self.model_(part.to(place)).cpu().double() for part in torch.split(rows, 8192)]
-        result: npt.NDArray[np.float64] = torch.cat(parts).numpy()
+        result: npt.NDArray[np.float64] = outputs_in_parts(self.model_, rows, 8192).numpy()
         return result
 
 

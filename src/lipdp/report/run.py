@@ -13,7 +13,8 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, brief, downwards, guarantee, 
 from lipdp.certify import certified_accuracy, certify
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import Range, Size, check_fields, parse_json, read
-from lipdp.inputs import call, logits_of, mapped
+from lipdp.inputs import call, evaluating, logits_of, mapped
 from lipdp.losses import predict
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
@@ -91,27 +92,27 @@ def evaluate_run(model: torch.nn.Module, records: Any, classes: Sequence[str], *
     """
     x, y = gather(records, torch.arange(len(records)))
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    was = model.training
-    model.eval()
-    try:
+    certified: tuple[tuple[float, float], ...] = ()
+    with evaluating(model):
         with torch.no_grad():
             parts = [mapped(lambda leaf, at=at: leaf[at : at + _ROWS].to(place), x) for at in range(0, len(y), _ROWS)]
-            predicted = torch.cat([predict(logits_of(call(model, part))).cpu() for part in parts]).long()
-        confusion: tuple[tuple[int, ...], ...] = ()
-        if len(classes) <= _MOST_CLASSES:
-            counts = torch.zeros(len(classes), len(classes), dtype=torch.long)
-            counts.index_put_((y.cpu().long(), predicted), torch.ones_like(predicted), accumulate=True)
-            confusion = tuple(map(tuple, counts.tolist()))
-        certified: tuple[tuple[float, float], ...] = ()
+            predicted = torch.cat([predict(logits_of(call(model, part))).cpu() for part in parts])
         try:
             if isinstance(x, torch.Tensor):
                 radii = certify(model, x[:_CERTIFIED].to(place), y[:_CERTIFIED].to(place))
                 certified = tuple(certified_accuracy(radii, _RADII).items())
         except LipdpError:  # a network without a Lipschitz constant certifies nothing
             pass
-    finally:
-        model.train(was)
+    confusion = confusion_of(zip(y.long().tolist(), predicted.long().tolist(), strict=True), len(classes))
     return Evaluation(part, tuple(map(str, classes)), confusion, certified, min(len(y), _CERTIFIED) if certified else 0)
+
+
+def confusion_of(pairs: Iterable[tuple[int, int]], classes: int) -> tuple[tuple[int, ...], ...]:
+    """Counts by true class (rows) and predicted class, by pairs of their numbers; empty for too many to show."""
+    if classes > _MOST_CLASSES:
+        return ()
+    counts = Counter(pairs)
+    return tuple(tuple(counts[true, said] for said in range(classes)) for true in range(classes))
 
 
 def this_environment(device: str = "cpu") -> dict[str, str]:
