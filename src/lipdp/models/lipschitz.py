@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from lipdp import nn
+from lipdp._checks import one_of, whole
 from lipdp.errors import ConfigurationError
-from lipdp.models.by_name import Builder, register
+from lipdp.models.by_name import Builder, image, register
 
 InputMode = Literal["ball", "sphere"]
 
@@ -118,16 +119,11 @@ def lenet(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if len(input_shape) != 3 or min(input_shape[1:]) < 2 ** len(channels):
-        raise ConfigurationError(
-            f"lenet with {len(channels)} poolings needs images (channels, height, width) of at least {2 ** len(channels)} pixels a "
-            f"side, not {input_shape}"
-        )
+    depth, height, width = image(input_shape, "lenet", 2 ** len(channels))
     _even("channels", *channels)
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ConfigurationError(f"lenet needs an odd kernel, not {kernel_size}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
-    depth, height, width = input_shape
     for size in channels:
         layers += [
             nn.SpectralConv2d(depth, size, kernel_size, padding=kernel_size // 2, bias=False),
@@ -174,13 +170,10 @@ def vgg(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if depth not in STAGES:
-        raise ConfigurationError(f"there is VGG with depth 5, 8 or 11, not {depth}")
-    if len(input_shape) != 3 or min(input_shape[1:]) < 2:
-        raise ConfigurationError(f"vgg needs images (channels, height, width) of at least 2 pixels a side, not {input_shape}")
+    one_of("depth", depth, STAGES)
+    channels, rows, columns = image(input_shape, "vgg", 2)
     _even("width and hidden", width, hidden)
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
-    channels, rows, columns = input_shape
     for stage in STAGES[depth]:
         for size in stage:
             layers += [nn.SpectralConv2d(channels, size * width // 64, 3, padding=1, bias=False), nn.GroupSort(2)]
@@ -252,19 +245,13 @@ def resnet(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if depth not in BLOCKS:
-        raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
+    one_of("depth", depth, BLOCKS)
     _even("width", width)
-    if len(input_shape) != 3:
-        raise ConfigurationError(f"resnet needs images (channels, height, width), not {input_shape}")
+    channels, rows, columns = image(input_shape, "resnet", patch=patch)
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
-    depth_in, rows, columns = input_shape
-    if patch < 1 or rows % patch or columns % patch:
-        raise ConfigurationError(f"resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
     if patch > 1:
         layers.append(nn.InvertibleDownsampling(patch))
-        depth_in, rows, columns = depth_in * patch**2, rows // patch, columns // patch
-    layers += [nn.SpectralConv2d(depth_in, width, 3, padding=1, bias=False), nn.GroupSort(2)]
+    layers += [nn.SpectralConv2d(channels * patch**2, width, 3, padding=1, bias=False), nn.GroupSort(2)]
     channels = width
     for stage, blocks in enumerate(BLOCKS[depth]):
         if stage and min(rows, columns) >= 2:
@@ -323,14 +310,9 @@ class Tokens(torch.nn.Module):
 
 
 def _patches(input_shape: tuple[int, ...], patch: int, dim: int, name: str) -> tuple[int, list[torch.nn.Module]]:
-    if len(input_shape) != 3 or patch < 1 or input_shape[1] % patch or input_shape[2] % patch:
-        raise ConfigurationError(
-            f"{name} needs images (channels, height, width) whose sides are multiples of the patch, not {input_shape} and {patch}"
-        )
-    if dim < 2 or dim % 2:
-        raise ConfigurationError(f"dim must be even (GroupSort sorts pairs), not {dim}")
-    tokens = (input_shape[1] // patch) * (input_shape[2] // patch)
-    return tokens, [nn.SpectralConv2d(input_shape[0], dim, patch, stride=patch, bias=False), Tokens()]
+    channels, rows, columns = image(input_shape, name, patch=patch)
+    _even("dim", dim)
+    return rows * columns, [nn.SpectralConv2d(channels, dim, patch, stride=patch, bias=False), Tokens()]
 
 
 @register("mixer")
@@ -367,9 +349,7 @@ def mixer(
         clip: bound on the norm of the logits' gradient.
     """
     tokens, cut = _patches(input_shape, patch, dim, "mixer")
-    if depth < 0:
-        raise ConfigurationError(f"depth must be 0 or more, not {depth}")
-    blocks: list[torch.nn.Module] = [MixerBlock(tokens, dim, residual) for _ in range(depth)]
+    blocks: list[torch.nn.Module] = [MixerBlock(tokens, dim, residual) for _ in range(whole("depth", depth, least=0))]
     front = [*stem(input_shape, input_norm, input_mode, centre), *cut]
     end = nn.TokenMean(tokens) if pooled else nn.Flatten()
     return nn.Sequential(*front, *blocks, end, *head(dim if pooled else tokens * dim, classes, clip, hidden))
@@ -407,8 +387,8 @@ def transformer(
         centre: subtract each example's own mean first, for images.
         clip: bound on the norm of the logits' gradient.
     """
-    if depth < 0 or dim < 2 or dim % 2:
-        raise ConfigurationError(f"depth must be 0 or more and dim even, not {depth} and {dim}")
+    whole("depth", depth, least=0)
+    _even("dim", dim)
     if vocabulary is None:
         tokens, cut = _patches(input_shape, patch, dim, "transformer")
         front = [*stem(input_shape, input_norm, input_mode, centre), *cut]

@@ -12,22 +12,13 @@ import torch
 
 from lipdp._checks import one_of, whole
 from lipdp.errors import ConfigurationError
-from lipdp.models.by_name import create, register
+from lipdp.models.by_name import create, image, register
 from lipdp.nn.embedding import SinusoidalPositions
 
 T = torch.nn
 
 
 Activation = Literal["tanh", "relu"]
-
-
-def image(input_shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
-    """(channels, height, width) of images that are large enough for a network of this name."""
-    if len(input_shape) != 3 or min(input_shape[1:]) < least:
-        raise ConfigurationError(
-            f"{name} needs images (channels, height, width) of at least {least} pixels a side, not {input_shape}"
-        )
-    return input_shape
 
 
 def nonlinear(activation: str) -> torch.nn.Module:

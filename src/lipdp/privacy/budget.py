@@ -327,14 +327,8 @@ class Reservation:
             book: what its releases are noted in, to remember how far that has come.
         """
         budget, one_off = self.budget, sorted(set(one_off))
-        entry: dict[str, Any] = {
-            "kind": "end",
-            "run": self.run,
-            "holder": self.holder,
-            "steps": int(steps),
-            "one_off": one_off,
-            "keep": bool(keep),
-        }
+        entry: dict[str, Any] = {"kind": "end", "run": self.run, "holder": self.holder, "steps": int(steps)}
+        entry |= {"one_off": one_off, "keep": bool(keep)}
         with budget._lock, budget._journal.writing() as session:
             state = budget._read(session)
             known = state.runs.get(self.run)

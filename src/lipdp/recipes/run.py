@@ -23,7 +23,8 @@ from lipdp.planning import Clipping, PrivacyPlan, Schedule, plan
 from lipdp.privacy import Accountant, Adjacency
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.runs import Scheme
-from lipdp.recipes.recipe import Metric, RateSchedule, Recipe, get
+from lipdp.recipes.files import get
+from lipdp.recipes.recipe import Metric, RateSchedule, Recipe
 from lipdp.training import Callback, History, evaluate, fit
 from lipdp.training.callbacks import Run
 
