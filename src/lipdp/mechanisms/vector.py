@@ -177,12 +177,8 @@ def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:
     Args:
         path: a file of :meth:`VectorMechanism.save`; nothing in it is executed.
     """
-
-    def build(content: dict[str, Any]) -> VectorMechanism:
-        own: _VectorContent = read(_VectorContent, content, "the mechanism")
-        return own.build()
-
-    return load_file(path, _VECTOR, build)
+    made: VectorMechanism = load_file(path, _VECTOR, lambda content: read(_VectorContent, content, "the mechanism").build())
+    return made
 
 
 def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
@@ -191,12 +187,8 @@ def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
     Args:
         path: a file of :meth:`ColumnMechanism.save`; nothing in it is executed.
     """
-
-    def build(content: dict[str, Any]) -> ColumnMechanism:
-        own: _ColumnContent = read(_ColumnContent, content, "the mechanism")
-        return own.build()
-
-    return load_file(path, _COLUMNS, build)
+    made: ColumnMechanism = load_file(path, _COLUMNS, lambda content: read(_ColumnContent, content, "the mechanism").build())
+    return made
 
 
 def learn_vector(
