@@ -17,7 +17,7 @@ from lipdp.clipping import check_supported, clipping_groups
 from lipdp.clipping.batch import Style, check_style
 from lipdp.errors import ConfigurationError
 from lipdp.losses import as_loss
-from lipdp.planning.phases import Clipping
+from lipdp.planning.phases import Clipping, matches
 from lipdp.planning.plan import CLIPPED_GROUP, ParameterGroup, PrivacyPlan
 from lipdp.planning.settings import ROUNDOFF, STATISTICS, Method, model_roundoff, per_example_loss
 
@@ -63,11 +63,6 @@ def make_groups(
             "same for all parameters."
         )
     return (*proved, *_clipped(rest, max_grad_norm, style, prefixes)), analysis
-
-
-def matches(name: str, prefix: str) -> bool:
-    """Whether ``prefix`` is the parameter's name, or that of a module it is in."""
-    return name == prefix or name.startswith(prefix + ".")
 
 
 def _proved(analysis: Analysis, finite: bool = False) -> tuple[ParameterGroup, ...]:

@@ -98,7 +98,7 @@ def make_phases(
     for prefix, fraction in (freeze or {}).items():
         if not (is_number(fraction) and 0 < fraction < 1):
             raise ConfigurationError(f"freeze={{{prefix!r}: {fraction!r}}}: a fraction of the run, between 0 and 1")
-        members = [name for name in trained if name == prefix or name.startswith(prefix + ".")]
+        members = [name for name in trained if matches(name, prefix)]
         if not members:
             raise ConfigurationError(
                 f"freeze names {prefix!r}, and no trained parameter is called that; they are {', '.join(trained)}"
@@ -117,6 +117,11 @@ def make_phases(
         )
         for start in starts
     )
+
+
+def matches(name: str, prefix: str) -> bool:
+    """Whether ``prefix`` is the parameter's name, or that of a module it is in."""
+    return name == prefix or name.startswith(prefix + ".")
 
 
 def read_factors(name: str, schedule: Factors | None) -> tuple[tuple[float, float], ...] | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from lipdp._checks import instance, is_number, one_of, positive, whole
+from lipdp._checks import instance, is_number, one_of, positive
 from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
@@ -167,8 +167,6 @@ def check_method(method: str, max_grad_norm: float | Mapping[str, float] | None)
 
 def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: float | None) -> None:
     """Refuse sizes and lengths that can't be meant."""
-    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size), ("steps", 1 if steps is None else steps)):
-        whole(name, value)
     if batch_size > dataset_size:
         raise ConfigurationError(
             f"batch_size={batch_size} is larger than dataset_size={dataset_size}: the sampling rate would exceed 1. Use at most "
