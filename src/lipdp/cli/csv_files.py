@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from lipdp._checks import discreet
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.fields import parse_json
 
 if TYPE_CHECKING:
     from lipdp.estimators.schema import Column
@@ -262,6 +261,8 @@ _FORMS = (
 
 def read_schema(path: Path) -> dict[str, Column]:
     """What is public of the columns, from a JSON file."""
+    from lipdp.fields import parse_json
+
     try:
         given = parse_json(path.read_text(encoding="utf-8-sig"), f"'{path}'", constants=True)
     except FileNotFoundError:

@@ -322,3 +322,11 @@ def again(subject: Sequence[str], given: Mapping[str, float | str | None], more:
         if value is not None:
             words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else brief(value, 12)]
     return shlex.join([*words, *more])
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigurationError(f"{option} takes numbers with commas between them, not {text!r}") from None

@@ -12,7 +12,7 @@ import typer
 from lipdp._checks import match
 from lipdp._texts import brief, guarantee, table, upwards
 from lipdp.cli import options
-from lipdp.cli.options import configured
+from lipdp.cli.options import configured, numbers
 from lipdp.cli.output import check_new_file, console, duration, make_folder, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
@@ -140,7 +140,7 @@ def sweep(
         validation_fraction=validation_fraction,
         sampler=sampler,  # type: ignore[arg-type]
         prune=prune,
-        radii=_numbers("--radii", radii),
+        radii=() if radii is None else numbers("--radii", radii),
         device=device,
         root=None if data is None else str(data),
     )
@@ -293,13 +293,6 @@ def _shape(name: str) -> float:
         raise ConfigurationError(f"--repetitions is {name!r}: one of {', '.join(DISTRIBUTIONS)}, or a shape η ≥ 0") from None
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...]:
-    try:
-        return () if text is None else tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigurationError(f"{option} takes numbers with commas between them, not {text!r}") from None
-
-
 PARETO_EXAMPLE = """Example: lipdp pareto mnist.journal.jsonl --output front/ --epsilons 1,3,8
 
 Example: lipdp pareto sweeps/*.jsonl --by method --metric accuracy --json"""
@@ -322,7 +315,7 @@ def pareto(
     """Accuracy against ε: every evaluation a dot, the convex hull, the best recipe for each budget."""
     if by not in ("model", "method", "recipe", "dataset"):
         raise ConfigurationError(f"--by is {by!r}: model, method, recipe or dataset")
-    budgets = _numbers("--epsilons", epsilons)
+    budgets = numbers("--epsilons", epsilons)
     from lipdp.recipes import pareto as fronts
 
     dots = _selected(fronts.read_dots(paths, metric), dataset, evaluated_on)
