@@ -34,7 +34,7 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, as_numbers, each_bounds, least_of
 from lipdp.privacy.accounting import Adjacency
-from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.budget import AnyBudget, charge, open_budget
 from lipdp.privacy.costs import Pure
 from lipdp.privacy.noise import DISTANCE, DRAWABLE, grid_factor, noised_on_processor
 from lipdp.privacy.randomness import fresh_key
@@ -149,8 +149,7 @@ def release_vector(
             account.charge(gaussian_event(spending.multiplier(len(exact)), account.adjacency, adjacency), what)
         return Vector(noised_on_processor(exact, std, fresh_key()), std, spending)
     assert spending.epsilon is not None
-    if account is not None:
-        account.charge(Pure(spending.epsilon, adjacency), what)
+    charge(account, Pure(spending.epsilon, adjacency), what)
     step = Fraction(2) ** math.frexp(l1)[1] / _FINE
     moved = math.ceil(Fraction(l1) / step) + len(exact)
     steps = [round(Fraction(value) / step) for value in exact.tolist()]
