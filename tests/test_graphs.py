@@ -392,3 +392,29 @@ def test_constants_are_asked_in_the_rehearsal_and_answered_so_in_the_recording(m
         assert not graphs.holds(expected, expected)  # nobody asked before
     finally:
         graphs._rehearsed.reset(answers)
+
+
+def test_what_was_begun_is_gone_by_if_it_still_is_the_recording(recorder):
+    asked, settings = [], [0]
+    graphed = GraphedFunction(lambda x: asked.append(1) or x * 2, state=lambda: settings[0])
+    assert graphed.buffers == []
+    graphed.begin()  # nothing is recorded: nothing happens
+    for value in (1.0, 2.0):
+        graphed(torch.tensor([value]))
+    buffer = graphed.buffers[0]
+    buffer.fill_(7.0)
+    graphed.begin()
+    before = len(asked)
+    assert graphed(buffer).tolist() == [14.0]
+    assert len(asked) == before, "its result was there"
+    assert graphed(torch.tensor([9.0])).tolist() == [18.0]
+    buffer.fill_(5.0)
+    graphed.begin()
+    assert graphed(torch.tensor([6.0])).tolist() == [12.0], "others were asked for"
+    buffer.fill_(5.0)
+    graphed.begin()
+    settings[0] = 1
+    assert graphed(buffer).tolist() == [10.0]
+    assert graphed.recordings == 1, "of another state there is no recording yet"
+    buffer.fill_(4.0)
+    assert graphed(buffer).tolist() == [8.0], "and what was begun before is forgotten"

@@ -34,6 +34,7 @@ __all__ = ["Fused", "Pooling", "Stage", "available", "channels_last", "fusions",
 
 _TILE = 2048  # numbers of a block: output pixels × channels × pixels of a window
 _CHANNELS = 128  # of a block at most
+_COPIED = 2**22  # numbers that are put in another order in memory at a time
 _TYPES = (torch.float32, torch.float64)
 
 
@@ -230,13 +231,19 @@ def _launch(kernel: Any, tensors: tuple[torch.Tensor | None, ...], x: torch.Tens
 
 
 def _forward_kernel(x: torch.Tensor, bias: torch.Tensor | None, sort: bool, pool: Pooling | None) -> torch.Tensor:
-    x = _by_channel(x)
-    if pool is None:
-        y = torch.empty_like(x)
-    else:
-        size = (len(x), x.shape[1], x.shape[2] // pool.height, x.shape[3] // pool.width)
+    rows = max(1, len(x))
+    if x.ndim == 4:
+        window = pool or Pooling(1, 1, 0.0)
+        size = (len(x), x.shape[1], x.shape[2] // window.height, x.shape[3] // window.width)
         y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    _launch(_KERNELS.module.forward, (x, bias, y), x, sort, pool)
+        if not x.is_contiguous(memory_format=torch.channels_last):  # it is copied, a part at a time: memory for three of it is much
+            rows = max(1, _COPIED // max(1, x[:1].numel()))
+    else:
+        x = _by_channel(x)
+        y = torch.empty_like(x)
+    for first in range(0, len(x), rows):
+        part = _by_channel(x[first : first + rows])
+        _launch(_KERNELS.module.forward, (part, bias, y[first : first + rows]), part, sort, pool)
     return y
 
 

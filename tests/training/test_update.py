@@ -10,6 +10,7 @@ import lipdp
 from lipdp import losses, nn
 from lipdp._numerics import deferred_checks
 from lipdp.parametrize import project_
+from lipdp.privacy import AdaptiveClip
 from lipdp.privacy.mechanism import Draw
 from lipdp.training.update import Update
 from lipdp.training.watch import ModelWatch, project_trained
@@ -159,19 +160,23 @@ def test_weights_that_diverge_are_told():
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="computed ahead on CUDA alone")
 
 
-def trained(monkeypatch, ahead: bool, settings: dict, spoil: bool = False):
+def trained(monkeypatch, ahead: bool, settings: dict, spoil: bool = False, clipped: bool = False, **planned):
     if not ahead:
         monkeypatch.setattr(Update, "begin", lambda self, draw, trained: None)
     begun = []
     if ahead:
         inner = Update.begin
         monkeypatch.setattr(Update, "begin", lambda self, *args: begun.append(inner(self, *args)) or begun[-1])
-    model = network().to("cuda")
-    plan = lipdp.plan(
-        model, losses.CrossEntropy(), dataset_size=400, batch_size=100, delta=1e-3, noise_multiplier=2.0, steps=12, accountant="rdp"
-    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)) if clipped else network()
+    model, loss = model.to("cuda"), torch.nn.CrossEntropyLoss(reduction="none") if clipped else losses.CrossEntropy()
+    sizes = {"dataset_size": 400, "batch_size": 100, "steps": 12}
+    shape = {"input_shape": (12,)} if clipped else {}
+    if clipped:
+        planned = {"method": "bookkeeping", "max_grad_norm": 0.5, **shape, **planned}
+    plan = lipdp.plan(model, loss, delta=1e-3, noise_multiplier=2.0, accountant="rdp", **sizes, **planned)
     optimizer = torch.optim.SGD(model.parameters(), **settings)
-    engine = lipdp.PrivacyEngine(model, losses.CrossEntropy(), optimizer, plan, seed=1, reproducible=True)
+    engine = lipdp.PrivacyEngine(model, loss, optimizer, plan, seed=1, reproducible=True, **shape)
     draw = torch.Generator().manual_seed(3)
     x, y = torch.randn(400, 12, generator=draw), torch.randint(0, 4, (400,), generator=draw)
     if spoil:
@@ -193,6 +198,26 @@ def test_on_cuda_a_run_ahead_is_the_run_that_waits(settings, spoil, monkeypatch)
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
     assert engine.epsilon == waiting.epsilon
     assert engine.steps == 12
+
+
+@cuda
+@pytest.mark.parametrize(("settings", "spoil"), list(itertools.product(SETTINGS, [False, True])), ids=str)
+def test_on_cuda_a_clipped_run_ahead_is_the_run_that_waits(settings, spoil, monkeypatch):
+    one, _, engine, begun = trained(monkeypatch, True, settings, spoil, clipped=True)
+    other, _, waiting, _ = trained(monkeypatch, False, settings, spoil, clipped=True)
+    assert sum(moved is not None for moved in begun) >= 11
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert engine.steps == waiting.steps == 12
+    assert not engine._run.watch.changed
+
+
+@cuda
+def test_on_cuda_norms_that_adapt_are_left_to_the_engine(monkeypatch):
+    changing = {"clipping": lipdp.Clipping(adaptive=AdaptiveClip(quantile=0.9, rate=0.3))}
+    _, _, engine, begun = trained(monkeypatch, True, {"lr": 0.1}, clipped=True, **changing)
+    assert not begun
+    assert engine.clipping
 
 
 @cuda

@@ -178,13 +178,12 @@ def draw_on_device(sums: Mapping[str, Tensor], stds: Mapping[str, float], stream
     devices = {total.device for total in sums.values()}
     if len(devices) != 1 or not noise_cuda.available(device := next(iter(devices))):
         return None
-    layout = _layout_of(sums, stds, sorted(sums))
-    arranged = _arranged(layout)
+    arranged = _arranged(_layout_of(sums, stds, sorted(sums)))
     if not arranged.noised:
         return None
     key, seen = stream.begin("noise", arranged.about)
     inputs = *noise_cuda.release_inputs(arranged.segments(sums), key, seen), *(sums[name].detach() for name in arranged.copied)
-    return Draw(_function_of(layout, device, stream.bound), inputs, (layout, stream.bound))
+    return Draw(arranged.function(device, stream.bound), inputs, (arranged, stream.bound))
 
 
 _Layout = tuple[tuple[str, float, torch.dtype, torch.layout, torch.Size], ...]
@@ -199,7 +198,7 @@ def _layout_of(sums: Mapping[str, Tensor], stds: Mapping[str, float], names: Seq
     )
 
 
-class _Arranged(NamedTuple):
+class _Arranged:
     """Sums of one layout, in the order of their names: those of one std and type are one long vector.
 
     Attributes:
@@ -209,10 +208,22 @@ class _Arranged(NamedTuple):
         about: what the draw is for.
     """
 
-    noised: dict[str, torch.Size]
-    copied: list[str]
-    vectors: list[tuple[float, torch.dtype, list[str]]]
-    about: list[tuple[str, float, tuple[int, ...]]]
+    def __init__(self, layout: _Layout) -> None:
+        self.noised: dict[str, torch.Size] = {}
+        self.copied: list[str] = []
+        self.about: list[tuple[str, float, tuple[int, ...]]] = []
+        vectors: dict[tuple[float, torch.dtype], list[str]] = {}
+        for name, std, dtype, kind, shape in layout:
+            released = _type_of_release(name, dtype, kind)
+            if not _is_noised(name, released, std):
+                self.copied.append(name)
+                continue
+            self.noised[name] = shape
+            self.about.append((name, float(std), tuple(shape)))
+            vectors.setdefault((float(std), released), []).append(name)
+        self.vectors = [(*at, names) for at, names in vectors.items()]
+        self._layout = layout
+        self._functions: dict[tuple[torch.device, bool], DrawFunction] = {}
 
     def segments(self, sums: Mapping[str, Tensor]) -> list[Segment]:
         """The vectors of these sums."""
@@ -226,38 +237,26 @@ class _Arranged(NamedTuple):
             released |= {name: part.reshape(self.noised[name]) for name, part in zip(names, parts, strict=True)}
         return released
 
+    def function(self, device: torch.device, bound: bool) -> DrawFunction:
+        """The function of a :class:`Draw`; the same object for the same arguments."""
+        if (device, bound) not in self._functions:
+            like = {n: torch.empty(shape, dtype=dtype, layout=kind, device="meta") for n, _, dtype, kind, shape in self._layout}
+            work = noise_cuda.release_function(noise_cuda.kinds_of(self.segments(like)), device, bound)
+
+            def function(*inputs: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+                most = len(inputs) - len(self.copied)
+                rest = {name: _copied(total) for name, total in zip(self.copied, inputs[most:], strict=True)}
+                vectors, tag = work(*inputs[:most])
+                return self.by_name(vectors) | rest, tag
+
+            self._functions[device, bound] = function
+        return self._functions[device, bound]
+
 
 @lru_cache(maxsize=64)
 def _arranged(layout: _Layout) -> _Arranged:
     """Looked at once for sums of one layout; an error for those that can't have noise."""
-    arranged = _Arranged({}, [], [], [])
-    vectors: dict[tuple[float, torch.dtype], list[str]] = {}
-    for name, std, dtype, kind, shape in layout:
-        released = _type_of_release(name, dtype, kind)
-        if not _is_noised(name, released, std):
-            arranged.copied.append(name)
-            continue
-        arranged.noised[name] = shape
-        arranged.about.append((name, float(std), tuple(shape)))
-        vectors.setdefault((float(std), released), []).append(name)
-    arranged.vectors.extend((*at, names) for at, names in vectors.items())
-    return arranged
-
-
-@lru_cache(maxsize=32)
-def _function_of(layout: _Layout, device: torch.device, bound: bool) -> DrawFunction:
-    """The function of a :class:`Draw`."""
-    arranged = _arranged(layout)
-    like = {name: torch.empty(shape, dtype=dtype, layout=kind, device="meta") for name, _, dtype, kind, shape in layout}
-    work = noise_cuda.release_function(noise_cuda.kinds_of(arranged.segments(like)), device, bound)
-
-    def function(*inputs: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        most = len(inputs) - len(arranged.copied)
-        rest = {name: _copied(total) for name, total in zip(arranged.copied, inputs[most:], strict=True)}
-        vectors, tag = work(*inputs[:most])
-        return arranged.by_name(vectors) | rest, tag
-
-    return function
+    return _Arranged(layout)
 
 
 def _is_noised(name: str, dtype: torch.dtype, std: float) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipdp._kernels import Kernels
 from lipdp.digest import keyed_words
-from lipdp.graphs import GraphedFunction
+from lipdp.graphs import Branches, GraphedFunction
 from lipdp.privacy.noise import (
     SERIES,
     TERMS,
@@ -129,11 +129,11 @@ def release_function(kinds: Kinds, device: torch.device, bound: bool) -> Callabl
                 words = torch.cat([words, _digests([part for parts in pieces for part in parts], secret[8:])])
             key = _absorbed(secret, words)
             tag = _absorbed(key, claim).view(torch.int64) if bound else None
-            number = itertools.count()
-            drawn = [
-                [_noised(part, std, dtype, key, next(number), with_bins) for part in parts]
-                for parts, (_, std, dtype), with_bins in zip(pieces, kinds, tables, strict=True)
-            ]
+            number, branches, drawn = itertools.count(), Branches(device), []
+            for parts, (_, std, dtype), with_bins in zip(pieces, kinds, tables, strict=True):
+                with branches.branch():
+                    drawn.append([_noised(part, std, dtype, key, next(number), with_bins) for part in parts])
+            branches.join()
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in drawn], tag
 
     return work

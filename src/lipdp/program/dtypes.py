@@ -52,10 +52,11 @@ _NUMBERS = (
 
 def model_dtype(model: torch.nn.Module) -> torch.dtype | None:
     """The type that the model computes in: that of its first floating-point parameter, or buffer; ``None`` if it has neither."""
-    for tensors in (model.parameters(), model.buffers()):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                return tensor.dtype
+    for kind in ("_parameters", "_buffers"):  # as they are held: it is asked in every step, and mostly the first one answers
+        for module in model.modules():
+            for tensor in getattr(module, kind).values():
+                if tensor is not None and tensor.is_floating_point():
+                    return cast(torch.dtype, tensor.dtype)
     return None
 
 
@@ -85,7 +86,7 @@ class Types:
         """
         native = model_dtype(self.model)
         parts, structure = flattened(x)
-        key = structure, native, tuple((part.dtype, part.layout, tuple(part.shape[1:])) for part in parts)
+        key = structure, native, tuple([(part.dtype, part.layout, part.shape[1:]) for part in parts])
         if key not in self._decided:
             for part in parts:
                 _refuse_odd("inputs", part, complex_too=False)

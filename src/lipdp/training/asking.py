@@ -11,6 +11,7 @@ import torch
 
 from lipdp._checks import discreet
 from lipdp.errors import ConfigurationError
+from lipdp.graphs import is_large
 from lipdp.privacy import noise_cuda
 from lipdp.privacy.randomness import Claim
 from lipdp.training.distributed import added_up
@@ -82,12 +83,12 @@ def _ask_alone(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn]:
 def _ask_once(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn, bool]:
     """What the data say, and whether it was the model that was proved that said it: to be released, and not before this returns.
 
-    On CUDA a proved program is launched at once, and all that follows from its sums behind it (:mod:`lipdp.training.update`);
-    behind clipped sums, their noise. Everything else happens while they run: whether the model still is the one that was proved
-    is looked at, on the host and, for the values of weights, on the device; so is whether the last projection found them
-    finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for all of
-    them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient is not
-    finite must be left out of the sum, and no other record with it, or it would change all that the others say.
+    On CUDA a proved program is launched at once, and all that follows from its sums behind it (:mod:`lipdp.training.update`); the
+    same behind clipped sums, or their noise alone. Everything else happens while they run: whether the model still is the one
+    that was proved is looked at, on the host and, for the values of weights, on the device; so is whether the last projection
+    found them finite, whether the sums are, and whether the forward pass left the model's state alone. The host waits once, for
+    all of them, before it goes on; where one is no, what was computed is thrown away. It has to wait: a record whose gradient is
+    not finite must be left out of the sum, and no other record with it, or it would change all that the others say.
     """
     number, runs_ahead = run.ledger.steps, _runs_ahead(run)
     recorded = runs_ahead and run.query.recorded
@@ -95,19 +96,23 @@ def _ask_once(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn, b
     if not runs_ahead and (unchanged := look(run)) is False:
         run.prove_again()
         unchanged = True
-    settings = run.mechanism.at(number)
-    trained = run.trained(settings)
+    alone = runs_ahead and not run.ranks.grouped
+    beside = partial(_beside, run) if recorded and alone and run.on_one_device else None
     begin, restore = run.streams.model(number, on_host=not recorded)
     put_back = run.state.hold()
     with undoing:
         undoing.add(restore)
         undoing.add(put_back, only_after_errors=True)
+        begun = None
+        if beside is not None and run.augmentation is None:
+            begin(0)
+            begun = run.query.begin(batch)
+        settings = run.mechanism.at(number)
+        trained = run.trained(settings)
         copies = run.copies(number)
         turn = _turn(run, settings, number, begin, copies)
-        sample = dataclasses.replace(batch, copies=copies, settings=run.watch.settings, turn=turn)
-        alone = runs_ahead and not run.ranks.grouped
-        if recorded and alone and run.on_one_device:
-            sample = dataclasses.replace(sample, beside=partial(_beside, run))
+        looked = run.watch.settings
+        sample = dataclasses.replace(batch, copies=copies, settings=looked, turn=turn, beside=beside, begun=begun)
         answer = run.query.ask(trained, sample, settings.clips)
         told = bool(answer.seen)  # digests of the weights are there already
         if runs_ahead:
@@ -116,14 +121,14 @@ def _ask_once(run: Run, batch: Sample, undoing: Undoing) -> tuple[Asked, Turn, b
         read = ask_flags([unchanged, run.project.fine, answer.fine, *run.state.same()])
         noised, moved = None, None
         claims: list[tuple[int, Claim]] = []
-        if alone and told:
+        if told or (alone and unchanged is not False and _can_follow(run, answer)):
             stream = run.streams.noise(prepared, claims)
             moved = run.update.begin(run.mechanism.draw_on_device(answer, settings, stream), trained)
             if moved is not None:
                 stream.claim_last(moved.tag)
         if alone:
             noised = run.mechanism.draw(answer, settings, run.streams.noise(prepared, claims)) if moved is None else None
-            run.seating.draw_ahead(run.streams.seats(number + 1))
+            run.draw_ahead(number + 1)
         here = _stands_here(run) if told and runs_ahead else True
         unchanged, finite, fine, *same = read()
         unchanged = unchanged and here
@@ -146,6 +151,11 @@ def look(run: Run) -> Flag:
     same = run.watch.compare()
     run.watch.check_structure()
     return same if run.query.stands else False
+
+
+def _can_follow(run: Run, answer: Answer) -> bool:
+    """Whether the noised sums go to the optimiser as they are, and are worth a recording and the memory that it takes."""
+    return not (run.plan.clips or run.query.pulls_back or any(map(is_large, answer.sums.values())))
 
 
 def _stands_here(run: Run) -> bool:

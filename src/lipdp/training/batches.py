@@ -34,6 +34,7 @@ __all__ = [
     "entries_of",
     "even_rows",
     "gather",
+    "gather_into",
     "gather_lazily",
     "gather_tensors",
     "microbatches",
@@ -70,7 +71,11 @@ class Rows:
         first, count = int(numbers[0]), len(numbers)
         if self.whole and int(numbers[-1]) == first + count - 1 and bool((numbers.diff() == 1).all()):
             return self.stored[first : first + count]
-        return self.stored.index_select(0, self._chosen[numbers.to(self._chosen.device, non_blocking=True)])
+        return self.stored.index_select(0, self.numbers(numbers.to(self._chosen.device, non_blocking=True)))
+
+    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """By which numbers the stored tensor has these rows."""
+        return self._chosen.index_select(0, rows)
 
 
 LazyBatch = tuple[Any, torch.Tensor]
@@ -415,19 +420,11 @@ def microbatches(
     of_inputs, of_targets = dtypes or (mapped(lambda leaf: leaf.dtype, inputs), targets.dtype)
     kinds = zip(leaves(inputs), leaves(of_inputs), strict=True)
     views = [isinstance(leaf, Rows) and leaf.whole and leaf.dtype == dtype for leaf, dtype in kinds]
-    numbers = torch.arange(rows_of(inputs)) if seats is None else seats
-    for number, start in enumerate(range(0, len(numbers), size)):
-        part = numbers[start : start + size].numpy()
-        taken = part >= 0
-        if not taken.any() or not (turn is None or turn.starts(number)):
+    places, taken = _places(rows_of(inputs) if seats is None else seats, size)
+    for number, here in enumerate(places):
+        if not taken[number] or not (turn is None or turn.starts(number)):
             continue
-        # The numbers of the records, and whether somebody sits there: one small transfer.
-        places = np.zeros((2, size), dtype=np.int64)
-        places[0] = part[taken][0]
-        places[0, : len(part)] = np.where(taken, part, places[0, 0])
-        places[1, : len(part)] = taken
-        here = torch.from_numpy(places)
-        there = here if device.type == "cpu" else here.to(device, non_blocking=True)
+        there = here if device.type == "cpu" else here.to(device, non_blocking=True)  # one small transfer
 
         def taken_rows(
             stored: torch.Tensor | Rows, dtype: torch.dtype, here: torch.Tensor = here, there: torch.Tensor = there
@@ -450,6 +447,55 @@ def microbatches(
                 "the model changes its input in place, and at sampling rate 1 that is the dataset itself, now changed. No "
                 "step was taken. Let the first layer work on a copy (inplace=False), and load the data again."
             )
+
+
+def _places(seats: int | torch.Tensor, size: int) -> tuple[torch.Tensor, list[bool]]:
+    """By microbatch, (2, size): the number of the record on each seat, and whether it is its own; and whether somebody sits there.
+
+    ``seats``: by seat, which record sits there; or how many records there are, one after another.
+    """
+    numbers = np.arange(seats) if isinstance(seats, int) else seats.numpy()
+    by_seat = np.full((-(-len(numbers) // size), size), -1, dtype=np.int64)
+    by_seat.reshape(-1)[: len(numbers)] = numbers
+    taken = by_seat >= 0
+    first = by_seat[np.arange(len(by_seat)), taken.argmax(1)]
+    places = np.stack([np.where(taken, by_seat, first[:, None]), taken], 1)
+    return torch.from_numpy(places), [bool(row.any()) for row in taken]
+
+
+def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor | Rows], seats: torch.Tensor) -> bool:
+    """Put the one microbatch of ``seats`` (inputs, targets) into ``buffers`` (and its mask), on the device where its rows are.
+
+    ``False``: nothing was done; they are not there, or not in one microbatch.
+    """
+    mask = buffers[-1]
+    if len(seats) != len(mask) or not all(map(_is_there, stored, buffers)):
+        return False
+    numbers = seats.numpy()
+    taken = numbers >= 0
+    first = taken.argmax()
+    if not taken[first]:
+        return False
+    here = torch.empty(2, len(numbers), dtype=torch.int64, pin_memory=mask.is_cuda)  # a transfer that nobody waits for
+    places = here.numpy()
+    places[0], places[1] = np.where(taken, numbers, numbers[first]), taken
+    there, sitting = here.to(mask.device, non_blocking=True).unbind()
+    for rows, buffer in zip(stored, buffers, strict=False):
+        table, chosen = (rows.stored, rows.numbers(there)) if isinstance(rows, Rows) else (rows, there)
+        if table.dtype == buffer.dtype:
+            torch.index_select(table.detach(), 0, chosen, out=buffer)
+        else:
+            buffer.copy_(table.detach().index_select(0, chosen))
+    mask.copy_(sitting)
+    return True
+
+
+def _is_there(stored: torch.Tensor | Rows, buffer: torch.Tensor) -> bool:
+    """Whether its rows are to be gathered, and on that device."""
+    if isinstance(stored, Rows) and stored.whole:
+        return False
+    rows = stored.stored if isinstance(stored, Rows) else stored
+    return (rows.device, rows.shape[1:]) == (buffer.device, buffer.shape[1:])
 
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -68,6 +68,11 @@ class ClippedQuery:
         """The module itself runs."""
         return False
 
+    @property
+    def pulls_back(self) -> bool:
+        """Clipped gradients are the parameters' own."""
+        return False
+
     def rehearse(self, rows: int) -> None:
         """Nothing: clipping runs the module itself."""
 
@@ -118,13 +123,16 @@ class ClippedQuery:
         """C of each group."""
         return {group.name: clips.get(group.name, group.sensitivity) for group in self.groups}
 
+    def begin(self, batch: Sample) -> None:
+        """It does not: the module itself runs, and is looked at first."""
+
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """Σ_i ν_i·g_i by the plan's method, microbatch by microbatch. On a GPU the last one may still be computed."""
         plan, bounds = self.plan, self.bounds(clips)
         active = [group for group in self.groups if not parameters.keys().isdisjoint(group.parameters)]
         none = torch.zeros((), dtype=torch.float64, device=batch.device)
         answer = Answer(
-            batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items()}),
+            {},
             {group.name: none for group in active if group.name in plan.adaptive_clips},
             (none, len(batch.targets)) if plan.clip == "clip" else None,
         )
@@ -132,11 +140,12 @@ class ClippedQuery:
         norms = {group.name: bounds[group.name] for group in active}
         max_norm = next(iter(norms.values())) if plan.clipping_style == "flat" else norms
 
-        def plus(before: Answer, part: Clipped, add: Callable[..., torch.Tensor] = torch.Tensor.add_) -> Answer:
-            """With a microbatch more."""
+        def plus(before: Answer, part: Clipped, add: _Add = torch.Tensor.add_, first: _Own = torch.Tensor.clone) -> Answer:
+            """With a microbatch more, which may lie in a recording's memory: until the next one, its sums are what ``first`` is."""
             sums = {**before.sums}
             for name, gradient in part.sums.items():  # one after another: whole numbers take twice the memory
-                sums[name] = add(sums[name], batch.turn.summand({name: gradient})[name])
+                total = batch.turn.summand({name: gradient})[name]
+                sums[name] = add(sums[name], total) if name in sums else first(total)
             counts = {
                 group.name: before.counts[group.name] + centred_count(part.norms[:, number], bounds[group.name], part.kept)
                 for number, group in enumerate(active)
@@ -146,6 +155,11 @@ class ClippedQuery:
             if clipped is not None:
                 clipped = clipped[0] + ((part.factors < 1).any(1) & part.kept).sum(), clipped[1]
             return Answer(sums, counts, clipped)
+
+        def whole(answer: Answer) -> Answer:
+            """With zeros for the parameters that nobody has a gradient for."""
+            missing = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in answer.sums}
+            return replace(answer, sums={**answer.sums, **batch.turn.summand(missing)}) if missing else answer
 
         pending: Pending | None = None
         others = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in parameters]
@@ -162,16 +176,16 @@ class ClippedQuery:
                     else:  # whoever makes the copies may give other types
                         pending = clipping.start(batch.copies.rows(x), batch.copies.repeat(y), max_norm, mask=mask)
             if pending is None:
-                return answer
+                return whole(answer)
             if on_host or batch.turn.units is not None:
                 with arithmetic(plan.precision, batch.device):
-                    return plus(answer, pending.finish())
+                    return whole(plus(answer, pending.finish(), first=_as_it_is))
 
         def repaired(before: Answer = answer, pending: Pending = pending) -> Answer:
             with _not_trained(others), arithmetic(plan.precision, batch.device):
-                return plus(before, pending.finish(), torch.add)
+                return whole(plus(before, pending.finish(), torch.add, _as_it_is))
 
-        return replace(plus(answer, pending.expected(), torch.add), fine=pending.fine, again=repaired)
+        return replace(whole(plus(answer, pending.expected(), torch.add, _as_it_is)), fine=pending.fine, again=repaired)
 
     def _clipping(self, copies: int) -> Clipper:
         """How this plan clips: one object for all steps, for it records the work on a microbatch on CUDA and replays it."""
@@ -193,6 +207,14 @@ class ClippedQuery:
     def gradients(self, noised: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """They are the parameters' own."""
         return dict(noised)
+
+
+_Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_Own = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(total: torch.Tensor) -> torch.Tensor:
+    return total
 
 
 @contextmanager

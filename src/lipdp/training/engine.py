@@ -21,7 +21,6 @@ from lipdp.inputs import plain
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.suggest import check_parts
 from lipdp.privacy.budget import AnyBudget
-from lipdp.privacy.sampling import sample_indices
 from lipdp.training.account import data_marks
 from lipdp.training.asking import Asked, ask
 from lipdp.training.batches import Batch, check_batch, check_dataset, gather
@@ -30,7 +29,7 @@ from lipdp.training.front import applicable_layers
 from lipdp.training.guards import claim_batch, note_batch, spend_all, spend_batch, tell_of_own_records
 from lipdp.training.known import Progress
 from lipdp.training.positions import refuse_forked
-from lipdp.training.preparing import bind, release_statistics, settle_records, shuffle_records
+from lipdp.training.preparing import bind, place_records, release_statistics, settle_records, shuffle_records
 from lipdp.training.query import Sample
 from lipdp.training.run import Options, Run
 from lipdp.training.shards import Places
@@ -266,7 +265,7 @@ class PrivacyEngine:
                 run.drawn = max(run.drawn, min(number + 1, self.plan.steps))
             if number >= self.plan.steps:
                 return
-            yield number, sample_indices(size, self.plan.sampling_rate, run.streams.sample(number), sampler)
+            yield number, run.sample(size, number)
 
     @_alone
     def step(self, inputs: Any, targets: torch.Tensor, *, sample: Any = None) -> None:
@@ -462,6 +461,15 @@ class PrivacyEngine:
         every operation of a clipped pass; "alone": each record is taken by itself; "" before clipping has seen a batch.
         """
         return self._run.query.apart
+
+    @_alone
+    def place(self, train: Any) -> Any:
+        """The same records on the engine's device, for :meth:`batches` or :meth:`samples`: they are gathered there, not moved again
+        in every step. :func:`lipdp.fit` does it.
+
+        Only rows of a TensorDataset (or a Subset of one) that take an eighth of a GPU's memory at most; others as they are.
+        """
+        return place_records(self._run, train)
 
     # ------------------------------------------------------------------ weights to use
 

@@ -21,7 +21,7 @@ from lipdp.losses import Loss
 from lipdp.nn import ClipGradient
 from lipdp.privacy.quantile import COUNT_SENSITIVITY
 from lipdp.training.batches import Rows, microbatches, only_finite
-from lipdp.training.query import Turn
+from lipdp.training.query import Microbatch, Turn
 from lipdp.training.seats import Copies
 
 __all__ = [
@@ -129,6 +129,7 @@ def pending_sum(
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     counts: LayerCounts | None = None,
     replayed: Backward | None = None,
+    begun: Microbatch | None = None,
     seats: torch.Tensor | None = None,
     turn: Turn | None = None,
 ) -> Sums:
@@ -138,8 +139,8 @@ def pending_sum(
     gradients are summed and divided by K at the end, so that layers that clip cotangents see each copy's own. Rows whose
     contribution is not finite are left out; the others stay at their places, so that no other is affected. ``dtypes`` are what
     inputs and targets are converted to. ``counts`` notes norms on the way. ``replayed`` stands for :func:`microbatch_sum` with the
-    same model, loss and parameters. ``seats``: where records sit. ``turn``: which microbatches are computed, and how their sums are
-    added up; they may be whole numbers then.
+    same model, loss and parameters; ``begun`` is the one microbatch, where it is there already. ``seats``: where records sit.
+    ``turn``: which microbatches are computed, and how their sums are added up; they may be whole numbers then.
     """
     own = turn or Turn()
 
@@ -149,9 +150,13 @@ def pending_sum(
     many = copies or Copies()
     size = max(1, microbatch_size // many.count)
 
-    def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], collect: bool) -> Part:
+    def summed(each: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Part], begun: Microbatch | None) -> Part:
         total: Part | None = None
-        parts = microbatches(inputs, targets, size, device, dtypes, seats, check=False, turn=own)
+        if begun is None:
+            parts = microbatches(inputs, targets, size, device, dtypes, seats, check=False, turn=own)
+        else:
+            parts = iter([begun])
+            own.begin(0)  # if what was begun was in vain, its draws are made anew
         for number, (x, y, mask) in enumerate(parts):
             if number == 1 and total is not None:  # the first may lie in a recording's memory
                 total = {name: value.clone() for name, value in total[0].items()}, total[1].clone(), [t.clone() for t in total[2]]
@@ -161,7 +166,7 @@ def pending_sum(
                 part = own.summand({name: value / many.count for name, value in part[0].items()}), *part[1:]
             total = part if total is None else _added(total, part)
             if counts is not None:
-                counts.collect(mask, many.count) if collect else counts.discard()
+                counts.discard() if each is not run else counts.collect(mask, many.count)
         if total is None:
             zeros = own.summand({name: zeros_like_sum(p) for name, p in parameters.items()})
             total = zeros, torch.ones((), dtype=torch.bool, device=device), []
@@ -170,8 +175,8 @@ def pending_sum(
                 value /= many.count
         return total
 
-    values, fine, seen = summed(run, True)
-    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), False)[0], seen)
+    values, fine, seen = summed(run, begun)
+    return Sums(values, fine, lambda: summed(lambda x, y, mask: _finite_part(run, x, y, mask), None)[0], seen)
 
 
 def zeros_like_sum(parameter: torch.Tensor) -> torch.Tensor:

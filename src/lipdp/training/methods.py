@@ -15,7 +15,7 @@ import torch
 from lipdp.bounds import Analysis, analyse
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
-from lipdp.graphs import GraphedFunction, Watched
+from lipdp.graphs import Branches, GraphedFunction, Watched
 from lipdp.losses import Loss, as_loss
 from lipdp.parametrize import Reparametrised, effective_leaves, pull_back
 from lipdp.planning.grouping import clip_layers
@@ -28,9 +28,10 @@ from lipdp.planning.settings import (
     slack_of,
 )
 from lipdp.program import Program, check_program
+from lipdp.training.batches import gather_into
 from lipdp.training.clipped import ClippedQuery
 from lipdp.training.gradients import LayerCounts, Part, Sums, microbatch_sum, pending_sum, zeros_like_sum
-from lipdp.training.query import SAME, Answer, Beside, Query, Sample, check_names, check_slack
+from lipdp.training.query import SAME, Answer, Beside, Microbatch, Query, Sample, check_names, check_slack
 
 __all__ = ["MixedQuery", "ProvedQuery", "query_of"]
 
@@ -85,6 +86,11 @@ class ProvedQuery:
     def recorded(self) -> bool:
         """Where its graph is all there is to run."""
         return not self._has_maps and not self.plan.clips
+
+    @property
+    def pulls_back(self) -> bool:
+        """Where layers are reparametrised."""
+        return self._has_maps
 
     @property
     def program(self) -> Program:
@@ -142,6 +148,15 @@ class ProvedQuery:
         self._bounded = dict(clips), {group.name: bounds[group.name] for group in self.groups}
         return self._bounded[1]
 
+    def begin(self, batch: Sample) -> Microbatch | None:
+        """Replay what was recorded last, where it takes all of the batch at once."""
+        buffers = self._graphed.buffers
+        fits = bool(buffers) and batch.seats is not None and batch.dtypes == tuple(part.dtype for part in buffers[:-1])
+        if not fits or batch.seats is None or not gather_into(buffers, (batch.inputs, batch.targets), batch.seats):
+            return None
+        self._graphed.begin()
+        return buffers[0], buffers[1], buffers[2]
+
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:
         """One ordinary backward pass per microbatch; for reparametrised layers it ends at the effective weight."""
         counts: LayerCounts | None = None
@@ -179,6 +194,7 @@ class ProvedQuery:
                     dtypes=batch.dtypes,
                     counts=counts,
                     replayed=self._graphed if replays else None,
+                    begun=batch.begun if replays else None,
                     seats=batch.seats,
                     turn=batch.turn,
                 )
@@ -200,8 +216,13 @@ class ProvedQuery:
         )
 
     def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
+        branches, seen = Branches(mask.device), []
+        if self._beside is not None:
+            with branches.branch():
+                seen = [self._beside((x, y, mask))]
         sums, fine, _ = microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
-        return sums, fine, [] if self._beside is None else [self._beside((x, y, mask))]
+        branches.join()
+        return sums, fine, seen
 
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""
@@ -250,6 +271,11 @@ class MixedQuery:
         """The module itself runs."""
         return False
 
+    @property
+    def pulls_back(self) -> bool:
+        """Of the proved part."""
+        return self._proved.pulls_back
+
     def rehearse(self, rows: int) -> None:
         """The proved part."""
         self._proved.rehearse(rows)
@@ -268,6 +294,9 @@ class MixedQuery:
         """Both parts."""
         self._proved.prove()
         self._clipped.prove()
+
+    def begin(self, batch: Sample) -> None:
+        """It does not: the module itself runs, and is looked at first."""
 
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Of both parts."""

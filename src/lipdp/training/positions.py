@@ -214,7 +214,7 @@ class _Rows:
             more = torch.zeros(max(2 * have, position + 1, 64), max(wide, words.numel()), dtype=torch.int64, device=words.device)
             more[:have, :wide] = self._rows.to(words.device)
             self._rows = more
-        self._rows[position, : words.numel()] = words.reshape(-1)
+        self._rows[position].narrow(0, 0, words.numel()).copy_(words.reshape(-1))
 
     def at(self, position: int, count: int) -> torch.Tensor | None:
         """The first words of a position, on the processor; ``None`` where none were noted."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from lipdp import nn
 from lipdp.bounds import program_of
@@ -23,12 +23,15 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import data_marks
 from lipdp.training.batches import gather_tensors, rows_at_once, slices
 from lipdp.training.front import settle
-from lipdp.training.known import Progress, layout
+from lipdp.training.known import Progress, layout, stored_tensors
 from lipdp.training.methods import query_of
 from lipdp.training.run import Run
 from lipdp.training.seats import shuffle
 
-__all__ = ["bind", "find_standardize", "release_statistics", "settle_records", "shuffle_records"]
+__all__ = ["bind", "find_standardize", "place_records", "release_statistics", "settle_records", "shuffle_records"]
+
+# Of a device's memory, what records may take there.
+_SHARE = 8
 
 
 def bind(run: Run, train: Any, progress: Progress | None = None) -> None:
@@ -130,6 +133,31 @@ def shuffle_records(run: Run) -> TensorDataset:
     run.settled = dataclasses.replace(run.settled, dataset=shuffled)
     run.streams.know(shuffled)
     return shuffled
+
+
+def place_records(run: Run, train: Any) -> Any:
+    """The records on the device that steps are computed on, where they are rows of tensors that fit there; else as they are."""
+    tensors, device = stored_tensors(train), run.device
+    if device.type != "cuda" or not tensors or sum(tensor.nbytes for tensor in tensors) > _room(device):
+        return train
+    bind(run, train)
+    run.data += data_marks(train)
+    placed = _on(device, train)
+    if run.settled is not None and train is run.settled.dataset:
+        run.settled = dataclasses.replace(run.settled, dataset=placed)
+    run.streams.know(placed)
+    return placed
+
+
+def _room(device: torch.device) -> int:
+    """Bytes. By all the memory there is, not by what is free: a run that is resumed finds its records in the same place."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // _SHARE
+
+
+def _on(device: torch.device, dataset: Any) -> Any:
+    if isinstance(dataset, Subset):
+        return Subset(_on(device, dataset.dataset), dataset.indices)
+    return type(dataset)(*(tensor.to(device) for tensor in dataset.tensors))
 
 
 def find_standardize(model: torch.nn.Module) -> nn.Standardize:

@@ -36,6 +36,7 @@ __all__ = [
     "SAME",
     "Answer",
     "Beside",
+    "Microbatch",
     "Query",
     "Sample",
     "Turn",
@@ -127,6 +128,8 @@ def check_range(records: int, microbatches: int, ranks: int, multiplier: float) 
 SAME = 1 + 1e-9
 
 
+Microbatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Inputs, targets, mask."""
 Beside = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Digests of a microbatch (inputs, targets, mask), and of the weights that it meets."""
 
@@ -144,6 +147,7 @@ class Sample:
     seats: torch.Tensor | None = None  # by seat, which record sits there
     settings: int | None = None  # the number that the query's ``watched`` gives the model's settings, where it has just looked
     beside: Beside | None = None  # digests that a recording computes with the sums
+    begun: Microbatch | None = None  # all of it, where its sums are computed already
     turn: Turn = field(default_factory=Turn)  # which microbatches are computed here, and how they are added up
 
 
@@ -219,8 +223,20 @@ class Query(Protocol):
         """Whether :meth:`ask` runs the proved program and nothing of the user's, so that it may begin before it is looked at."""
         ...
 
+    @property
+    def pulls_back(self) -> bool:
+        """Whether :meth:`gradients` makes others of what it is given."""
+        ...
+
     def bounds(self, clips: Mapping[str, float]) -> dict[str, float]:
         """Group name → sensitivity, with clipping norms at these values."""
+        ...
+
+    def begin(self, batch: Sample) -> Microbatch | None:
+        """Begin with what :meth:`ask` will be asked, before anybody has looked at anything, where that is :attr:`recorded`.
+
+        What it gives is :attr:`Sample.begun`; it counts if the recording that runs still is the one that is to run then.
+        """
         ...
 
     def ask(self, parameters: Mapping[str, torch.nn.Parameter], batch: Sample, clips: Mapping[str, float]) -> Answer:

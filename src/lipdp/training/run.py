@@ -182,6 +182,8 @@ class Run:
         self.paid, self.public, self.resumed = options.budget is not None, bool(options.public), False
         self.seating = Seating(self._seats)
         self.drawn = self.used = 0
+        self._sampled: int | None = None  # records that batches are drawn from
+        self._ahead: tuple[bytes, int, torch.Tensor] | None = None
         self.has_own_records = False
         self.clipped_share: float | None = None
         self.data: tuple[str, ...] = ()
@@ -334,6 +336,22 @@ class Run:
         stored = not isinstance(inputs, torch.Tensor)
         shuffled = stored and all(isinstance(part, Rows) and part.shuffled for part in leaves(inputs))
         return self.seating(rows_of(inputs), self.streams.seats(number), shuffled=shuffled)
+
+    def sample(self, size: int, number: int) -> torch.Tensor:
+        """The numbers of the records of batch ``number``, of ``size`` records."""
+        draw, ahead = self.streams.sample(number), self._ahead
+        self._sampled, self._ahead = size, None
+        if ahead is not None and ahead[:2] == (draw.key, size):
+            return ahead[2]
+        return sample_indices(size, self.plan.sampling_rate, draw, self.plan.sampler)
+
+    def draw_ahead(self, number: int) -> None:
+        """Draw seats and sample of the next step, while a device computes this one; the sample only if nobody has drawn it yet."""
+        self.seating.draw_ahead(self.streams.seats(number))
+        if self._sampled is not None and self.drawn == number < self.plan.steps:
+            draw = self.streams.sample(number)
+            key = draw.key
+            self._ahead = key, self._sampled, sample_indices(self._sampled, self.plan.sampling_rate, draw, self.plan.sampler)
 
     def copied_sample(self, inputs: Any, targets: torch.Tensor) -> int | None:
         """The number of the batch that these records are a copy of, of those near; ``None`` where they are none."""

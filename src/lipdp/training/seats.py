@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
@@ -39,45 +40,53 @@ def random_order(count: int, draw: Stream) -> torch.Tensor:
     return torch.from_numpy(np.argsort(draw.words(2 * count).view(np.uint64)))
 
 
+def _ranks(seats: int, draw: Stream) -> npt.NDArray[np.int64]:
+    """By seat, its place in a random order of them."""
+    ranks = np.empty(seats, dtype=np.int64)
+    ranks[random_order(seats, draw).numpy()] = np.arange(seats)
+    return ranks
+
+
 class Seating:
     """Random orders of one number of seats. That of the next step may be drawn ahead, while a device computes this one."""
 
     def __init__(self, seats: int) -> None:
         self.seats = seats
-        self._ahead: tuple[bytes, torch.Tensor] | None = None
+        self._ahead: tuple[bytes, npt.NDArray[np.int64]] | None = None
 
     def draw_ahead(self, draw: Stream) -> None:
         """Keep the order that ``draw`` begins with."""
-        self._ahead = draw.key, random_order(self.seats, draw)
+        self._ahead = draw.key, _ranks(self.seats, draw)
 
     def __call__(self, count: int, draw: Stream, *, shuffled: bool) -> torch.Tensor:
         """:func:`choose_seats`; for records that lie in a random order already, :func:`seats_in_order`."""
         ahead, self._ahead = self._ahead, None
-        order = ahead[1] if ahead is not None and ahead[0] == draw.key else None
-        return (seats_in_order if shuffled else choose_seats)(count, self.seats, draw, order)
+        ranks = ahead[1] if ahead is not None and ahead[0] == draw.key else None
+        return (seats_in_order if shuffled else choose_seats)(count, self.seats, draw, ranks)
 
 
-def choose_seats(count: int, seats: int, draw: Stream, order: torch.Tensor | None = None) -> torch.Tensor:
+def choose_seats(count: int, seats: int, draw: Stream, ranks: npt.NDArray[np.int64] | None = None) -> torch.Tensor:
     """By seat, which of ``count`` records sits there, −1 for nobody: banks of ``seats`` seats each, as many as are needed.
 
-    ``order``: that of the seats of one bank, where it was drawn from a stream of the same key already.
+    ``ranks``: by seat of one bank, its place in an order that was drawn from a stream of the same key already.
     """
     full = (count - 1) // seats if count else 0  # banks without an empty seat, before the last
-    records = random_order(count, draw).numpy() if full else np.arange(count)
-    last = np.full(seats, -1, dtype=np.int64)
-    rest = records[full * seats :]
-    of_seats = random_order(seats, draw) if full or order is None else order
-    last[of_seats.numpy()[: len(rest)]] = rest
-    return torch.from_numpy(np.concatenate([records[: full * seats], last]) if full else last)
+    if not full:
+        ranks = _ranks(seats, draw) if ranks is None else ranks
+        return torch.from_numpy(np.where(ranks < count, ranks, -1))
+    records = random_order(count, draw).numpy()
+    ranks, rest = _ranks(seats, draw), records[full * seats :]
+    last = np.where(ranks < len(rest), rest[np.minimum(ranks, len(rest) - 1)], -1)
+    return torch.from_numpy(np.concatenate([records[: full * seats], last]))
 
 
-def seats_in_order(count: int, seats: int, draw: Stream, order: torch.Tensor | None = None) -> torch.Tensor:
+def seats_in_order(count: int, seats: int, draw: Stream, ranks: npt.NDArray[np.int64] | None = None) -> torch.Tensor:
     """The same for records that lie in a random order already: they keep it, and only the empty seats are drawn."""
     full = (count - 1) // seats * seats if count else 0  # seats of banks without an empty one
-    taken = (random_order(seats, draw) if order is None else order)[: count - full].sort().values
-    last = torch.full((seats,), -1, dtype=torch.long)
-    last[taken] = torch.arange(full, count)
-    return torch.cat([torch.arange(full), last]) if full else last
+    taken = (_ranks(seats, draw) if ranks is None else ranks) < count - full
+    last = np.full(seats, -1)
+    last[taken] = np.arange(full, count)
+    return torch.from_numpy(np.concatenate([np.arange(full), last]))
 
 
 class Shuffled(TensorDataset):

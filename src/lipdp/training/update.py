@@ -29,7 +29,7 @@ from lipdp._checks import is_number
 from lipdp._numerics import deferred_checks
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
-from lipdp.graphs import GraphedFunction
+from lipdp.graphs import GraphedFunction, copies
 from lipdp.privacy.mechanism import Draw
 from lipdp.training.guards import is_guard
 from lipdp.training.watch import Flag, ModelWatch, project_trained
@@ -201,11 +201,11 @@ class Update:
         """All weights and momenta after the step, whether the weights are finite, digest and tag; the model's own stay."""
         assert self._draw is not None
         noised, tag = self._draw.function(*inputs)
-        kept = [p.detach().clone() for p in self._all]
+        kept = copies(self._all)
         with torch.no_grad(), deferred_checks() as conditions:
             momenta = self._move(noised, rates)
             project_trained(self.model)
-            weights = [p.detach().clone() for p in self._all]
+            weights = copies(self._all)
             torch._foreach_copy_(self._all, kept)
         fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=rates.device)
         return weights, momenta, fine, self._watch.digest_elsewhere(dict(zip(map(id, self._all), weights, strict=True))), tag

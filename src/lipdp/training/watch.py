@@ -14,7 +14,7 @@ from lipdp._numerics import deferred_checks, is_deferring
 from lipdp.digest import Tag
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import reachable_tensors, storages
-from lipdp.graphs import Branches, GraphedFunction, Watched
+from lipdp.graphs import Branches, GraphedFunction, Watched, copies
 from lipdp.parametrize import Constrained
 from lipdp.privacy import noise_cuda
 
@@ -56,10 +56,11 @@ class ModelWatch:
         self.watched = Watched(model, loss) if watched is None else watched
         self.settings = -1
         self._sound = -1  # how often something had changed when the structure was checked last
-        self._tensors: tuple[int, list[torch.Tensor]] = (-1, [])
+        self._reached = -1  # with which settings these were looked for
+        self._on_host: list[torch.Tensor] = []
+        self._on_device: list[torch.Tensor] = []
         self._here: list[Any] = []
         self._elsewhere: torch.Tensor | None = None
-        self._versions: list[int] = []
         self._words = _Replayed(self.digest_elsewhere, self.state)
 
     def restore_modes(self) -> None:
@@ -121,9 +122,9 @@ class ModelWatch:
         Settings that have changed are those of another model: a digest that was begun before is none of it, so they never pass.
         """
         before, self.settings = self.settings, self.watched()
-        if before != self.settings or self._tensors[0] != self.settings:
+        if before != self.settings or self._reached != self.settings:
             return False
-        return self._digest_here()[0] == self._here and self._elsewhere is not None
+        return self._digest_here() == self._here and self._elsewhere is not None
 
     def remember(self) -> None:
         """The present values and settings are proved."""
@@ -140,7 +141,7 @@ class ModelWatch:
 
     def state(self) -> Hashable:
         """What a recording of :meth:`digest_elsewhere` depends on."""
-        return self.settings, self._key(), storages(self._tensors[1])
+        return self.settings, self._key(), storages(self._on_device)
 
     def forget(self) -> None:
         """No values are proved until :meth:`remember`."""
@@ -153,23 +154,22 @@ class ModelWatch:
 
     def _present_values(self, words: torch.Tensor | None = None) -> tuple[list[Any], torch.Tensor | None]:
         """:meth:`_digest_here`; and digests of the tensors elsewhere, still computed."""
-        if self._tensors[0] != self.settings:
-            self._tensors = self.settings, reachable_tensors(*self.watched.objects)
-        here, elsewhere = self._digest_here()
-        if words is None and elsewhere:
-            words = self._words(elsewhere)
-        return here, words
+        if self._reached != self.settings:
+            everything = reachable_tensors(*self.watched.objects)
+            self._on_host = [tensor for tensor in everything if tensor.device.type == "cpu"]
+            self._on_device = [tensor for tensor in everything if tensor.device.type not in ("cpu", "meta")]
+            self._reached = self.settings
+        if words is None and self._on_device:
+            words = self._words({tensor.device for tensor in self._on_device})
+        return self._digest_here(), words
 
-    def _digest_here(self) -> tuple[list[Any], set[torch.device]]:
-        """The number of the settings (types and shapes are among them) and a digest of all entries on the processor, end to end,
-        under a key of this process; and where else there are some."""
-        tag, elsewhere = Tag(_KEY), set()
-        for tensor in self._tensors[1]:
-            if tensor.device.type == "cpu":
-                tag.update(tensor)
-            elif tensor.device.type != "meta":
-                elsewhere.add(tensor.device)
-        return [self.settings, tag.finish()], elsewhere
+    def _digest_here(self) -> list[Any]:
+        """The number of the settings (types, shapes and places are among them) and a digest of all entries on the processor, end to
+        end, under a key of this process."""
+        tag = Tag(_KEY)
+        for tensor in self._on_host:
+            tag.update(tensor)
+        return [self.settings, tag.finish()]
 
     def digest_elsewhere(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
         """Two words for all tensors of one kind, end to end; their shapes are among the settings.
@@ -178,11 +178,10 @@ class ModelWatch:
         """
         coming = instead or {}
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in self._tensors[1]:
-            if tensor.device.type not in ("cpu", "meta"):
-                present = coming.get(id(tensor), tensor).detach()
-                plain = present if present.layout == torch.strided else present.to_dense()
-                kinds.setdefault((tensor.device, tensor.dtype), []).append(plain.reshape(-1))
+        for tensor in self._on_device:
+            present = coming.get(id(tensor), tensor).detach()
+            plain = present if present.layout == torch.strided else present.to_dense()
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(plain.reshape(-1))
         joined = [torch.cat(parts) for parts in kinds.values()]
         first = joined[0].device
         if all(part.device == first for part in joined):
@@ -264,10 +263,10 @@ class Projection:
 
     def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Whether all weights are finite, the projected weights and a digest of all tensors with these; the model's own stay."""
-        kept = [p.detach().clone() for p in self._parameters]
+        kept = copies(self._parameters)
         with deferred_checks() as conditions:
             project_trained(self.model)
-        projected = [p.detach().clone() for p in self._parameters]
+        projected = copies(self._parameters)
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, kept)
         fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
