@@ -18,6 +18,8 @@ from lipdp.errors import ConfigurationError
 from lipdp.privacy.accounting import Adjacency, step_event
 from lipdp.privacy.runs import PrivateRun, Release
 
+_NEIGHBOURS = (*get_args(Adjacency), None)
+
 
 @dataclass(frozen=True)
 class Pure:
@@ -33,7 +35,7 @@ class Pure:
 
     def __init__(self, epsilon: float | Fraction, adjacency: Adjacency | None = None) -> None:
         object.__setattr__(self, "epsilon", exact("epsilon", epsilon))
-        object.__setattr__(self, "adjacency", _known(adjacency))
+        object.__setattr__(self, "adjacency", one_of("adjacency", adjacency, _NEIGHBOURS))
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Approximate:
     def __init__(self, epsilon: float | Fraction, delta: float | Fraction, adjacency: Adjacency | None = None) -> None:
         object.__setattr__(self, "epsilon", exact("epsilon", epsilon, zero=True))
         object.__setattr__(self, "delta", exact("delta", delta))
-        object.__setattr__(self, "adjacency", _known(adjacency))
+        object.__setattr__(self, "adjacency", one_of("adjacency", adjacency, _NEIGHBOURS))
         if self.delta >= 1:
             raise ConfigurationError(f"delta is {float(self.delta)!r}: a probability below 1.")
 
@@ -210,10 +212,6 @@ def _names(kind: type) -> list[str]:
 
 def _is_event(value: Any) -> bool:
     return isinstance(value, _dp_event().DpEvent)
-
-
-def _known(adjacency: Any) -> Any:
-    return one_of("adjacency", adjacency, (*get_args(Adjacency), None))
 
 
 def _dp_event() -> Any:
