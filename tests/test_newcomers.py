@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import lipdp
+from lipdp import losses
 from lipdp.cli import app
 from lipdp.data.images import read_pictures
-from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpWarning
+from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpWarning, RepeatedStepError
 from lipdp.estimators import categorical, dates, numeric
 from lipdp.estimators.reading import forget_rows
 
@@ -94,6 +96,9 @@ REFUSED: dict[str, tuple[bytes, Any, list[object], str]] = {
     "a zero byte": (table(["2\0", "3"]), AGE, [], "has a cell that is none"),
     "dates of a continent": (table(["03.01.2020"]), {"age": {"from": "2015-01-01", "to": "2023-12-31"}}, [], "like 2015-01-31"),
     "dates as a list": (table(["2020-01-03"]), {"age": ["2015-01-01", "2023-12-31"]}, [], '"from": "2015-01-01"'),
+    "numbers with a comma": (table(['"1,5"', '"2,5"'], name="Größe"), {}, [], '"Größe": ["…", "…"]'),
+    "numbers with a comma, and what reads them": (table(['"1,5"', '"2,5"']), {}, [], "--decimal , reads numbers with a comma"),
+    "numbers to predict without a range": (table(AGES, ("1.5", "2.5")), AGE, [], '{"y": [0, 1000]}'),
     "dates that nobody declared": (table(["2020-01-03"]), {}, [], "for dates"),
     "some labels missing": (table(AGES, ("a", "b", "")), AGE, [], "the --target 'y' is missing in some rows"),
     "some declared labels missing": (table(AGES, ("a", "b", "NA")), {**AGE, "y": ["a", "b"]}, [], "leave such rows out"),
@@ -421,3 +426,88 @@ def test_columns_of_exact_numbers_times_and_categories() -> None:
 def _classify_frame(rows: Any, schema: Any) -> Any:
     forget_rows()
     return lipdp.PrivateClassifier(3.0, schema=schema).fit(rows, LABELS)
+
+
+def _two_columns(first: list[str], second: list[str]) -> bytes:
+    return "\n".join(
+        ["a,b,y", *(f"{first[n % len(first)]},{second[n % len(second)]},{'uv'[n % 2]}" for n in range(N)), ""]
+    ).encode()
+
+
+def test_all_columns_that_are_wrong_are_named_at_once() -> None:
+    content = _two_columns(["1", ""], ["2", "secret"])
+    code, told = trained(content, {"a": [0, 9], "b": [0, 9]})
+    assert code == 2
+    assert "column 'a' has missing values" in told
+    assert "(and column 'b': look there, too)" in told
+    code, told = trained(_two_columns(["Ulm"], ["secret"]), {})
+    assert "columns 'a', 'b' hold texts" in told
+    assert "secret" not in told
+    x = np.array([[1, np.nan], [np.nan, 2.0]] * N, dtype=object)
+    with pytest.raises(DataError, match=r"column '0' has a missing value.*\(and column 1: look there, too\)") as refused:
+        lipdp.PrivateClassifier(schema=numeric(0, 9)).fit(x, ["u", "v"] * N)
+    assert refused.value.__context__ is None
+
+
+def test_columns_to_leave_out_are_given_one_by_one() -> None:
+    code, told = trained(table(AGES), AGE, "--without", "id,name")
+    assert code == 2
+    assert "--without a --without b" in told
+
+
+def test_that_nothing_will_judge_a_model_is_said_before_its_budget_is_spent() -> None:
+    _, told = trained(table(AGES))
+    assert "a second run costs its ε again" in told
+    _, told = trained(table(AGES), AGE, "--validation-fraction", 0.2)
+    assert "a second run costs its ε again" not in told
+
+
+def test_what_convert_gives_is_no_model_yet() -> None:
+    made = lipdp.convert(torch.nn.Sequential(torch.nn.Linear(4, 2)), (4,))
+    with pytest.raises(ConfigurationError, match=r"of what lipdp\.convert gave, its \.model"):
+        lipdp.plan(made, losses.CrossEntropy(), dataset_size=100, batch_size=10, epsilon=1.0, delta=1e-5, steps=5)
+
+
+def test_one_record_is_no_batch_and_what_makes_one_is_said() -> None:
+    layer = lipdp.nn.BoundedInput((1, 8, 8))
+    with pytest.raises(DataError, match=r"x\[None\] is a batch of one"):
+        layer(torch.zeros(1, 8, 8))
+    with pytest.raises(DataError, match=r"\(2, 1, 8, 9\)$"):
+        layer(torch.zeros(2, 1, 8, 9))
+
+
+def test_a_loop_that_is_resumed_without_its_scheduler_is_told_what_differs() -> None:
+    train = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 2)
+    torch.manual_seed(0)
+    start = torch.nn.Linear(4, 2).state_dict()
+
+    def begun() -> tuple[lipdp.PrivacyEngine, Any]:
+        model, loss = torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss(reduction="none")
+        model.load_state_dict(start)
+        plan = lipdp.plan(model, loss, dataset_size=64, batch_size=64, epsilon=3.0, delta=1e-3, steps=6, method="bookkeeping",
+                          max_grad_norm=1.0, input_shape=(4,))  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return lipdp.PrivacyEngine(model, loss, optimizer, plan), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+
+    engine, scheduler = begun()
+    for x, y in engine.batches(train):
+        engine.step(x, y)
+        scheduler.step()
+        if engine.steps == 2:
+            saved = engine.state_dict(), scheduler.state_dict()
+        if engine.steps == 4:
+            break
+    for kept in (True, False):
+        again, scheduler = begun()
+        again.load_state_dict(saved[0])
+        if kept:
+            scheduler.load_state_dict(saved[1])
+        batches = again.batches(train)
+        again.step(*next(batches))
+        scheduler.step()
+        if kept:
+            again.step(*next(batches))
+            assert again.steps == 4
+        else:
+            with pytest.raises(RepeatedStepError, match="a scheduler that starts anew has another rate"):
+                again.step(*next(batches))

@@ -63,7 +63,7 @@ def test_defaults_learn_and_promise() -> None:
     shares = model.predict_proba(x[:5])
     assert shares.shape == (5, 2)
     assert np.allclose(shares.sum(1), 1)
-    assert "N·ε is too small" in model.report()
+    assert "not centred by their mean" in model.report()
     assert [group.source for group in model.plan_.groups] == ["proved"]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lipdp.cli import account, audit, mechanism, show, start, sweep, train
+from lipdp.cli import account, audit, mechanism, own, show, start, sweep, train
 from lipdp.cli.output import FriendlyGroup
 
 __all__ = ["app", "main"]
@@ -29,6 +29,7 @@ app = typer.Typer(
     "130 interrupted, 143 by SIGTERM. LIPDP_DEBUG=1 shows tracebacks.",
 )
 app.command("train", epilog=train.EXAMPLE)(train.train)
+app.command("predict", epilog=own.PREDICT_EXAMPLE)(own.predict)
 app.command("sweep", epilog=sweep.EXAMPLE)(sweep.sweep)
 app.command("pareto", epilog=sweep.PARETO_EXAMPLE)(sweep.pareto)
 app.command("report", epilog=show.REPORT_EXAMPLE)(show.report)

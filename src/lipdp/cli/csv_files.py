@@ -163,7 +163,7 @@ def frame(
     """(columns, targets): numbers where numbers are declared, or where all cells are numbers and nothing is declared."""
     import numpy as np
 
-    from lipdp.estimators.schema import Categorical
+    from lipdp.estimators.schema import Categorical, for_each
 
     absent = [name for name in [*(names or ()), target] if name not in columns]
     if absent:
@@ -171,16 +171,27 @@ def frame(
     wanted = [name for name in columns if name != target and name not in without] if names is None else names
     if not wanted:
         raise DataError(f"'{path}' has no column but {target!r}: there is nothing to predict it from")
-    read = {name: _values(name, columns[name], declared.get(name), form) for name in wanted}
+    read = for_each(wanted, lambda name: _values(name, columns[name], declared.get(name), form))
     classes = isinstance(goal, Categorical)  # the estimator looks whether they are the declared ones
     own = goal.values if isinstance(goal, Categorical) else ()
     if any(_is_missing(cell) and cell not in own for cell in columns[target]):
-        quoted = json.dumps(target, ensure_ascii=False)
         raise DataError(
             f"the --target {target!r} is missing in some rows (empty cells, NA, null, none): leave such rows out. Where that is a "
-            f'class of its own, declare the classes in the schema, {{{quoted}: ["yes", "none"]}}'
+            f'class of its own, declare the classes in the schema, {{{quoted(target)}: ["yes", "none"]}}'
         )
     return Frame(read), np.array(columns[target], dtype=object) if classes else _values(target, columns[target], goal, form)
+
+
+@discreet
+def rows(columns: dict[str, list[str]], declared: dict[str, Column], path: Path, form: CsvForm) -> Frame:
+    """The declared columns alone, of records that nobody knows the target of."""
+    from lipdp.estimators.schema import for_each
+
+    absent = [name for name in declared if name not in columns]
+    if absent:
+        raise DataError(f"'{path}' has no column {absent[0]!r}, which the model reads: {where_names_stand(columns)}")
+    read = for_each(declared, lambda name: _values(name, columns[name], declared[name], form))
+    return Frame(read)
 
 
 _MISSING = ("", "na", "n/a", "nan", "null", "none")
@@ -196,13 +207,12 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
 
     from lipdp.estimators.schema import Categorical, Dates, Numeric, days
 
-    quoted = json.dumps(name, ensure_ascii=False)
     if isinstance(declared, Categorical):
         if not declared.other and not set(cells) <= set(declared.values):
             raise DataError(
                 f"column {name!r} has cells that are not among its {len(declared.values)} declared categories. List them all in "
-                f'the schema, or {{{quoted}: {{"values": […], "other": true}}}}, which gives the rest one category of their own'
-                f"{_dates_instead(quoted, declared.values)}"
+                f'the schema, or {{{quoted(name)}: {{"values": […], "other": true}}}}, which gives the rest one category of their '
+                f"own{_dates_instead(quoted(name), declared.values)}"
             )
         return np.array(cells, dtype=object)
     absent = [_is_missing(cell) for cell in cells]
@@ -212,12 +222,14 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
         except (ValueError, OverflowError):
             raise DataError(
                 f"column {name!r} is declared as dates, and has a cell that is none: they are written like 2015-01-31 or "
-                "2015-01-31T09:30"
+                "2015-01-31T09:30. A spreadsheet writes them so in the cell format YYYY-MM-DD, pandas after "
+                "pandas.to_datetime(…, dayfirst=True)"
             ) from None
         if any(absent) and not declared.missing:
             raise DataError(
                 f"column {name!r} has missing dates (empty cells, NA, null). Declare that they may be missing, "
-                f'{{{quoted}: {{"from": "{declared.ends[0]}", "to": "{declared.ends[1]}", "missing": true}}}}, or repair such rows'
+                f'{{{quoted(name)}: {{"from": "{declared.ends[0]}", "to": "{declared.ends[1]}", "missing": true}}}}, '
+                "or repair such rows"
             )
         return np.array(["" if gone else cell for cell, gone in zip(cells, absent, strict=True)], dtype=object)
     try:
@@ -234,7 +246,7 @@ def _values(name: str, cells: list[str], declared: Column | None, form: CsvForm)
     if isinstance(declared, Numeric) and any(absent) and not declared.missing:
         raise DataError(
             f"column {name!r} has missing values (empty cells, NA, null). Declare that they may be missing, "
-            f'{{{quoted}: {{"low": {declared.low:g}, "high": {declared.high:g}, "missing": true}}}}, or repair such rows'
+            f'{{{quoted(name)}: {{"low": {declared.low:g}, "high": {declared.high:g}, "missing": true}}}}, or repair such rows'
         )
     return numbers
 
@@ -251,6 +263,11 @@ def _dates_instead(name: str, values: Sequence[object]) -> str:
     if len(values) != 2 or not all(re.match(r"\d{4}-\d\d-\d\d", str(value)) for value in values):
         return ""
     return f'. If it holds dates: {{{name}: {{"from": "{values[0]}", "to": "{values[1]}"}}}}'
+
+
+def quoted(name: str) -> str:
+    """A name as it stands in the schema's file."""
+    return json.dumps(name, ensure_ascii=False)
 
 
 _FORMS = (

@@ -242,7 +242,7 @@ def _shown(one: Answer) -> str:
     if one.interval is None:
         return f"{one.value:.6g}"
     low, high = one.interval
-    basis = "95% of the noise" if one.basis == "noise" else "95% of the columns believed in"
+    basis = "95% of the noise" if one.basis == "noise" else "holds for 95% of the columns that are thought likely"
     return f"{one.value:.6g}  (between {low:.6g} and {high:.6g}: {basis})"
 
 

@@ -50,7 +50,13 @@ NoiseMultiplier = Annotated[
     float | None,
     typer.Option(help="Noise multiplier σ of the whole step, instead of the one that ε asks for.", rich_help_panel=_BUDGET),
 ]
-Delta = Annotated[float | None, typer.Option(help="δ of the guarantee, best well below 1/N.", rich_help_panel=_BUDGET)]
+Delta = Annotated[
+    float | None,
+    typer.Option(
+        help="δ of the guarantee, best well below 1/N. By default the recipe's; of your own records at most 1/(10 N) and 1e-5.",
+        rich_help_panel=_BUDGET,
+    ),
+]
 BudgetFile = Annotated[
     Path | None,
     typer.Option(

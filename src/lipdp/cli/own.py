@@ -1,18 +1,27 @@
-"""``lipdp train --images`` and ``--csv``: an estimator on one's own records, and the folder that a report is made from."""
+"""``lipdp train --images`` and ``--csv``: an estimator on one's own records, and the folder that a report is made from.
+
+``lipdp predict`` reads that folder, for new records.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lipdp._checks import discreet
 from lipdp._texts import REPRODUCIBLE, guarantee
-from lipdp.cli.csv_files import CsvForm, as_json, frame, read_csv, read_schema, where_names_stand
+from lipdp.cli import options
+from lipdp.cli.csv_files import CsvForm, as_json, frame, quoted, read_csv, read_schema, rows, where_names_stand
 from lipdp.cli.options import again
-from lipdp.cli.output import console, duration, make_run_folder, print_json
+from lipdp.cli.output import check_new_file, console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
 
 _SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
@@ -57,6 +66,7 @@ def train_table(
     absent = [name for name in left_out if name not in columns]
     if absent or target in left_out:
         what = f"{absent[0]!r}, and '{file}' has no such column" if absent else f"{target!r}, which is the --target"
+        what += " (one column each: --without a --without b)" if absent and "," in absent[0] else ""
         raise ConfigurationError(f"--without is {what}: {where_names_stand(columns)}")
     declared = {name: column for name, column in ({} if schema is None else read_schema(schema)).items() if name not in left_out}
     unknown = [name for name in declared if name not in columns]
@@ -68,13 +78,7 @@ def train_table(
     if isinstance(goal, Dates):
         raise ConfigurationError(f"'{schema}' declares the target {target!r} as dates: what is predicted is a number or a class")
     x, y = frame(columns, target, declared, goal, file, form, without=left_out)
-    texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
-    if texts:
-        raise DataError(
-            f"column {texts[0]!r} holds texts, and which of them occur is private. Declare those that may occur: --schema "
-            f'schema.json: {{{json.dumps(texts[0])}: ["…", "…"]}}; or {{"values": ["…"], "other": true}} for the most usual ones; '
-            f'{{"from": "2015-01-31", "to": "2024-12-31"}} for dates; or leave it out, --without {shlex.quote(texts[0])}'
-        )
+    _check_declared(x, y, declared, target, goal, form)
     judged = None if test is None else frame(read_csv(test, form), target, declared, goal, test, form, list(x.columns))
     if common["validation_fraction"] is not None:
         x, y, judged = _split(x, y, common["validation_fraction"])
@@ -85,6 +89,25 @@ def train_table(
     else:
         model = PrivateClassifier(schema=declared, classes=None if goal is None else list(goal.values), **own)
     _finish(model, file, x, y, judged, test, command, **common)
+
+
+def _check_declared(x: Any, y: Any, declared: dict[str, Any], target: str, goal: Any, form: CsvForm) -> None:
+    """Refuse columns of texts that nobody declared, and numbers to predict that have no range."""
+    texts = [name for name in x.columns if name not in declared and x[name].dtype.kind == "O"]
+    if texts:
+        plural = len(texts) > 1
+        comma = "" if form.decimal == "," else "; --decimal , reads numbers with a comma"
+        raise DataError(
+            f"column{'s' * plural} {', '.join(map(repr, texts))} hold{'s' * (not plural)} texts, and which of them occur is "
+            f'private. Declare those that may occur: --schema schema.json: {{{quoted(texts[0])}: ["…", "…"]}}; or '
+            '{"values": ["…"], "other": true} for the most usual ones; {"from": "2015-01-31", "to": "2024-12-31"} for dates'
+            f"{comma}; or leave it out, --without {shlex.quote(texts[0])}"
+        )
+    if goal is None and y.dtype.kind == "f" and bool((y % 1 != 0).any()):
+        raise DataError(
+            f"the --target {target!r} holds numbers that are not whole, and so no classes. To predict numbers, declare the range "
+            f"that they can have: --schema schema.json: {{{quoted(target)}: [0, 1000]}}"
+        )
 
 
 def _check(common: dict[str, Any], place: Path, test: Path | None, option: str) -> dict[str, Any]:
@@ -138,6 +161,11 @@ def _finish(
     console(stderr=True).print(
         f"training on {len(x):,} records{'' if test is None and judged is None else ', then judging'}: {_HOW_LONG[kind]}"
     )
+    if judged is None:
+        console(stderr=True).print(
+            "neither --test nor --validation-fraction: nothing will say how good the model is, and a second run costs its ε again",
+            style="yellow",
+        )
     if output is None:
         console(stderr=True).print("no --output: the model will not be kept, and its ε is spent all the same", style="yellow")
     model.fit(x, y)
@@ -162,6 +190,7 @@ def _finish(
         "noise_multiplier": model.plan_.noise_multiplier,
         "private": model.private_,
         "released": model.released_,
+        "predicts": _what_is_predicted(model),
     }
     account = open_budget(budget)
     if account is not None:
@@ -192,6 +221,14 @@ _HOW_LONG = {
 }
 
 _NAMES = {"accuracy": "accuracy", "auroc": "AUROC", "r2": "R²"}
+
+
+def _what_is_predicted(model: Any) -> dict[str, Any]:
+    """What `lipdp predict` needs beside the network, all of it public."""
+    if not hasattr(model, "classes_"):
+        return {"range": [model.target_.low, model.target_.high]}
+    shape = {"shape": list(model.shape_)} if hasattr(model, "shape_") else {}
+    return {"classes": model.classes_.tolist(), **shape}
 
 
 @discreet
@@ -242,3 +279,87 @@ def _split(x: Any, y: Any, share: float) -> tuple[Any, Any, tuple[Any, Any]]:
     if held >= len(x):
         raise ConfigurationError(f"--validation-fraction {share:g} of {len(x)} records leaves none to learn from")
     return x[order[held:]], y[order[held:]], (x[order[:held]], y[order[:held]])
+
+
+PREDICT_EXAMPLE = """Example: lipdp predict run/ new.csv --output predicted.csv
+
+Example: lipdp predict run/ photos/new"""
+
+
+def predict(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A folder of `lipdp train --csv … --output RUN`, or of --images.", show_default=False),
+    ],
+    records: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORDS",
+            help="New records: a CSV file, a folder of pictures, an .npz file; no targets needed.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help="Where to write the predictions; printed, where it is left out.")
+    ] = None,
+    separator: Annotated[str, typer.Option(metavar="CHARACTER", help="Of a table: what parts its cells; or tab.")] = ",",
+    decimal: Annotated[str, typer.Option(metavar="CHARACTER", help="Of a table: the decimal point of its numbers.")] = ".",
+    encoding: Annotated[str, typer.Option(help="Of a table: utf-8, latin-1, utf-16, …")] = "utf-8",
+    as_json: options.Json = False,
+) -> None:
+    """Predict for new records with a model of your own images or table: a line for each, in the order of the records."""
+    from lipdp.data import picture_files
+    from lipdp.report import read_run
+
+    if output is not None:
+        check_new_file(output, "--output")
+    model, schema = _restored(run, read_run(run).result)
+    files: list[Path] = []
+    if schema is None:
+        given: Any = records
+        files = picture_files(records) if records.is_dir() else []
+    else:
+        form = CsvForm(separator, decimal, encoding)
+        given = rows(read_csv(records, form), schema, records, form)
+    said = model.predict(given).tolist()
+    if as_json:
+        named = {"files": list(map(str, files))} if files else {}
+        print_json({"run": str(run), "records": len(said), "predictions": said, **named})
+        return
+    with ExitStack() as held:
+        to = sys.stdout if output is None else held.enter_context(output.open("x", newline="", encoding="utf-8"))
+        lines = csv.writer(to, lineterminator="\n")
+        lines.writerow(["file", "prediction"] if files else ["prediction"])
+        lines.writerows(zip(files, said, strict=True) if files else ([one] for one in said))
+    if output is not None:
+        console().print(f"{len(said):,} predictions in {output}", soft_wrap=True)
+
+
+def _restored(folder: Path, said: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The fitted estimator of a run's folder, and what is public of its columns; ``None`` for images."""
+    import numpy as np
+
+    from lipdp import PrivateClassifier, PrivateImageClassifier, PrivateRegressor, load
+    from lipdp.estimators.schema import Numeric, Schema
+    from lipdp.report.run import MODEL, SCHEMA
+
+    kinds = {kind.__name__: kind for kind in (PrivateClassifier, PrivateImageClassifier, PrivateRegressor)}
+    kind, predicts = kinds.get(str(said.get("model"))), said.get("predicts")
+    if kind is None or not isinstance(predicts, dict):
+        raise ConfigurationError(
+            f"'{folder}' holds no model of your own images or table that says what it predicts: `lipdp predict` reads what `lipdp "
+            f"train --csv` or `--images` has written. For other models, in Python: lipdp.load('{folder / MODEL}')"
+        )
+    model: Any = kind()
+    model.model_ = load(folder / MODEL)
+    if kind is PrivateRegressor:
+        model.target_ = Numeric(*predicts["range"])
+    else:
+        model.classes_ = np.array(predicts["classes"])
+    if kind is PrivateImageClassifier:
+        model.shape_ = tuple(predicts["shape"])
+        return model, None
+    schema = read_schema(folder / SCHEMA)
+    model.schema_ = Schema(tuple(schema), tuple(schema.values()))
+    model.n_features_in_ = len(schema)
+    return model, schema

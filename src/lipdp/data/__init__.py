@@ -36,7 +36,7 @@ from lipdp.data.colour import (
 )
 from lipdp.data.datasets import available, info, load, names
 from lipdp.data.files import Availability, DatasetInfo, split
-from lipdp.data.images import read_images, unreadable_pictures
+from lipdp.data.images import picture_files, read_images, unreadable_pictures
 from lipdp.data.norms import (
     NormHistogram,
     Projection,
@@ -83,6 +83,7 @@ __all__ = [
     "map_inputs",
     "names",
     "norm_histogram",
+    "picture_files",
     "project_inputs",
     "read_images",
     "require_finite",

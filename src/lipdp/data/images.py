@@ -62,6 +62,15 @@ def has_labels(path: Place) -> bool:
     return bool(set(_names_in(place)) & set(_NAMES["labels"]))
 
 
+def picture_files(path: Place) -> list[Path]:
+    """The pictures of a folder in the order in which they are read: by class and name, or by name where no folders of classes are.
+
+    Args:
+        path: of the folder.
+    """
+    return _labelled(Path(path)) or _pictures_in(Path(path))
+
+
 @discreet
 def read_labels(path: Place) -> Array:
     """The labels alone, in the order of :func:`read_images`; no picture is opened.
@@ -94,7 +103,7 @@ def read_pictures(path: Place, shape: tuple[int, ...] | None = None, *, side: in
     place = Path(path)
     if not place.is_dir():
         return _stored(place, "images")
-    files = _labelled(place) or _pictures_in(place)
+    files = picture_files(place)
     if not files:
         raise DataError(f"'{place}' holds no pictures ({', '.join(kind[1:] for kind in _KINDS)})")
     mode = None if shape is None else "L" if shape[0] == 1 else "RGB"
@@ -123,7 +132,7 @@ def unreadable_pictures(path: Place) -> list[Path]:
     """
     place = Path(path)
     broken = []
-    for file in _labelled(place) or _pictures_in(place):
+    for file in picture_files(place):
         try:
             _opened(file, None, None)
         except DataError:

@@ -188,7 +188,11 @@ class PrivateImageClassifier(Classifier):
         why = (
             "as asked for" if wanted != "auto" else "a GPU and its network are there" if level == "large" else "what runs anywhere"
         )
-        mean = "the data's mean is released" if affordable else "N·ε is too small to release a mean that is worth its noise"
+        mean = (
+            "they are centred by their mean, which a share of ε pays for"
+            if affordable
+            else "not centred by their mean, for at so few images and so small an ε it would be all noise"
+        )
         return Choice(level, f"{why}; {width} public features of each image{', mirrored too' if mirror else ''}; {mean}", settings)
 
     def _outputs(self, X: Any) -> npt.NDArray[np.float64]:

@@ -200,7 +200,7 @@ def private_ranges(
         warnings.warn(
             f"{len(columns)} range{'s are' if len(columns) > 1 else ' is'} found from {size} records with ε = {brief(epsilon)}: "
             f"each end may be off by {min(100.0, 100 * off):.0f} % of the records. Declare what is public: schema={{column: (low, "
-            "high), …}, target=(low, high) for y; that costs no privacy.",
+            "high), …}, target=(low, high) for y; on the command line --schema FILE. That costs no privacy.",
             LipdpWarning,
             stacklevel=4,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -318,6 +318,21 @@ def _column(name: Hashable, value: Any) -> Column:
         f"the schema says {shown(value)} of column {name!r}: take lipdp.estimators.numeric(low, high) or "
         "lipdp.estimators.categorical([…]), or (low, high) or [categories] for short; lipdp.estimators.dates(first, last) for dates"
     )
+
+
+def for_each(names: Iterable[Any], read: Callable[[Any], Any]) -> dict[Any, Any]:
+    """What ``read`` makes of every column. Where some can't be read, one error says what is wrong with the first, and names all."""
+    made, wrong = {}, {}
+    for name in names:
+        try:
+            made[name] = read(name)
+        except DataError as error:
+            wrong[name] = str(error)
+    if wrong:
+        first, *others = wrong
+        more = f" (and column{'s' if len(others) > 1 else ''} {', '.join(map(repr, others))}: look there, too)" if others else ""
+        raise DataError(f"{wrong[first]}{more}")
+    return made
 
 
 def is_frame(table: Any) -> bool:

@@ -21,7 +21,18 @@ from lipdp.estimators.base import Choice, Classifier, PrivateEstimator, plan_hea
 from lipdp.estimators.images import PrivateImageClassifier, is_images
 from lipdp.estimators.methods import METHODS, choose_method, make_model, make_optimizer, private_ranges
 from lipdp.estimators.reading import as_numbers, as_table, check_form, check_lengths, note_pairing, note_rows
-from lipdp.estimators.schema import Column, Numeric, Schema, check_names, columns_of, is_boolean, is_frame, is_numeric, read_schema
+from lipdp.estimators.schema import (
+    Column,
+    Numeric,
+    Schema,
+    check_names,
+    columns_of,
+    for_each,
+    is_boolean,
+    is_frame,
+    is_numeric,
+    read_schema,
+)
 from lipdp.inputs import outputs_in_parts
 from lipdp.privacy import Adjacency, Pure
 from lipdp.training import PrivacyPlan
@@ -105,8 +116,7 @@ class _PrivateTable(PrivateEstimator):
         """What is known of the columns, and those whose range has to be found. All that is wrong with either is said now."""
         known = read_schema(self.schema, list(columns))
         known |= {name: Numeric(0, 1) for name, values in columns.items() if name not in known and is_boolean(values)}
-        for name, column in known.items():
-            column.encode(str(name), columns[name])
+        for_each(known, lambda name: known[name].encode(str(name), columns[name]))
         unknown = [name for name in columns if name not in known]
         texts = [name for name in unknown if not is_numeric(columns[name])]
         if texts:
@@ -116,8 +126,7 @@ class _PrivateTable(PrivateEstimator):
                 f"Declare those that may occur: schema={{{texts[0]!r}: lipdp.estimators.categorical([…]), …}}; "
                 "lipdp.estimators.dates(first, last) for dates; of numbers in texts make numbers first"
             )
-        for name in unknown:
-            Numeric(0, 1).encode(str(name), columns[name])  # missing values are an error before anything is spent
+        for_each(unknown, lambda name: Numeric(0, 1).encode(str(name), columns[name]))  # what is missing, before ε is spent
         return known, unknown
 
     def _prepare(

@@ -125,7 +125,7 @@ class BoundedInput(torch.nn.Module):
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataError(
                 f"BoundedInput expects examples of shape {self.input_shape} behind the batch dimension; got a tensor of shape "
-                f"{tuple(x.shape)}"
+                f"{tuple(x.shape)}{': x[None] is a batch of one' if tuple(x.shape) == self.input_shape else ''}"
             )
         if self.mode == "ball":
             return to_ball(x, self.norm)

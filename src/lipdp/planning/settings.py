@@ -117,7 +117,12 @@ def check_model(model: object, *, values: bool = True) -> None:
         model: that was given.
         values: whether its weights are looked at; where gradients are clipped, a plan does with their shapes.
     """
-    instance("model", model, torch.nn.Module, "a torch.nn.Module, made, and neither its class nor its name")
+    instance(
+        "model",
+        model,
+        torch.nn.Module,
+        "give a torch.nn.Module that was made, not its class or its name; of what lipdp.convert gave, its .model",
+    )
     assert isinstance(model, torch.nn.Module)
     for name, held in model.named_parameters():
         if isinstance(held, UninitializedParameter):

@@ -393,6 +393,7 @@ def _taken(position: int | str, how: str) -> BudgetError:
     return RepeatedStepError(
         f"{what} of this run was made before, {how}: by this engine before it was rewound, by a copy of it, or by another one from "
         "the same state, in a process that was ended perhaps. A second release there is one that nobody has paid for. Go on with "
-        f"the engine that made the first one, or give it the same data, weights and settings.{leave_out} Or make a new "
-        "PrivacyEngine, which has a key of its own and is charged from the start."
+        f"the engine that made the first one, or give it the same data, weights and settings (a scheduler that "
+        f"starts anew has another rate).{leave_out} Or make a new PrivacyEngine, which has a key of its own and is "
+        "charged from the start."
     )
