@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from lipdp._checks import positive
+from lipdp._checks import one_of, positive
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, as_computed, lowering
@@ -40,9 +40,7 @@ class Compress(torch.nn.Module):
         values = torch.tensor([float(level) for level in levels])
         if not len(values) or not bool((torch.isfinite(values) & (values > 0)).all()):
             raise ConfigurationError("Compress needs a positive finite level for each channel")
-        if kind not in ("log", "root"):
-            raise ConfigurationError(f"Compress kind must be 'log' or 'root', not {kind!r}")
-        self.kind = kind
+        self.kind = one_of("Compress kind", kind, ("log", "root"))
         self.register_buffer("levels", values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -323,12 +321,10 @@ class Straighten(torch.nn.Module):
         self.input_shape = tuple(int(s) for s in shape)
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:
             raise ConfigurationError(f"Straighten works on images (channels, height, width), not on {self.input_shape}")
-        for name, value, most in (("shear", shear, 1.0), ("stretch", stretch, 1.0), ("spread", spread, math.inf)):
-            least_open = name == "spread"
-            if not (math.isfinite(value) and 0 <= value <= most and (value > 0 or not least_open)):
-                among = "a positive number" if least_open else "between 0 and 1"
-                raise ConfigurationError(f"Straighten {name} must be {among}, not {value!r}")
-        self.shear, self.stretch, self.spread = float(shear), float(stretch), float(spread)
+        for name, value in (("shear", shear), ("stretch", stretch)):
+            if not 0 <= value <= 1:
+                raise ConfigurationError(f"Straighten {name} must be between 0 and 1, not {value!r}")
+        self.shear, self.stretch, self.spread = float(shear), float(stretch), positive("Straighten spread", spread)
         most_stretch = _MOST_STRETCH if stretch else 1.0
         hats = (max(0.0, 1 - abs(k) / most_stretch) for k in range(-2, 3))  # neighbours beyond these are further than a pixel
         self.norm_gain = math.sqrt(sum(hats)) * _ROUNDING

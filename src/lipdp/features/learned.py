@@ -44,15 +44,6 @@ class NetworkShape:
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
 
-    @classmethod
-    def of(cls, given: Mapping[str, Sequence[int]]) -> NetworkShape:
-        """From plain data, as a file holds it."""
-        return cls(tuple(map(int, given["widths"])), tuple(map(int, given["blocks"])))
-
-    def plain(self) -> dict[str, Sequence[int]]:
-        """As plain data."""
-        return asdict(self)
-
 
 SHAPES = {
     "large": NetworkShape((128, 256, 512), (2, 2, 2)),
@@ -325,7 +316,8 @@ def _read(file: Path, wanted: str, changed: int) -> Network:
         tensors = {key: torch.from_numpy(stored[key].astype(np.float32)) for key in stored.files if key != "about"}
     weights = {key.removeprefix("weight:"): value for key, value in tensors.items() if key.startswith("weight:")}
     means, mixings = (tuple(tensors[f"{kind}:{number}"] for number in range(len(_TAPS))) for kind in ("mean", "mixing"))
-    return Network(NetworkShape.of(about["shape"]), int(about["view"]), weights, means, mixings, about, digest)
+    shape = NetworkShape(*(tuple(map(int, about["shape"][name])) for name in ("widths", "blocks")))
+    return Network(shape, int(about["view"]), weights, means, mixings, about, digest)
 
 
 def write_network(
@@ -352,7 +344,7 @@ def write_network(
         raise ConfigurationError(f"a network's file ends in {_SUFFIX}, and '{path}' does not")
     halves = {name: weight.detach().cpu().half() for name, weight in weights.items()}
     means, mixings = _measured(shape, {name: weight.float() for name, weight in halves.items()}, view, torch.device(device))
-    told = {**about, "shape": shape.plain(), "view": view, "taps": _TAPS, "power": _POWER, "floor": _FLOOR}
+    told = {**about, "shape": asdict(shape), "view": view, "taps": _TAPS, "power": _POWER, "floor": _FLOOR}
     arrays = {f"weight:{name}": weight.numpy() for name, weight in halves.items()}
     for number, (mean, mixing) in enumerate(zip(means, mixings, strict=True)):
         arrays |= {f"mean:{number}": mean.half().numpy(), f"mixing:{number}": mixing.half().numpy()}

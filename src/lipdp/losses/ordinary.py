@@ -203,7 +203,7 @@ class _Elementwise(Loss):
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("reduction",)
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
         self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
@@ -229,9 +229,6 @@ class MAE(_Elementwise):
     Args:
         reduction: over the K outputs of an example, "mean" or "sum".
     """
-
-    def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
-        super().__init__(reduction)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Absolute error of each example, (batch,)."""

@@ -18,8 +18,7 @@ InputMode = Literal["ball", "sphere"]
 
 def stem(input_shape: tuple[int, ...], input_norm: float, input_mode: InputMode, centre: bool) -> list[torch.nn.Module]:
     """What every model starts with: optionally each example minus its own mean, then the bounded input."""
-    centring: list[torch.nn.Module] = [nn.LayerCentering()] if centre else []
-    return [*centring, nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
+    return [*([nn.LayerCentering()] if centre else []), nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
 
 
 def _even(what: str, *sizes: int) -> None:
@@ -85,8 +84,7 @@ def mlp(
         clip: bound on the norm of the logits' gradient.
     """
     _even("hidden widths", *hidden)
-    layers: list[torch.nn.Module] = [*stem(input_shape, input_norm, input_mode, centre), nn.Flatten()]
-    width = math.prod(input_shape)
+    layers, width = [*stem(input_shape, input_norm, input_mode, centre), nn.Flatten()], math.prod(input_shape)
     for size in hidden:
         layers += [nn.SpectralLinear(width, size, bias=False), nn.GroupSort(2)]
         width = size
