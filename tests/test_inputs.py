@@ -81,7 +81,11 @@ def test_what_a_model_gives_of_many_rows_leaves_each_part_in_its_mode():
     assert outputs.dtype == torch.float64
     assert torch.equal(outputs, frozen(ONE.float()).detach().double())
     assert (model.training, frozen.training, live.training) == (True, False, True)
-    with pytest.raises(RuntimeError), inputs.evaluating(model):
-        assert not live.training
-        raise RuntimeError
+
+    def failing():
+        with inputs.evaluating(model):
+            raise RuntimeError(live.training)
+
+    with pytest.raises(RuntimeError, match="False"):
+        failing()
     assert (model.training, frozen.training, live.training) == (True, False, True)
