@@ -397,11 +397,11 @@ def test_constants_are_asked_in_the_rehearsal_and_answered_so_in_the_recording(m
 def test_what_was_begun_is_gone_by_if_it_still_is_the_recording(recorder):
     asked, settings = [], [0]
     graphed = GraphedFunction(lambda x: asked.append(1) or x * 2, state=lambda: settings[0])
-    assert graphed.buffers == []
+    assert graphed.buffers() == []
     graphed.begin()  # nothing is recorded: nothing happens
     for value in (1.0, 2.0):
         graphed(torch.tensor([value]))
-    buffer = graphed.buffers[0]
+    buffer = graphed.buffers()[0]
     buffer.fill_(7.0)
     graphed.begin()
     before = len(asked)
@@ -414,6 +414,7 @@ def test_what_was_begun_is_gone_by_if_it_still_is_the_recording(recorder):
     buffer.fill_(5.0)
     graphed.begin()
     settings[0] = 1
+    assert graphed.buffers() == []
     assert graphed(buffer).tolist() == [10.0]
     assert graphed.recordings == 1, "of another state there is no recording yet"
     buffer.fill_(4.0)

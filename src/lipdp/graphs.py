@@ -11,9 +11,11 @@ Dropout is fine: CUDA's generator is followed in a replay, from whatever seed it
 
 from __future__ import annotations
 
+import copy
 import gc
 import operator
 import random
+import threading
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
@@ -143,7 +145,7 @@ class GraphedFunction(Generic[R]):
         begun, self._begun = self._begun, None
         if not _can_record(inputs) or self._unused > _PATIENCE * self.limit:
             return _run(self.function, inputs, between)
-        key = (_signatures(inputs), _arithmetic(), self.state())
+        key = self._key(inputs)
         if key in self._recorded:
             self._recorded.move_to_end(key)
             recorded = self._recorded[key]
@@ -165,24 +167,34 @@ class GraphedFunction(Generic[R]):
             self._recorded.popitem(last=False)
         return _run(self.function, inputs, between) if recording is None else recording(inputs, between)
 
-    @property
     def buffers(self) -> list[torch.Tensor]:
-        """Where the recording that was used last reads its inputs: put there, they are not copied. A call overwrites them."""
-        last = self._last
-        return [] if last is None else last.inputs
+        """Where the recording that was used last reads its inputs: put there, they are not copied. A call overwrites them.
+
+        None, where it is not that of the present :attr:`state` (what it reads may be gone), or has stages.
+        """
+        key, last = next(reversed(self._recorded.items()), (None, None))
+        if last is None or len(last.replays) > 1 or self._unused > _PATIENCE * self.limit or key != self._key(last.inputs):
+            return []
+        return last.inputs
 
     def begin(self) -> None:
-        """Replay the recording that was used last at once, on what its :attr:`buffers` hold.
+        """Replay that recording at once, on what its :meth:`buffers` hold.
 
-        A call with these buffers then gives its results, if its key is that recording's; else it was in vain.
+        A call with these buffers then gives its results, if it has the recording's key; else it was in vain.
         """
-        self._begun = self._last
+        self._begun = next(reversed(self._recorded.values()), None)
         if self._begun is not None:
             self._begun(tuple(self._begun.inputs), None)
 
-    @property
-    def _last(self) -> _Recorded[R] | None:
-        return next(reversed(self._recorded.values()), None)
+    def _key(self, inputs: Sequence[torch.Tensor]) -> Hashable:
+        return _signatures(inputs), _arithmetic(), self.state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedFunction[R]:
+        """A copy's tensors are others: it has nothing recorded."""
+        twin: GraphedFunction[R] = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__init__(copy.deepcopy(self.function, memo), state=copy.deepcopy(self.state, memo), limit=self.limit)  # type: ignore[misc]
+        return twin
 
     def forget(self) -> None:
         """Free all recordings and their memory."""
@@ -252,7 +264,7 @@ def _new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def _signatures(inputs: tuple[torch.Tensor, ...]) -> Hashable:
+def _signatures(inputs: Sequence[torch.Tensor]) -> Hashable:
     return tuple((part.shape, part.stride(), part.dtype, part.device, part.requires_grad) for part in inputs)
 
 
@@ -339,20 +351,22 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class Branches:
     """Pieces of work that don't depend on each other, on streams of their own: small kernels of all of them run side by side.
 
-    On CUDA only; in a recording too. What comes after :meth:`join` waits for all of them.
+    On CUDA, where they are rehearsed or recorded: elsewhere their memory would go back to streams that nobody waits for. What comes
+    after :meth:`join` waits for all of them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._apart = device.type == "cuda" and is_recording()
         self._used: list[Any] = []
 
     @contextmanager
     def branch(self) -> Iterator[None]:
         """The next piece."""
-        if self.device.type != "cuda":
+        if not self._apart:
             yield
             return
-        stream = _branch_stream(self.device, len(self._used) % _BRANCHES)
+        stream = _branch_stream(self.device, len(self._used) % _BRANCHES, threading.get_ident())
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self._used.append(stream)
         with torch.cuda.stream(stream):
@@ -366,7 +380,8 @@ class Branches:
 
 
 @cache
-def _branch_stream(device: torch.device, number: int) -> Any:
+def _branch_stream(device: torch.device, number: int, thread: int) -> Any:
+    """Of a thread's own: what one records is none of another's."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

@@ -1,5 +1,6 @@
 """A step whose sums are begun before anything is looked at is the step that is not."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import lipdp
 from lipdp import losses, nn
 from lipdp.parametrize import project_
+from lipdp.training import preparing
 from lipdp.training.batches import Rows, gather_lazily
 from lipdp.training.methods import ProvedQuery
 from lipdp.training.query import Sample
@@ -128,7 +130,7 @@ def test_on_cuda_a_run_that_begins_early_is_the_run_that_does_not(monkeypatch, d
     more = [torch.nn.Dropout(0.5)] if drops else []
     one, begun = trained(monkeypatch, True, *more, **settings)
     other, _ = trained(monkeypatch, False, *more, **settings)
-    assert sum(batch is not None for batch in begun) >= 12
+    assert sum(batch is not None for batch in begun) >= 6, "not in the first steps, nor where what it reads has changed"
     for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert one.steps == other.steps == 16
@@ -136,22 +138,60 @@ def test_on_cuda_a_run_that_begins_early_is_the_run_that_does_not(monkeypatch, d
 
 @cuda
 @pytest.mark.parametrize("part", [False, True])
-def test_on_cuda_records_are_placed_there_and_the_run_is_that_of_records_that_were(part):
-    def dataset(device: str) -> torch.utils.data.Dataset:
-        draw = torch.Generator().manual_seed(3)
-        tensors = torch.randn(500, 12, generator=draw), torch.randint(0, 4, (500,), generator=draw)
-        whole = torch.utils.data.TensorDataset(*(tensor.to(device) for tensor in tensors))
-        return torch.utils.data.Subset(whole, range(50, 450)) if part else whole
-
+def test_on_cuda_inputs_are_placed_there_and_the_run_is_the_same(part):
+    """Also with which digests its noise is bound to: a run that is resumed where they don't fit repeats its steps."""
+    draw = torch.Generator().manual_seed(3)
+    whole = torch.utils.data.TensorDataset(torch.randn(500, 12, generator=draw), torch.randint(0, 4, (500,), generator=draw))
+    train = torch.utils.data.Subset(whole, range(50, 450)) if part else whole
     engines = [engine_of(network(), "cuda", dataset_size=400 if part else 500) for _ in range(2)]
-    given, there = dataset("cpu"), dataset("cuda")
-    placed = engines[0].place(given)
-    assert placed[0][0].is_cuda
-    for engine, records in zip(engines, (placed, there), strict=True):
+    placed = engines[0].placed(train)
+    assert [tensor.is_cuda for tensor in placed[0]] == [True, False]
+    engines[1].bind(train)
+    for engine, records in zip(engines, (placed, train), strict=True):
         for numbers in engine.samples(records):
             engine.step(*gather_lazily(records, numbers), sample=numbers)
+    assert engines[0]._run.streams.trail == engines[1]._run.streams.trail
     for p, q in zip(engines[0].model.parameters(), engines[1].model.parameters(), strict=True):
-        assert torch.equal(p, q)
-    given.dataset.tensors[0].add_(1) if part else given.tensors[0].add_(1)
+        torch.testing.assert_close(p, q)
+    whole.tensors[0].add_(1)
     with pytest.raises(lipdp.errors.DataError, match="not the records"):
-        engines[0].place(given)
+        engines[0].placed(train)
+
+
+class OfItsOwn(torch.utils.data.TensorDataset):
+    def __init__(self, path: str) -> None:
+        super().__init__(torch.zeros(30, 12), torch.zeros(30, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", [OfItsOwn, lambda path: [(torch.zeros(12), 1)] * 30])
+def test_other_datasets_stay_where_they_are(kind, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("nobody asks"))
+    data = kind("x")
+    assert preparing._on(torch.device("cuda"), data) is None
+    assert preparing._on(torch.device("cuda"), torch.utils.data.Subset(data, [1, 2])) is None
+
+
+@pytest.mark.usefixtures("recorder")
+def test_another_microbatch_size_or_other_memory_is_not_begun_with():
+    engine = engine_of(network())
+    query, parameters = engine._run.query, engine._run.parameters
+    for seed in (0, 1):
+        query.ask(parameters, sample_of(seed), {})
+    good = sample_of(2)
+    assert query.begin(dataclasses.replace(good, microbatch_size=SEATS // 2)) is None
+    assert query.begin(good) is not None
+    for p in engine.model.parameters():
+        p.data = p.data.clone()
+    assert query.begin(good) is None
+
+
+@pytest.mark.usefixtures("recorder")
+def test_a_copy_has_nothing_recorded():
+    engine = engine_of(network())
+    for seed in (0, 1):
+        engine._run.query.ask(engine._run.parameters, sample_of(seed), {})
+    assert engine._run.query._graphed.recordings == 1
+    twin = copy.deepcopy(engine)
+    assert twin._run.query._graphed.recordings == 0
+    assert twin._run.query._graphed.function.__self__ is twin._run.query
+    assert twin._run.watch._words._graphed.function.__self__ is twin._run.watch._words

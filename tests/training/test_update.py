@@ -84,6 +84,32 @@ def test_it_is_a_step_of_sgd_and_the_projection(settings):
                 torch.testing.assert_close(mine, other.state[p]["momentum_buffer"], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("where", ["project_trained", "copies"])
+def test_weights_are_back_whatever_ends_it(where, monkeypatch):
+    model = network()
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.5), watch_of(model), dict(model.named_parameters()), 10)
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    def interrupted(*given):
+        calls.append(1)
+        if where == "copies" and len(calls) == 1:
+            return [p.detach().clone() for p in given[0]]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"lipdp.training.update.{where}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        update.begin(draw_of(sums_for(model, 0)), sums_for(model, 0))
+    assert calls
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_half_precision_is_left_to_the_optimiser():
+    model = network().to(torch.bfloat16)
+    update = Update(model, torch.optim.SGD(model.parameters(), lr=0.5), watch_of(model), dict(model.named_parameters()), 10)
+    assert update.begin(draw_of(sums_for(model, 0)), sums_for(model, 0)) is None
+
+
 def test_groups_have_rates_of_their_own_and_frozen_parameters_stay():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
     first, *rest = model.parameters()

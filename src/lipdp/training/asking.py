@@ -155,7 +155,8 @@ def look(run: Run) -> Flag:
 
 def _can_follow(run: Run, answer: Answer) -> bool:
     """Whether the noised sums go to the optimiser as they are, and are worth a recording and the memory that it takes."""
-    return not (run.plan.clips or run.query.pulls_back or any(map(is_large, answer.sums.values())))
+    large = any(map(is_large, answer.sums.values()))
+    return run.on_one_device and not (run.plan.clips or run.query.pulls_back or large)
 
 
 def _stands_here(run: Run) -> bool:

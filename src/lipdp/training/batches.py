@@ -463,13 +463,15 @@ def _places(seats: int | torch.Tensor, size: int) -> tuple[torch.Tensor, list[bo
     return torch.from_numpy(places), [bool(row.any()) for row in taken]
 
 
-def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor | Rows], seats: torch.Tensor) -> bool:
-    """Put the one microbatch of ``seats`` (inputs, targets) into ``buffers`` (and its mask), on the device where its rows are.
+def gather_into(buffers: Sequence[torch.Tensor], inputs: torch.Tensor | Rows, targets: torch.Tensor, seats: torch.Tensor) -> bool:
+    """Put the one microbatch of ``seats`` into ``buffers`` (for inputs, targets and mask), on the device where the inputs are.
 
     ``False``: nothing was done; they are not there, or not in one microbatch.
     """
-    mask = buffers[-1]
-    if len(seats) != len(mask) or not all(map(_is_there, stored, buffers)):
+    x, y, mask = buffers
+    rows = inputs.stored if isinstance(inputs, Rows) else inputs
+    there = rows.device == x.device and not (isinstance(inputs, Rows) and inputs.whole)
+    if not there or (rows.shape[1:], targets.shape[1:], len(seats)) != (x.shape[1:], y.shape[1:], len(mask)):
         return False
     numbers = seats.numpy()
     taken = numbers >= 0
@@ -479,23 +481,19 @@ def gather_into(buffers: Sequence[torch.Tensor], stored: Sequence[torch.Tensor |
     here = torch.empty(2, len(numbers), dtype=torch.int64, pin_memory=mask.is_cuda)  # a transfer that nobody waits for
     places = here.numpy()
     places[0], places[1] = np.where(taken, numbers, numbers[first]), taken
-    there, sitting = here.to(mask.device, non_blocking=True).unbind()
-    for rows, buffer in zip(stored, buffers, strict=False):
-        table, chosen = (rows.stored, rows.numbers(there)) if isinstance(rows, Rows) else (rows, there)
-        if table.dtype == buffer.dtype:
-            torch.index_select(table.detach(), 0, chosen, out=buffer)
-        else:
-            buffer.copy_(table.detach().index_select(0, chosen))
+    chosen, sitting = here.to(mask.device, non_blocking=True).unbind()
+    _gather(rows, inputs.numbers(chosen) if isinstance(inputs, Rows) else chosen, x)
+    _gather(targets, chosen if targets.device == y.device else here[0], y)
     mask.copy_(sitting)
     return True
 
 
-def _is_there(stored: torch.Tensor | Rows, buffer: torch.Tensor) -> bool:
-    """Whether its rows are to be gathered, and on that device."""
-    if isinstance(stored, Rows) and stored.whole:
-        return False
-    rows = stored.stored if isinstance(stored, Rows) else stored
-    return (rows.device, rows.shape[1:]) == (buffer.device, buffer.shape[1:])
+def _gather(stored: torch.Tensor, numbers: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Rows into a buffer of any device and type."""
+    if (stored.device, stored.dtype) == (buffer.device, buffer.dtype):
+        torch.index_select(stored.detach(), 0, numbers, out=buffer)
+    else:
+        buffer.copy_(stored.detach().index_select(0, numbers), non_blocking=True)
 
 
 def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -512,7 +510,7 @@ def only_finite(x: Any, y: torch.Tensor, mask: torch.Tensor) -> tuple[Any, torch
 
 
 def _rows(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    return tensor.index_select(0, numbers.to(tensor.device, non_blocking=True))
+    return tensor.detach().index_select(0, numbers.to(tensor.device, non_blocking=True))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -157,9 +157,9 @@ class ClippedQuery:
             return Answer(sums, counts, clipped)
 
         def whole(answer: Answer) -> Answer:
-            """With zeros for the parameters that nobody has a gradient for."""
-            missing = {name: zeros_like_sum(p) for name, p in parameters.items() if name not in answer.sums}
-            return replace(answer, sums={**answer.sums, **batch.turn.summand(missing)}) if missing else answer
+            """For all parameters, in their order: with zeros for those that nobody has a gradient for."""
+            missing = batch.turn.summand({name: zeros_like_sum(p) for name, p in parameters.items() if name not in answer.sums})
+            return replace(answer, sums={name: (missing if name in missing else answer.sums)[name] for name in parameters})
 
         pending: Pending | None = None
         others = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in parameters]

@@ -386,6 +386,10 @@ class PrivacyEngine:
             for parameter in group["params"]:
                 parameter.grad = None
 
+    def placed(self, train: Any) -> Any:
+        """For :func:`lipdp.fit`, which hands steps rows of it: the records, with inputs on the engine's device if they fit."""
+        return place_records(self._run, train)
+
     def fix_microbatches(self) -> None:
         """Keep the size that microbatches have, in states too: steps that are done again elsewhere then give the same bits."""
         self._run.rows = self.microbatch_size
@@ -461,15 +465,6 @@ class PrivacyEngine:
         every operation of a clipped pass; "alone": each record is taken by itself; "" before clipping has seen a batch.
         """
         return self._run.query.apart
-
-    @_alone
-    def place(self, train: Any) -> Any:
-        """The same records on the engine's device, for :meth:`batches` or :meth:`samples`: they are gathered there, not moved again
-        in every step. :func:`lipdp.fit` does it.
-
-        Only rows of a TensorDataset (or a Subset of one) that take an eighth of a GPU's memory at most; others as they are.
-        """
-        return place_records(self._run, train)
 
     # ------------------------------------------------------------------ weights to use
 

@@ -329,7 +329,7 @@ def _run(
         train = engine.settle(train, in_place=storing.settle == "in_place")
     if storing.settle and plan.sampling_rate == 1:
         train = engine.shuffle()
-    train = engine.place(train)
+    train = engine.placed(train)
     if saved.ranks.grouped and engine.steps == 0:
         engine.fix_microbatches()
         saved.save()

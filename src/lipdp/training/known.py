@@ -125,11 +125,14 @@ def _are_equal(given: torch.Tensor, drawn: torch.Tensor) -> bool:
 
 
 def layout(dataset: Any) -> str:
-    """How records are kept, as far as :func:`batch_digest` makes a difference: rows of a tensor, some rows of one, or otherwise."""
+    """How records are kept, as far as :func:`batch_digest` makes a difference: rows of tensors (which of them on a device), some
+    rows of such, or otherwise."""
     if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
         chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
         return f"subset {content_digest(chosen).hex()[:16]} of {layout(dataset.dataset)}"
-    return "rows" if stored_tensors(dataset) else "records"
+    stored = stored_tensors(dataset)
+    there = [str(number) for number, tensor in enumerate(stored) if tensor.device.type != "cpu"]
+    return ("rows" if stored else "records") + (f", on a device {' '.join(there)}" if there else "")
 
 
 def versions(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lipdp._numerics import arithmetic
 from lipdp.bounds import Analysis, analyse
 from lipdp.errors import ConfigurationError
 from lipdp.fingerprint import storages
@@ -150,9 +151,12 @@ class ProvedQuery:
 
     def begin(self, batch: Sample) -> Microbatch | None:
         """Replay what was recorded last, where it takes all of the batch at once."""
-        buffers = self._graphed.buffers
-        fits = bool(buffers) and batch.seats is not None and batch.dtypes == tuple(part.dtype for part in buffers[:-1])
-        if not fits or batch.seats is None or not gather_into(buffers, (batch.inputs, batch.targets), batch.seats):
+        with arithmetic(self.plan.precision, batch.device):
+            buffers = self._graphed.buffers()
+        if not buffers or batch.seats is None or batch.microbatch_size != len(buffers[-1]):
+            return None
+        fits = batch.dtypes == tuple(part.dtype for part in buffers[:-1])
+        if not fits or not gather_into(buffers, batch.inputs, batch.targets, batch.seats):
             return None
         self._graphed.begin()
         return buffers[0], buffers[1], buffers[2]

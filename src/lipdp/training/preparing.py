@@ -23,10 +23,10 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import data_marks
 from lipdp.training.batches import gather_tensors, rows_at_once, slices
 from lipdp.training.front import settle
-from lipdp.training.known import Progress, layout, stored_tensors
+from lipdp.training.known import Progress, layout
 from lipdp.training.methods import query_of
 from lipdp.training.run import Run
-from lipdp.training.seats import shuffle
+from lipdp.training.seats import Shuffled, shuffle
 
 __all__ = ["bind", "find_standardize", "place_records", "release_statistics", "settle_records", "shuffle_records"]
 
@@ -48,11 +48,14 @@ def bind(run: Run, train: Any, progress: Progress | None = None) -> None:
             "on; or train on these with a new PrivacyEngine (in fit: without resume, to another checkpoint file), which has a "
             "fresh key, and whose epsilon is to be added to what this run has spent."
         )
+    if train is run.streams.dataset:
+        run.streams.know(train)
+        return
     if run.streams.kept not in ("", layout(train)):
         raise (CheckpointError if run.resumed else DataError)(
             "these are the records that this run has been trained on, in another kind of dataset: its batches are told apart "
             "in another way, so that steps that are done again would not be repetitions. Pass the same kind (rows of a "
-            "TensorDataset, a Subset of the same rows, or other records)."
+            "TensorDataset, a Subset of the same rows, or other records), on the same kind of device."
         )
     run.ranks.agree({"the training data": digest}, "Let every rank read the same records, in the same order.")
     run.streams.bind(train, digest)
@@ -136,28 +139,32 @@ def shuffle_records(run: Run) -> TensorDataset:
 
 
 def place_records(run: Run, train: Any) -> Any:
-    """The records on the device that steps are computed on, where they are rows of tensors that fit there; else as they are."""
-    tensors, device = stored_tensors(train), run.device
-    if device.type != "cuda" or not tensors or sum(tensor.nbytes for tensor in tensors) > _room(device):
+    """The records with their inputs on the device that steps are computed on, where they are rows of tensors that fit there.
+
+    Targets stay: the noise depends on a digest of theirs that the host takes, and of inputs on their rows' numbers.
+    """
+    bind(run, train)  # on all ranks, whatever the room is there
+    placed = _on(run.device, train) if run.device.type == "cuda" else None
+    if placed is None:
         return train
-    bind(run, train)
     run.data += data_marks(train)
-    placed = _on(device, train)
     if run.settled is not None and train is run.settled.dataset:
         run.settled = dataclasses.replace(run.settled, dataset=placed)
     run.streams.know(placed)
     return placed
 
 
-def _room(device: torch.device) -> int:
-    """Bytes. By all the memory there is, not by what is free: a run that is resumed finds its records in the same place."""
-    return int(torch.cuda.get_device_properties(device).total_memory) // _SHARE
-
-
 def _on(device: torch.device, dataset: Any) -> Any:
-    if isinstance(dataset, Subset):
-        return Subset(_on(device, dataset.dataset), dataset.indices)
-    return type(dataset)(*(tensor.to(device) for tensor in dataset.tensors))
+    """``None`` where it is none of ours and torch's datasets of tensors, or would take more of the device's memory than a share."""
+    if type(dataset) is Subset:
+        inside = _on(device, dataset.dataset)
+        return None if inside is None else Subset(inside, dataset.indices)
+    if type(dataset) not in (TensorDataset, Shuffled):
+        return None
+    *inputs, targets = dataset.tensors
+    if sum(tensor.nbytes for tensor in inputs) > torch.cuda.get_device_properties(device).total_memory // _SHARE:
+        return None
+    return type(dataset)(*(tensor.to(device) for tensor in inputs), targets)
 
 
 def find_standardize(model: torch.nn.Module) -> nn.Standardize:

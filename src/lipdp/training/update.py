@@ -142,7 +142,7 @@ class Moved:
     Attributes:
         places: the tensors that they are for.
         values: what comes there, in the recording's own memory.
-        fine: whether the projected weights are finite.
+        fine: whether the projected weights are finite; it stays, whatever becomes of the recording.
         words: the watch's digest of the model with these weights.
         tag: what the noise's draw is claimed by.
     """
@@ -188,7 +188,7 @@ class Update:
             return None
         self._draw = draw
         weights, momenta, fine, words, tag = self._graphed(self._rates(), *draw.inputs)
-        return Moved([*self._all, *self._momenta()], [*weights, *momenta], fine, words, tag)
+        return Moved([*self._all, *self._momenta()], [*weights, *momenta], fine.clone(), words, tag)
 
     def commit(self, moved: Moved) -> None:
         """Put it in place: from here on the step is to be seen."""
@@ -202,11 +202,14 @@ class Update:
         assert self._draw is not None
         noised, tag = self._draw.function(*inputs)
         kept = copies(self._all)
-        with torch.no_grad(), deferred_checks() as conditions:
-            momenta = self._move(noised, rates)
-            project_trained(self.model)
-            weights = copies(self._all)
-            torch._foreach_copy_(self._all, kept)
+        try:
+            with torch.no_grad(), deferred_checks() as conditions:
+                momenta = self._move(noised, rates)
+                project_trained(self.model)
+                weights = copies(self._all)
+        finally:  # whatever ends it: weights that have moved would be a release that nobody has charged
+            with torch.no_grad():
+                torch._foreach_copy_(self._all, kept)
         fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=rates.device)
         return weights, momenta, fine, self._watch.digest_elsewhere(dict(zip(map(id, self._all), weights, strict=True))), tag
 
@@ -237,6 +240,9 @@ class Update:
 
     def _is_plain(self, group: dict[str, Any], names: list[str]) -> bool:
         if group.keys() - _NO_MATTER - set(_ARITHMETIC) or type(group["lr"]) not in (float, int) or group["differentiable"]:
+            return False
+        kinds = {self._parameters[name].dtype for name in names}  # in half precision the optimiser's steps round otherwise
+        if len(kinds) > 1 or not kinds <= {torch.float32, torch.float64}:
             return False
         return not group["momentum"] or all(_BUFFER in self.optimizer.state[self._parameters[name]] for name in names)
 

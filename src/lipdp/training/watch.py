@@ -201,8 +201,11 @@ class _Replayed:
 
     def __init__(self, function: Callable[[], Any], state: Callable[[], Hashable]) -> None:
         self._function = function
-        self._graphed: GraphedFunction[Any] = GraphedFunction(lambda tick: function(), state=state)
+        self._graphed: GraphedFunction[Any] = GraphedFunction(self._at, state=state)
         self._ticks: dict[torch.device, torch.Tensor] = {}
+
+    def _at(self, tick: torch.Tensor) -> Any:
+        return self._function()
 
     def __call__(self, devices: set[torch.device]) -> Any:
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
@@ -264,11 +267,13 @@ class Projection:
     def _hopeful(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Whether all weights are finite, the projected weights and a digest of all tensors with these; the model's own stay."""
         kept = copies(self._parameters)
-        with deferred_checks() as conditions:
-            project_trained(self.model)
-        projected = copies(self._parameters)
-        with torch.no_grad():
-            torch._foreach_copy_(self._parameters, kept)
+        try:
+            with deferred_checks() as conditions:
+                project_trained(self.model)
+            projected = copies(self._parameters)
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, kept)
         fine = conditions[0] if conditions else torch.ones((), dtype=torch.bool, device=kept[0].device)
         if self._watch is None or kept[0].device.type != "cuda":
             return fine, projected, None
