@@ -69,3 +69,23 @@ def test_a_loss_gets_logits_or_all_that_it_asks_for():
     assert inputs.loss_of(lambda o, y: o.logits.sum(1) + o.hidden, outputs, TWO).tolist() == [1, 6, 11]
     assert inputs.loss_of(lambda o, y: o["logits"].sum(1), {"logits": ONE.float()}, TWO).tolist() == [1, 5, 9]
     assert inputs.logits_of((ONE, TWO)) == (ONE, TWO)
+
+
+def test_what_a_model_gives_of_many_rows_leaves_each_part_in_its_mode():
+    """A part that was frozen in evaluation mode inside a model that trains stays there."""
+    frozen, live = torch.nn.BatchNorm1d(2).eval(), torch.nn.Dropout(0.9)
+    model = torch.nn.Sequential(frozen, live)
+    frozen.eval()
+    assert (model.training, frozen.training, live.training) == (True, False, True)
+    outputs = inputs.outputs_in_parts(model, ONE, 2, torch.Tensor.float)
+    assert outputs.dtype == torch.float64
+    assert torch.equal(outputs, frozen(ONE.float()).detach().double())
+    assert (model.training, frozen.training, live.training) == (True, False, True)
+
+    def failing():
+        with inputs.evaluating(model):
+            raise RuntimeError(live.training)
+
+    with pytest.raises(RuntimeError, match="False"):
+        failing()
+    assert (model.training, frozen.training, live.training) == (True, False, True)

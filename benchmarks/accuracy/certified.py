@@ -34,7 +34,7 @@ from torch.utils.data import Subset
 import lipdp
 from lipdp import attack, audit, data, recipes
 from lipdp.models import create
-from lipdp.recipes.recipe import to_toml
+from lipdp.recipes.files import to_toml
 
 RADII = (0, 1, 2, 4, 8, 16)
 RECIPE, RECORDS = "cifar10-certified-eps10", 50_000

@@ -37,7 +37,7 @@ from lipdp.features import extract_features, split_front
 from lipdp.features.learned import read_network
 from lipdp.features.stacks import feature_front
 from lipdp.recipes import Recipe
-from lipdp.recipes.recipe import to_toml
+from lipdp.recipes.files import to_toml
 from lipdp.recipes.run import optimizer_for, seeded_model
 
 ROOT = Path(__file__).parents[2]

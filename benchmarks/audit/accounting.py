@@ -77,9 +77,9 @@ def measure(number: int, theirs: bool) -> dict[str, Any]:
     """One row of the table."""
     target, q, steps, delta = SETTINGS[number]
     run = {"sampling_rate": q, "steps": steps, "delta": delta}
-    privacy.accounting._figure.cache_clear()
+    privacy.accounting.figure.cache_clear()
     sigma, sigma_seconds, _ = cpu_seconds(lambda: privacy.calibrate_noise(epsilon=target, **run))
-    privacy.accounting._figure.cache_clear()
+    privacy.accounting.figure.cache_clear()
     epsilon, seconds, loose = cpu_seconds(lambda: privacy.epsilon(noise_multiplier=sigma, **run))
     row: dict[str, Any] = {
         "target": target, **run, "sigma": sigma, "sigma_seconds": sigma_seconds, "epsilon": epsilon, "epsilon_seconds": seconds,

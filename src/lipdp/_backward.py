@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipdp._sums import contracted, convolution_sums, row_sums
 
-__all__ = ["LongSums", "gradients"]
-
 Handler = Callable[..., Any]
 _aten = torch.ops.aten
 

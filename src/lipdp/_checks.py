@@ -31,35 +31,35 @@ from collections.abc import Callable, Iterable
 from numbers import Real
 from operator import index
 from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from lipdp.errors import ConfigurationError, DataError, LipdpError, LipdpNotice, LipdpWarning, UnexpectedError
 
-__all__ = [
-    "as_told",
-    "choose",
-    "debugging",
-    "discreet",
-    "instance",
-    "is_discreet",
-    "is_number",
-    "kind_of",
-    "known_device",
-    "match",
-    "named",
-    "no_gradient",
-    "positive",
-    "probability",
-    "rate",
-    "shown",
-    "whole",
-    "without_chain",
-]
+N = TypeVar("N")
 
 
 def is_number(value: object) -> bool:
     """Whether it is a finite real number, Python's or numpy's; a bool is not meant as one."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+class Named(Protocol):
+    """What has a name."""
+
+    @property
+    def name(self) -> str:
+        """It."""
+
+
+R = TypeVar("R", bound=Named)
+
+
+def named_one(what: str, name: str, rows: Iterable[R]) -> R:
+    """The row of this name; KeyError, which lists the others, where there is none."""
+    by_name = {row.name: row for row in rows}
+    if name not in by_name:
+        raise KeyError(f"there is no {what} {name!r}; there are {', '.join(by_name)}")
+    return by_name[name]
 
 
 def instance(name: str, value: object, kind: type | tuple[type, ...], advice: str) -> None:
@@ -104,11 +104,20 @@ def no_gradient() -> DataError:
     return DataError("the loss does not depend on any trainable parameter")
 
 
-def positive(name: str, value: float) -> float:
-    """A finite number above 0."""
-    if not (is_number(value) and value > 0):
-        raise ConfigurationError(f"{name} is {shown(value)}: it has to be a finite number above 0.")
+def positive(name: str, value: float, *, zero: bool = False, infinite: bool = False) -> float:
+    """A finite number above 0; where it is said, 0 or ∞ is one too."""
+    if not (is_number(value) and (value > 0 or (zero and value == 0))) and not (infinite and value == math.inf):
+        wanted = f"{'number' if infinite else 'finite number'}{', 0 or above' if zero else ' above 0'}"
+        raise ConfigurationError(f"{name} is {shown(value)}: it has to be a {wanted}.")
     return float(value)
+
+
+def one_of(name: str, value: N, known: Iterable[object]) -> N:
+    """One of these, spelled as they are."""
+    names = tuple(known)
+    if value not in names:
+        raise ConfigurationError(f"{name} is {shown(value)}: choose one of {', '.join(map(str, names))}.")
+    return value
 
 
 def probability(value: float) -> float:

@@ -14,8 +14,6 @@ from typing import BinaryIO
 
 from lipdp.errors import ConfigurationError
 
-__all__ = ["PUBLIC", "has_locks", "is_at", "lock", "opened", "sync_folder", "unlock", "when_free", "write_all", "written_whole"]
-
 PUBLIC = 0o644
 _CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
 

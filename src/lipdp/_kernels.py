@@ -13,8 +13,6 @@ import torch
 
 from lipdp.errors import LipdpNotice
 
-__all__ = ["Kernels", "power_of_two"]
-
 
 class Kernels:
     """The kernels of one module, for one purpose.

@@ -17,27 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "HALF",
-    "Undrawn",
-    "accumulators",
-    "are_finite",
-    "arithmetic",
-    "deferred_checks",
-    "gamma",
-    "is_deferring",
-    "keep_freed_memory",
-    "no_autocast",
-    "random_states",
-    "same_as_array",
-    "same_entries",
-    "seed_torch",
-    "set_random_states",
-    "unit_roundoff",
-    "whole_tensor",
-    "wide",
-]
-
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_KEPT = 31 * 2**20
 _NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

@@ -14,23 +14,6 @@ from lipdp.errors import ConfigurationError
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "NEIGHBOURS",
-    "REPRODUCIBLE",
-    "bound",
-    "brief",
-    "downwards",
-    "figure",
-    "guarantee",
-    "number",
-    "percent",
-    "saved",
-    "source",
-    "table",
-    "text_table",
-    "upwards",
-]
-
 NEIGHBOURS = {"add_remove": "adding or removing one record", "replace_one": "replacing one record by any other"}
 REPRODUCIBLE = (
     "NOT PRIVATE: a reproducible run. Whoever knows its seed can subtract the noise; its epsilon is that of a secret key."

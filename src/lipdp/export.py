@@ -6,6 +6,8 @@ A layer says itself how it is written in plain torch::
     def _my_layer(layer: MyLayer, site: Site) -> torch.Tensor:
         return torch.relu(site.x) * layer.factor     # recorded by torch.fx; layer.factor becomes a constant
 
+    lowering(MyOther)(as_computed)     # of a layer whose forward is its own ``computed(x, dtype)``, where that can be recorded
+
 A layer with weights answers with the torch.nn module that does the same; it takes the layer's place, and its name::
 
     @lowering(MyLinear)
@@ -77,6 +79,12 @@ def lowering(*classes: type[torch.nn.Module]) -> Callable[[L], L]:
     """Register the decorated function as the lowering of these classes, and of subclasses with the same forward."""
 
     return entered(_lowerings, *classes)
+
+
+def as_computed(layer: Any, site: Site) -> torch.Tensor:
+    """The lowering of a layer that says in ``computed(x, dtype)``, in torch functions alone, what its forward computes with."""
+    y: torch.Tensor = layer.computed(site.x, site.dtype)
+    return y
 
 
 # The lowering of a module's class or nearest base class that computes the same, see :mod:`lipdp.behaviour`.

@@ -25,21 +25,6 @@ import torch
 
 from lipdp.errors import ConfigurationError, LipdpError
 
-__all__ = [
-    "Array",
-    "Bound",
-    "Count",
-    "Positive",
-    "Probability",
-    "Range",
-    "Scale",
-    "Size",
-    "check_fields",
-    "check_weights",
-    "parse_json",
-    "read",
-]
-
 T = TypeVar("T")
 _LARGEST = 2**53  # whole numbers above it are not told apart by floats
 _FRACTION = re.compile(r"-?\d{1,400}(/\d{1,400})?")

@@ -7,31 +7,13 @@ model as it is, the entries of a tuple as arguments, those of a dict by name. Ev
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
 from lipdp._checks import kind_of
 from lipdp.errors import DataError
-
-__all__ = [
-    "Inputs",
-    "call",
-    "device_of",
-    "flattened",
-    "joined",
-    "leaves",
-    "logits_of",
-    "loss_of",
-    "mapped",
-    "named_leaves",
-    "owned",
-    "per_row",
-    "plain",
-    "rebuilt",
-    "rows_of",
-    "select",
-]
 
 Inputs: TypeAlias = "torch.Tensor | tuple[Inputs, ...] | dict[str, Inputs]"
 
@@ -201,3 +183,24 @@ def loss_of(loss: Callable[..., Any], outputs: Any, targets: torch.Tensor) -> An
             return loss(outputs, targets)  # it reads `outputs.logits`, or something else that only the whole has
         except (AttributeError, KeyError, IndexError, TypeError):
             raise error from None
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; behind it each of its modules is in its own again."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def outputs_in_parts(
+    model: torch.nn.Module, x: torch.Tensor, rows: int, prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+) -> torch.Tensor:
+    """What a model gives in evaluation mode, of so many (prepared) rows at a time: in float64, on the processor."""
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with evaluating(model), torch.no_grad():
+        return torch.cat([model(prepared(part).to(place)).double().cpu() for part in torch.split(x, rows)])

@@ -16,8 +16,6 @@ from lipdp.fields import Count, check_weights, read
 from lipdp.parametrize import project_outside_
 from lipdp.training.checkpoint import load_checkpoint, save_checkpoint
 
-__all__ = ["load", "save_model"]
-
 _KIND = "lipdp model 1"
 _LARGE = 1 << 27  # entries of one tensor that any model may have while it is built
 _LARGEST_SIZE = 1 << 24  # of whole numbers among a model's options

@@ -18,8 +18,6 @@ import torch
 from lipdp.behaviour import entered
 from lipdp.bounds.calculus import Shape
 
-__all__ = ["Decision", "Outcome", "Twin", "Where", "find_twin", "keep_trained", "twin"]
-
 Outcome = Literal["replaced", "kept", "removed", "not converted"]
 
 

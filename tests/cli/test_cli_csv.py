@@ -111,7 +111,7 @@ WRONG = [
     (SCHEMA, ["--epsilon", "1", "--target", "kind", "--encoding", "utf-88"], "is not known"),
     ({**SCHEMA, "kind": ["old"]}, ["--epsilon", "1", "--target", "kind"], "classes"),
     ({**SCHEMA, "hours": [0, 60]}, ["--epsilon", "1", "--target", "kind"], "missing"),
-    ("{", ["--epsilon", "1", "--target", "kind"], "is no JSON file"),
+    ("{", ["--epsilon", "1", "--target", "kind"], "is no JSON"),
     ("[]", ["--epsilon", "1", "--target", "kind"], "by its name"),
     (SCHEMA, ["--epsilon", "1", "--target", "kind", "--epochs", "3"], "is for recipes"),
     (SCHEMA, ["--epsilon", "1", "--target", "kind", "--features", "small"], "for images"),

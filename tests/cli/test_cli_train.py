@@ -147,10 +147,10 @@ def test_resume_without_a_checkpoint_says_so(lipdp, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--epsilon", "0"), "epsilon must be a positive finite number"),
-        (("--epsilon", "-1"), "epsilon must be a positive finite number"),
-        (("--epsilon", "nan"), "epsilon must be a positive finite number"),
-        (("--noise-multiplier", "inf"), "noise_multiplier must be a positive finite number"),
+        (("--epsilon", "0"), "epsilon is 0.0: it has to be a finite number above 0"),
+        (("--epsilon", "-1"), "epsilon is -1.0: it has to be a finite number above 0"),
+        (("--epsilon", "nan"), "epsilon is nan: it has to be a finite number above 0"),
+        (("--noise-multiplier", "inf"), "noise_multiplier is inf: it has to be a finite number above 0"),
         (("--delta", "2"), "delta is 2.0: it has to be a finite number, above 0 and below 1"),
         (("--epochs", "-3"), "epochs is -3.0: it has to be a finite number, above 0"),
         (("--batch-size", "5000"), "larger than the 1438 training records"),

@@ -129,5 +129,5 @@ def test_what_no_boundary_helps_is_named() -> None:
         lipdp.sensitivities(attention, losses.CrossEntropy())
     with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module"):
         between_boundaries(3, (4,), clip=0.1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="positive"):
+    with pytest.raises(ConfigurationError, match="above 0"):
         between_boundaries(T.Linear(4, 2), (4,), clip=-0.1)

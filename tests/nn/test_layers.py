@@ -179,7 +179,7 @@ def test_boundary_projects_each_example_and_needs_a_bound() -> None:
     with pytest.raises(ConfigurationError, match="bounds nothing"):
         nn.Boundary()
     for arguments in [{"norm": -1.0}, {"cotangent": 0.0}, {"norm": math.nan}, {"cotangent": math.inf}]:
-        with pytest.raises(ConfigurationError, match="positive"):
+        with pytest.raises(ConfigurationError, match="above 0"):
             nn.Boundary(**arguments)
     with pytest.raises(ConfigurationError, match="max_norm"):
         nn.ClipGradient(-1.0)

@@ -108,6 +108,6 @@ def test_phases_are_composed_once():
     direct.compose(dp_accounting.GaussianDpEvent(20.0))
     assert privacy.run_epsilon(run, 1e-5) == pytest.approx(direct.get_epsilon(1e-5), rel=1e-5)
     many = PrivateRun(0.05, tuple((1.0 + 0.05 * level, 10) for level in range(30)))
-    ours, seen = privacy.run_epsilon(many, 1e-5), privacy.accounting._figure.cache_info().hits
+    ours, seen = privacy.run_epsilon(many, 1e-5), privacy.accounting.figure.cache_info().hits
     assert privacy.run_epsilon(many, 1e-5) == ours
-    assert privacy.accounting._figure.cache_info().hits == seen + 1
+    assert privacy.accounting.figure.cache_info().hits == seen + 1

@@ -13,7 +13,8 @@ from lipdp.data import Flip, RandomCrop, Shifts
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import AdaptiveClip
 from lipdp.recipes import Recipe, get, measured, names, prepare, read_recipes, save_recipe
-from lipdp.recipes.recipe import nearest_budget, settings_of, to_toml
+from lipdp.recipes.files import nearest_budget, to_toml
+from lipdp.recipes.recipe import settings_of
 from lipdp.recipes.spaces import default_space
 
 SHORT = ("cifar10", "digits", "fashion_mnist", "mnist")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lipdp._texts import upwards
 from lipdp.cli import app
 from lipdp.errors import ConfigurationError
-from lipdp.report import html, markdown, page, read_run, write
+from lipdp.report import figures, html, markdown, read_run, write
 from lipdp.report.run import in_short
 from lipdp.report.run import statement as paragraphs
 from tests.report.browser import chromium, look_at, print_pdf
@@ -297,7 +297,7 @@ def test_a_browser_notices_what_is_wrong(tmp_path) -> None:
     [([0.0, 1.0], 0, 1), ([3.0], 0, 6), ([-2.0], -3, -1), ([0.91, 0.97], 0.9, 0.98), ([1e-9, 2e-9], 1e-9, 2e-9), ([0.0], -1, 1)],
 )
 def test_ticks_enclose_the_values(values, least, most) -> None:
-    ticks = page._ticks(values)
+    ticks = figures._ticks(values)
     assert ticks[0] <= min(values)
     assert ticks[-1] >= max(values)
     assert (ticks[0], ticks[-1]) == pytest.approx((least, most))
@@ -305,6 +305,6 @@ def test_ticks_enclose_the_values(values, least, most) -> None:
 
 
 def test_figures_without_numbers_are_left_out() -> None:
-    assert page.lines({"a": [(float("nan"), 1.0)]}, x="x", y="y", title="t") == ""
-    assert page.bars({"a": float("inf")}, y="y", title="t") == ""
-    assert page.matrix([], [], title="t") == ""
+    assert figures.lines({"a": [(float("nan"), 1.0)]}, x="x", y="y", title="t") == ""
+    assert figures.bars({"a": float("inf")}, y="y", title="t") == ""
+    assert figures.matrix([], [], title="t") == ""

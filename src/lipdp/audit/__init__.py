@@ -6,7 +6,7 @@
 - :func:`sensitivities`: an attack on every Δ.
 - :func:`membership`, :func:`train_shadows`: can a trained model's outputs tell its training records from others?
 
-The statistics behind them are in :mod:`lipdp.audit.statistics` and :mod:`lipdp.audit.statistics`.
+The statistics behind them are in :mod:`lipdp.audit.statistics`.
 """
 
 from lipdp.audit.attack import ParameterAttack, SensitivityReport, sensitivities

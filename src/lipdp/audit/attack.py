@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +21,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipdp import nn
-from lipdp._checks import positive, whole
+from lipdp._checks import named_one, positive, whole
 from lipdp._numerics import Undrawn
 from lipdp._texts import text_table
 from lipdp.audit.canaries import target_choices
+from lipdp.audit.results import Report
 from lipdp.bounds import Analysis, analyse
 from lipdp.errors import AuditError, ConfigurationError
 from lipdp.losses import as_loss
 from lipdp.parametrize import effective_leaves, project_
 from lipdp.planning.plan import PrivacyPlan
-
-__all__ = ["ParameterAttack", "SensitivityReport", "sensitivities"]
 
 STARTS = ("given", "constant", "positive", "aligned", "impulse", "random", "large")
 _TOLERANCE = 1e-9  # in float64; more is no rounding
@@ -67,7 +65,7 @@ class ParameterAttack:
 
 
 @dataclass(frozen=True)
-class SensitivityReport:
+class SensitivityReport(Report):
     """What an attack on all sensitivities of a model has reached.
 
     Attributes:
@@ -93,10 +91,7 @@ class SensitivityReport:
         return bool(self.violations)
 
     def __getitem__(self, name: str) -> ParameterAttack:
-        for row in (*self.rows, self.whole):
-            if row.name == name:
-                return row
-        raise KeyError(f"there is no parameter {name!r}; there are {', '.join(row.name for row in self.rows)}")
+        return named_one("parameter", name, (*self.rows, self.whole))
 
     def __str__(self) -> str:
         rows = [
@@ -116,10 +111,6 @@ class SensitivityReport:
         """As plain data."""
         rows = [{**dataclasses.asdict(r), "tightness": r.tightness, "violated": r.violated} for r in (*self.rows, self.whole)]
         return {"rows": rows, "refuted": self.refuted, "evaluations": self.evaluations, "seconds": self.seconds}
-
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 def sensitivities(

@@ -26,8 +26,6 @@ from lipdp.program.dtypes import Types
 from lipdp.training.methods import query_of
 from lipdp.training.query import Sample
 
-__all__ = ["Canaries", "Contributions", "craft", "strongest", "target_choices"]
-
 _WEAK = 0.8  # of the strongest canary: what is below is left out
 _TRIED = 4  # canaries that weights and scales are judged by
 _LARGE = 1e4

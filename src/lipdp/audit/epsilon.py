@@ -29,8 +29,6 @@ from lipdp.program.dtypes import Types
 from lipdp.training.account import several_runs
 from lipdp.training.batches import check_dataset, gather_tensors
 
-__all__ = ["run"]
-
 Access = Literal["white", "black"]
 Progress = Callable[[int, int], None]
 

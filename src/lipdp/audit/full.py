@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from lipdp._checks import positive
 from lipdp.audit.attack import SensitivityReport, sensitivities
 from lipdp.audit.epsilon import run
 from lipdp.audit.release import ReleaseReport, release_path
-from lipdp.audit.results import AuditResult
+from lipdp.audit.results import AuditResult, Report
 from lipdp.errors import AuditError
 from lipdp.planning.plan import PrivacyPlan
 
-__all__ = ["FullAudit", "check"]
-
 
 @dataclass(frozen=True)
-class FullAudit:
+class FullAudit(Report):
     """What all audits of a plan have shown.
 
     Attributes:
@@ -61,10 +58,6 @@ class FullAudit:
             "epsilon": self.epsilon.to_dict(),
             "seconds": self.seconds,
         }
-
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 def check(

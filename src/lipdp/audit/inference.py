@@ -12,7 +12,6 @@ fails proves nothing, one that succeeds shows a leak. For bounds on ε see :mod:
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -25,14 +24,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lipdp._checks import is_number
+from lipdp._checks import is_number, named_one
 from lipdp._texts import text_table
+from lipdp.audit.results import Report
 from lipdp.audit.statistics import check_confidence, clopper_pearson
 from lipdp.errors import ConfigurationError, DataError
+from lipdp.inputs import outputs_in_parts
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors
-
-__all__ = ["AttackRow", "MembershipReport", "membership"]
 
 Numbers = npt.NDArray[np.float64]
 Interval = tuple[float, float]
@@ -81,7 +80,7 @@ class AttackRow:
 
 
 @dataclass(frozen=True)
-class MembershipReport:
+class MembershipReport(Report):
     """All attacks on one model.
 
     Attributes:
@@ -104,10 +103,7 @@ class MembershipReport:
     shared: int
 
     def __getitem__(self, name: str) -> AttackRow:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"there is no attack {name!r}; there are {', '.join(row.name for row in self.rows)}")
+        return named_one("attack", name, self.rows)
 
     @property
     def best(self) -> AttackRow:
@@ -161,10 +157,6 @@ class MembershipReport:
             "best": self.best.name,
             "doubts": list(self.doubts),
         }
-
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 def _with_interval(value: float, interval: Interval) -> str:
@@ -233,16 +225,7 @@ def _joined(members: Any, others: Any) -> tuple[Tensor, npt.NDArray[np.int64], n
 
 def _probabilities(model: torch.nn.Module, x: Tensor) -> Numbers:
     """Of each class, for each record; a single output is that of the second of two classes."""
-    modes = [(module, module.training) for module in model.modules()]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    types = Types(model)
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = torch.cat([model(types.inputs(part.to(device))).double().cpu() for part in torch.split(x, 1024)])
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    outputs = outputs_in_parts(model, x, 1024, Types(model).inputs)
     if outputs.ndim > 2 or not bool(torch.isfinite(outputs).all()):
         raise DataError(
             f"membership inference needs finite outputs of shape (batch, classes), not {tuple(outputs.shape)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch.utils.data import TensorDataset
 from lipdp._checks import positive, whole
 from lipdp._texts import text_table
 from lipdp.audit.canaries import Canaries, Contributions, craft
+from lipdp.audit.results import Report
 from lipdp.audit.statistics import check_confidence
 from lipdp.audit.watching import Step, audited_plan, draw_samples, hold_still, watch_run
 from lipdp.errors import ConfigurationError
@@ -30,8 +30,6 @@ from lipdp.parametrize import Constrained, project_
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.program import find_input_shape
 from lipdp.training.account import several_runs
-
-__all__ = ["Check", "ReleaseReport", "release_path"]
 
 _PAIRED = 24  # steps that are compared with each other
 _SAMPLED = 2000  # records that are sampled from
@@ -56,7 +54,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class ReleaseReport:
+class ReleaseReport(Report):
     """All checks of a release path.
 
     Attributes:
@@ -91,10 +89,6 @@ class ReleaseReport:
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {**dataclasses.asdict(self), "refuted": self.refuted, "faults": [check.name for check in self.faults]}
-
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 def release_path(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lipdp._checks import named_one
 from lipdp._texts import downwards, guarantee, percent, text_table
 from lipdp.audit.statistics import (
     GaussianCurve,
@@ -28,8 +29,6 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.accounting import privacy_profile, run_epsilon
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["AuditResult", "EpsilonBound", "bounds_of_guesses"]
-
 _SHARES = (1.0, 0.25, 0.05, 0.01)  # of the canaries that are guessed at, the surest first
 _MOST_NOISE = 64.0
 _SEARCHED = {"least": 1 / 16, "most": 4.0, "precision": 0.03}  # what noise may have been divided by, where it takes an accountant
@@ -38,6 +37,18 @@ GAUSSIAN = "independent guesses, noise of the plan's shape (strength unknown)"
 CURVE = "noise of the plan's shape (strength unknown)"
 EVENTS = "independent guesses"
 NOTHING = "nothing"
+
+
+class Report:
+    """What every audit gives: plain data, and that as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class EpsilonBound:
 
 
 @dataclass(frozen=True)
-class AuditResult:
+class AuditResult(Report):
     """What guessing at canaries has shown of a run.
 
     Attributes:
@@ -107,10 +118,7 @@ class AuditResult:
         return self.p_value < self.alarm
 
     def __getitem__(self, name: str) -> EpsilonBound:
-        for bound in self.bounds:
-            if bound.name == name:
-                return bound
-        raise KeyError(f"there is no bound {name!r}; there are {', '.join(bound.name for bound in self.bounds)}")
+        return named_one("bound", name, self.bounds)
 
     def __str__(self) -> str:
         claimed = self.claimed or math.inf
@@ -133,10 +141,6 @@ class AuditResult:
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {**dataclasses.asdict(self), "refuted": self.refuted}
-
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
 def bounds_of_guesses(

@@ -32,24 +32,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.privacy.accounting import privacy_profile
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = [
-    "Curve",
-    "GaussianCurve",
-    "ProfileCurve",
-    "bisect",
-    "clopper_pearson",
-    "gaussian_delta",
-    "gaussian_epsilon",
-    "gaussian_mu",
-    "guess_p_value",
-    "many_run_epsilon",
-    "one_run_bound",
-    "one_run_epsilon",
-    "refutes",
-    "run_curve",
-    "scaled_run",
-]
-
 _NORMAL = NormalDist()
 _LOSSES = np.concatenate([np.linspace(0.0, 8.0, 321), np.linspace(8.1, 40.0, 160)])  # where profiles are looked at
 
@@ -108,21 +90,8 @@ def _log_cdf(value: float) -> float:
     return float(log_ndtr(value))
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε of the Gaussian curve at δ, by bisection: δ(ε) falls with ε."""
-    d = probability(delta)
-    if not (is_number(mu) and mu >= 0):
-        raise ConfigurationError(f"mu is {mu!r}: the distance of two Gaussians in units of their deviation, at least 0.")
-    if gaussian_delta(mu, 0.0) <= d:
-        return 0.0
-    low, high = 0.0, 1.0
-    while gaussian_delta(mu, high) > d:
-        low, high = high, 2 * high
-    return bisect(lambda e: gaussian_delta(mu, e) > d, low, high)[0]
-
-
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """The largest μ whose Gaussian curve is (ε, δ)-differentially private: the inverse of :func:`gaussian_epsilon`."""
+    """The largest μ whose Gaussian curve is (ε, δ)-differentially private: the inverse of its ε at δ."""
     e, d = positive("epsilon", epsilon), probability(delta)
     high = 1.0
     while gaussian_delta(high, e) <= d:

@@ -32,8 +32,6 @@ from lipdp.training.batches import check_dataset, gather
 from lipdp.training.engine import PrivacyEngine
 from lipdp.training.fit import fit
 
-__all__ = ["MakeOptimizer", "Step", "audited_plan", "draw_samples", "hold_still", "train_shadows", "watch_run"]
-
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 

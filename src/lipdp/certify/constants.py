@@ -21,8 +21,6 @@ from lipdp.export import Builder, Lowering, Seen, check_same, find_lowering, low
 from lipdp.parametrize import Constrained
 from lipdp.program import Program, check_program, describe
 
-__all__ = ["Network", "Scaling", "Stage", "freeze"]
-
 # Layers whose norm is measured: their lowering is a torch layer, whose rule certifies the norm of the weights that it has.
 _SPECTRAL = (nn.SpectralLinear, nn.SpectralConv1d, nn.SpectralConv2d, nn.SpectralConv3d, nn.SpectralConvTranspose2d)
 _MEASURED = (*_SPECTRAL, nn.L1Linear)

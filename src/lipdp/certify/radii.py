@@ -18,8 +18,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.losses import predict
 from lipdp.program.dtypes import Types
 
-__all__ = ["attack", "certified_accuracy", "certified_auroc", "certify"]
-
 # Rounding reaches what is computed at x and at x'; a margin through two outputs.
 _AT_BOTH, _OF_MARGIN = 2.0, 2 * math.sqrt(2.0)
 
@@ -75,19 +73,10 @@ def certify(
         >>> [round(r, 4) for r in certify(model, x, torch.tensor([0, 0])).tolist()]    # (3 − 1)/√2; the second is wrong
         [1.4142, 0.0]
     """
-    if not (isinstance(input_lipschitz, int | float) and 0 < input_lipschitz < math.inf):
-        raise ConfigurationError(f"input_lipschitz must be a positive finite number, not {input_lipschitz!r}")
-    if batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
-    types = Types(model)
-    _check_data(x, y, types)
+    network, types, pieces = _opened(model, x, y, input_lipschitz, batch_size)
     given, x = x, types.inputs(x)
-    network = freeze(model, tuple(x.shape[1:]), x.dtype)
     targets = None if y is None else types.targets(y).to(x.device)
-    radii = [
-        _radii(network, x[start : start + batch_size], None if targets is None else targets[start : start + batch_size])
-        for start in range(0, len(x), batch_size)
-    ]
+    radii = [_radii(network, x[piece], None if targets is None else targets[piece]) for piece in pieces]
     if not radii:
         return torch.zeros(0, dtype=torch.float64, device=x.device)
     return _before_conversion(torch.cat(radii), given, x) / input_lipschitz
@@ -140,21 +129,16 @@ def certified_auroc(
         >>> certified_auroc(model, torch.tensor([[2.0], [1.0], [0.0]]), torch.tensor([1, 0, 0]), (0.0, 0.75, 1.5))
         {0.0: 1.0, 0.75: 0.5, 1.5: 0.0}
     """
-    if not (isinstance(input_lipschitz, int | float) and 0 < input_lipschitz < math.inf):
-        raise ConfigurationError(f"input_lipschitz must be a positive finite number, not {input_lipschitz!r}")
-    if batch_size < 1 or any(not (isinstance(r, int | float) and 0 <= r < math.inf) for r in thresholds):
-        raise ConfigurationError(f"batch_size must be at least 1 and radii at least 0, not {batch_size} and {thresholds!r}")
-    types = Types(model)
-    _check_data(x, y, types)
+    if any(not (isinstance(r, int | float) and 0 <= r < math.inf) for r in thresholds):
+        raise ConfigurationError(f"radii must be at least 0, not {thresholds!r}")
+    network, types, pieces = _opened(model, x, y, input_lipschitz, batch_size)
     positive = y.reshape(len(x)).to(x.device) > 0
     if not bool(positive.any()) or bool(positive.all()):
         raise DataError("an AUROC needs examples of both classes")
     given, x = x, types.inputs(x)
-    network = freeze(model, tuple(x.shape[1:]), x.dtype)
     kept = {}
     for radius in thresholds:
         reach = _after_conversion(float(radius) * input_lipschitz, given, x)
-        pieces = [slice(start, start + batch_size) for start in range(0, len(x), batch_size)]
         limits = [_score_limits(network, x[piece], reach[piece]) for piece in pieces]
         low, high = (torch.cat(part) for part in zip(*limits, strict=True))
         others = high[~positive].sort().values
@@ -163,12 +147,9 @@ def certified_auroc(
 
 
 def _after_conversion(radius: float, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """How far the converted inputs may move when those that were given move by ``radius``; see :func:`_before_conversion`."""
-    moved = torch.full((len(x),), radius, dtype=torch.float64, device=x.device)
-    if given.is_floating_point() and torch.promote_types(given.dtype, x.dtype) == x.dtype:
-        return moved
-    u, smallest = unit_roundoff(x.dtype), torch.finfo(x.dtype).smallest_normal
-    return (1 + u) * moved + (2 * u * _norms(given) + 2 * smallest * math.sqrt(given[0].numel())) * (1 + 1e-9)
+    """How far the converted inputs may move when those that were given move by ``radius``."""
+    growth, rounded = _conversion(given, x)
+    return growth * torch.full((len(x),), radius, dtype=torch.float64, device=x.device) + rounded
 
 
 def _score_limits(network: Network, x: torch.Tensor, reach: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,25 +180,40 @@ def _chord(moved: torch.Tensor, length: torch.Tensor, radius: float) -> torch.Te
     return torch.where(moved < length, turned, 2 * radius)
 
 
-def _check_data(x: torch.Tensor, y: torch.Tensor | None, types: Types) -> None:
+def _opened(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor | None, input_lipschitz: float, batch_size: int
+) -> tuple[Network, Types, list[slice]]:
+    """The network with its constants, the types that it takes, and which examples are evaluated at a time; or what is wrong."""
+    if not (isinstance(input_lipschitz, int | float) and 0 < input_lipschitz < math.inf):
+        raise ConfigurationError(f"input_lipschitz must be a positive finite number, not {input_lipschitz!r}")
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+    types = Types(model)
     if not isinstance(x, torch.Tensor) or x.ndim < 2 or not types.of_inputs(x).is_floating_point:
         what = f"a tensor of {x.dtype} and shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise DataError(f"certify needs a batch of inputs with real entries, not {what}")
     if y is not None and tuple(y.shape) not in ((len(x),), (len(x), 1)):
         raise DataError(f"certify needs one target for each of the {len(x)} inputs, not a tensor of shape {tuple(y.shape)}")
+    network = freeze(model, tuple(x.shape[1:]), types.of_inputs(x))
+    return network, types, [slice(start, start + batch_size) for start in range(0, len(x), batch_size)]
 
 
 def _before_conversion(radii: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Radii around the inputs as they were given, from those around what they were rounded to.
+    """Radii around the inputs as they were given, from those around what they were rounded to."""
+    growth, rounded = _conversion(given, x)
+    return radii if growth == 1 else ((radii - rounded) / growth * (1 - 1e-12)).clamp_min(0.0)
+
+
+def _conversion(given: torch.Tensor, x: torch.Tensor) -> tuple[float, torch.Tensor | float]:
+    """(a, b): the converted inputs move by a·‖δ‖ + b at most where those that were given move by δ.
 
     With fl(z) the rounding, |fl(z) − z| ≤ u·|z| + s for each entry (s: the smallest normal number, below which it may become 0):
-    ‖fl(z + δ) − fl(z)‖ ≤ (1 + u)·‖δ‖ + 2u·‖z‖ + 2s·√n, which stays below R for ‖δ‖ < (R − 2u·‖z‖ − 2s·√n)/(1 + u).
+    ‖fl(z + δ) − fl(z)‖ ≤ (1 + u)·‖δ‖ + 2u·‖z‖ + 2s·√n.
     """
     if given.is_floating_point() and torch.promote_types(given.dtype, x.dtype) == x.dtype:
-        return radii  # nothing was rounded, here or at any point nearby
+        return 1.0, 0.0  # nothing was rounded, here or at any point nearby
     u, smallest = unit_roundoff(x.dtype), torch.finfo(x.dtype).smallest_normal
-    rounded = 2 * u * _norms(given) * (1 + 1e-9) + 2 * smallest * math.sqrt(given[0].numel())
-    return ((radii - rounded) / (1 + u) * (1 - 1e-12)).clamp_min(0.0)
+    return 1 + u, (2 * u * _norms(given) + 2 * smallest * math.sqrt(given[0].numel())) * (1 + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -305,17 +301,23 @@ def _pairs(network: Network, outputs: torch.Tensor) -> torch.Tensor:
     return known if network.pairs is None else torch.minimum(known, network.pairs.to(known))
 
 
+def _targets(outputs: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """One for each example; refuses what are no classes of the model."""
+    y = given.reshape(len(outputs)).to(outputs.device)
+    several = outputs.ndim > 1 and outputs.shape[1] > 1
+    if several and (y.is_floating_point() or bool(((y < 0) | (y >= outputs.shape[1])).any())):
+        raise DataError(
+            f"targets must be class numbers from 0 to {outputs.shape[1] - 1}, for a model of {outputs.shape[1]} outputs; got "
+            f"{str(y.dtype).removeprefix('torch.')}"
+        )
+    return y
+
+
 def _right(outputs: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
     if y is None:
         return torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
-    y = y.reshape(len(outputs))
-    if outputs.ndim == 1 or outputs.shape[1] == 1:
-        return predict(outputs) == (y > 0)
-    if y.is_floating_point() or bool(((y < 0) | (y >= outputs.shape[1])).any()):
-        raise DataError(
-            f"targets must be class numbers from 0 to {outputs.shape[1] - 1}, for a model of {outputs.shape[1]} outputs"
-        )
-    return predict(outputs) == y
+    classes = _targets(outputs, y)
+    return predict(outputs) == (classes > 0 if outputs.ndim == 1 or outputs.shape[1] == 1 else classes)
 
 
 def _norms(tensor: torch.Tensor) -> torch.Tensor:
@@ -367,41 +369,29 @@ def attack(
         raise ConfigurationError("the attack's radius must be finite and not negative")
     own = copy.deepcopy(model).eval().requires_grad_(False)
     with torch.no_grad():
-        target = predict(own(x)) if y is None else _targets(own(x), y.reshape(len(x)).to(x.device))
+        target = predict(own(x)) if y is None else _targets(own(x), y)
     radii = radii.reshape(-1, *([1] * (x.ndim - 1)))
     generator = torch.Generator().manual_seed(seed)
     best, lowest = x.clone(), _margin(own, x, target).detach()
+
+    def tried(point: torch.Tensor) -> torch.Tensor:
+        nonlocal best, lowest
+        margin = _margin(own, point, target)
+        lower = margin.detach() < lowest
+        lowest = torch.where(lower, margin.detach(), lowest)
+        best = torch.where(lower.reshape(radii.shape), point.detach(), best)
+        return margin
+
     for run in range(restarts):
-        start = torch.zeros_like(x)
-        if run > 0:
-            start = radii * _unit(torch.randn(x.shape, generator=generator).to(x))
-        delta = start
+        delta = torch.zeros_like(x) if run == 0 else radii * _unit(torch.randn(x.shape, generator=generator).to(x))
         for step in range(steps):
             delta = delta.detach().requires_grad_(True)
-            margin = _margin(own, x + delta, target)
-            lower = margin.detach() < lowest
-            lowest = torch.where(lower, margin.detach(), lowest)
-            best = torch.where(lower.reshape(radii.shape), (x + delta).detach(), best)
-            (gradient,) = torch.autograd.grad(margin.sum(), delta)
+            (gradient,) = torch.autograd.grad(tried(x + delta).sum(), delta)
             moved = delta.detach() - 2 * radii * (1 - step / steps) * _unit(gradient)
             delta = moved * (radii / _lengths(moved).clamp_min(torch.finfo(x.dtype).tiny)).clamp_max(1.0)
         with torch.no_grad():
-            margin = _margin(own, x + delta, target)
-            lower = margin < lowest
-            lowest = torch.where(lower, margin, lowest)
-            best = torch.where(lower.reshape(radii.shape), x + delta, best)
+            tried(x + delta)
     return best.detach()
-
-
-def _targets(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Refuses what are no classes of the model."""
-    several = outputs.ndim > 1 and outputs.shape[1] > 1
-    if several and (y.is_floating_point() or bool(((y < 0) | (y >= outputs.shape[1])).any())):
-        raise DataError(
-            f"targets must be class numbers from 0 to {outputs.shape[1] - 1}, for a model of {outputs.shape[1]} outputs; got "
-            f"{str(y.dtype).removeprefix('torch.')}"
-        )
-    return y
 
 
 def _margin(model: torch.nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,7 @@ from lipdp.cli.output import check_new_file, console, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lipdp.privacy import Accountant, Adjacency, Budget
-
-__all__ = ["CALIBRATE_EXAMPLE", "EPSILON_EXAMPLE", "app", "calibrate", "epsilon"]
+    from lipdp.privacy import Budget
 
 EPSILON_EXAMPLE = """Example: lipdp epsilon --noise-multiplier 1.1 --sampling-rate 0.01 --steps 1000 --delta 1e-5
 
@@ -47,7 +45,7 @@ def epsilon(
     length = _length(steps, epochs, q)
     if length is None:
         raise ConfigurationError("give the length of the run: --steps or --epochs")
-    _print(*_spent(noise_multiplier, q, length, delta, accountant, adjacency), None, as_json)
+    _print_cost(noise_multiplier, q, length, delta, {"accountant": accountant, "adjacency": adjacency}, None, as_json)
 
 
 def calibrate(
@@ -74,64 +72,33 @@ def calibrate(
         )
     from lipdp import privacy
 
-    analysis, neighbours = cast("Accountant", accountant), cast("Adjacency", adjacency)
+    how = {"accountant": accountant, "adjacency": adjacency}
+    budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "sampling_rate": q, **how}
     if noise_multiplier is None:
         assert length is not None
-        noise_multiplier = privacy.calibrate_noise(
-            epsilon=epsilon, delta=delta, sampling_rate=q, steps=length, accountant=analysis, adjacency=neighbours
-        )
+        noise_multiplier = privacy.calibrate_noise(steps=length, **budget)
     else:
-        length = privacy.max_steps(
-            epsilon=epsilon,
-            delta=delta,
-            noise_multiplier=noise_multiplier,
-            sampling_rate=q,
-            accountant=analysis,
-            adjacency=neighbours,
-        )
-    _print(*_spent(noise_multiplier, q, length, delta, accountant, adjacency), epsilon, as_json)
+        length = privacy.max_steps(noise_multiplier=noise_multiplier, **budget)
+    _print_cost(noise_multiplier, q, length, delta, how, epsilon, as_json)
 
 
-Figures = tuple[float, float, int, float, float, str, str]
-
-
-def _spent(sigma: float, q: float, steps: int, delta: float, accountant: str, adjacency: str) -> Figures:
+def _print_cost(sigma: float, q: float, steps: int, delta: float, how: dict[str, Any], target: float | None, as_json: bool) -> None:
+    """What a run costs at δ, by the accountant and for the neighbours that ``how`` says."""
     from lipdp import privacy
 
-    cost = privacy.epsilon(
-        noise_multiplier=sigma,
-        sampling_rate=q,
-        steps=steps,
-        delta=delta,
-        accountant=cast("Accountant", accountant),
-        adjacency=cast("Adjacency", adjacency),
-    )
-    return sigma, q, steps, cost, delta, accountant, adjacency
-
-
-def _print(
-    sigma: float,
-    q: float,
-    steps: int,
-    cost: float,
-    delta: float,
-    accountant: str,
-    adjacency: str,
-    target: float | None,
-    as_json: bool,
-) -> None:
+    cost = privacy.epsilon(noise_multiplier=sigma, sampling_rate=q, steps=steps, delta=delta, **how)
     if as_json:
         asked = {} if target is None else {"target_epsilon": target}
         run = {"noise_multiplier": sigma, "sampling_rate": q, "steps": steps, "epochs": steps * q}
-        print_json({"epsilon": cost, "delta": delta, **run, **asked, "accountant": accountant, "adjacency": adjacency})
+        print_json({"epsilon": cost, "delta": delta, **run, **asked, **how})
         return
     # The noise, rounded up in its last digit, still keeps the promise.
-    shown = sigma if target is None else math.ceil(sigma * 1e5) / 1e5
+    shown = f"{sigma:g}" if target is None else f"{math.ceil(sigma * 1e5) / 1e5:.5f}"
     print_fields(
         console(),
         (
-            ("guarantee", f"({guarantee(cost, delta)}) for {NEIGHBOURS[adjacency]} ({accountant.upper()})"),
-            ("noise", f"multiplier {shown:g}" if target is None else f"multiplier {shown:.5f}"),
+            ("guarantee", f"({guarantee(cost, delta)}) for {NEIGHBOURS[how['adjacency']]} ({how['accountant'].upper()})"),
+            ("noise", f"multiplier {shown}"),
             ("run", f"{steps:,} steps at sampling rate {q:.4g} ({steps * q:.4g} epochs)"),
         ),
     )

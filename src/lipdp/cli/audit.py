@@ -12,15 +12,13 @@ import typer
 
 from lipdp._texts import table
 from lipdp.cli import options
-from lipdp.cli.options import check_budget, configured, dataset_info
+from lipdp.cli.options import check_budget, configured, dataset_info, numbers
 from lipdp.cli.output import console, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lipdp.recipes import Recipe
     from lipdp.training import PrivacyPlan
-
-__all__ = ["AUDIT_EXAMPLE", "CERTIFY_EXAMPLE", "REFUTED", "audit", "audit_recipe", "certify"]
 
 AUDIT_EXAMPLE = """Example: lipdp audit digits --epsilon 4
 
@@ -62,35 +60,18 @@ def audit(
     told = console(stderr=True)
     given = _shape(shape)
     with told.status("auditing") as status:
+        how: dict[str, Any] = {"seconds": seconds, "guesses": guesses, "confidence": confidence, "progress": status.update}
         if ":" not in target:
             if plan is not None or lipschitz is not None:
                 raise ConfigurationError("a recipe brings its own plan and loss: leave --plan and --lipschitz out")
-            audit: Any = audit_recipe(
-                configured(target, settings, epsilon=epsilon),
-                epsilon,
-                noise_multiplier,
-                seconds=seconds,
-                guesses=guesses,
-                confidence=confidence,
-                progress=status.update,
-            )
+            audit: Any = audit_recipe(configured(target, settings, epsilon=epsilon), epsilon, noise_multiplier, **how)
         else:
             model, loss = _made(target, lipschitz)
-            if plan is None:
-                audit = audits.sensitivities(model, loss, seconds=seconds, input_shape=given, check=False)
-            elif isinstance(loss, float):
-                audit = audits.sensitivities(model, loss, _plan(plan), seconds=seconds, input_shape=given, check=False)
+            promised = None if plan is None else _plan(plan)
+            if promised is None or isinstance(loss, float):
+                audit = audits.sensitivities(model, loss, promised, seconds=seconds, input_shape=given, check=False)
             else:
-                audit = audits.check(
-                    _plan(plan),
-                    model,
-                    loss,
-                    seconds=seconds,
-                    guesses=guesses,
-                    confidence=confidence,
-                    input_shape=given,
-                    progress=status.update,
-                )
+                audit = audits.check(promised, model, loss, input_shape=given, **how)
     if as_json:
         print_json(audit.to_dict())
     else:
@@ -188,10 +169,7 @@ def certify(
 
     For two classes a certified AUROC too: what remains of it, whatever moves *every* example by up to the radius.
     """
-    try:
-        asked = [float(part) for part in radii.split(",")]
-    except ValueError:
-        raise ConfigurationError(f"--radii takes numbers with commas between them, not {radii!r}") from None
+    asked = numbers("--radii", radii)
     import lipdp
 
     file, trained_on = _found(path)
@@ -203,6 +181,7 @@ def certify(
         )
     if name is None:
         raise ConfigurationError(f"'{path}' does not say what it was trained on: give --dataset, a name that `lipdp data` lists")
+    import torch
     from torch.utils.data import Dataset, Subset
 
     from lipdp.training.batches import gather_tensors
@@ -210,7 +189,7 @@ def certify(
     model = lipdp.load(file)
     _, test, info = lipdp.data.load(name, root=data)
     part: Dataset[Any] = Subset(test, range(min(len(test), examples or len(test))))
-    x, y = gather_tensors(part, _numbers(len(part)))  # type: ignore[arg-type]
+    x, y = gather_tensors(part, torch.arange(len(part)))  # type: ignore[arg-type]
     certified = lipdp.certify(model, x, y)
     shares = lipdp.certified_accuracy(certified, [radius / 255 for radius in asked])
     columns = {"certified accuracy": list(shares.values())}
@@ -256,9 +235,3 @@ def _found(path: Path) -> tuple[Path, str | None]:
     except (OSError, ValueError, KeyError, TypeError):
         known = None
     return file, known if isinstance(known, str) else None
-
-
-def _numbers(count: int) -> Any:
-    import torch
-
-    return torch.arange(count)

@@ -23,8 +23,6 @@ from lipdp.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from lipdp.estimators.schema import Column
 
-__all__ = ["CsvForm", "Frame", "as_json", "frame", "quoted", "read_column", "read_csv", "read_schema", "rows", "where_names_stand"]
-
 
 @dataclass(frozen=True)
 class CsvForm:
@@ -280,31 +278,19 @@ _FORMS = (
 
 def read_schema(path: Path) -> dict[str, Column]:
     """What is public of the columns, from a JSON file."""
+    from lipdp.fields import parse_json
+
     try:
-        given = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
+        given = parse_json(path.read_text(encoding="utf-8-sig"), f"'{path}'", constants=True)
     except FileNotFoundError:
         raise ConfigurationError(f"there is no schema '{path}'. Write one: {_FORMS}") from None
-    except _TwiceError as error:
-        raise ConfigurationError(f"'{path}' says {error} twice: which of the two is meant? Leave one out") from None
-    except (OSError, ValueError):
-        raise ConfigurationError(f"'{path}' is no JSON file that can be read. Expected is something like {_FORMS}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}. Expected is something like {_FORMS}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"'{path}' can't be read ({type(error).__name__}). Expected is something like {_FORMS}") from None
     if not isinstance(given, dict):
         raise ConfigurationError(f"'{path}' has to hold what is public of each column by its name, like {_FORMS}")
     return {name: _column(name, value, path) for name, value in given.items()}
-
-
-class _TwiceError(Exception):
-    """A name stands twice in an object of JSON."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names differ: json keeps the last of two alike without a word."""
-    made: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in made:
-            raise _TwiceError(repr(name))
-        made[name] = value
-    return made
 
 
 def _column(name: str, value: Any, path: Path) -> Column:

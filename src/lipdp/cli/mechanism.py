@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from lipdp.mechanisms import Answer, Comparison
     from lipdp.privacy import Budget
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="mechanism",
     no_args_is_help=True,

@@ -8,17 +8,19 @@ from __future__ import annotations
 import ast
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipdp._texts import brief
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -27,58 +29,15 @@ if TYPE_CHECKING:
     from lipdp.recipes.run import Drawing
     from lipdp.training.distributed import Ranks
 
-__all__ = [
-    "Accountant",
-    "Adjacency",
-    "BatchSize",
-    "BudgetFile",
-    "DataRoot",
-    "DatasetSize",
-    "Delta",
-    "Epochs",
-    "Epsilon",
-    "Json",
-    "LargestBatch",
-    "LearningRate",
-    "NoiseMultiplier",
-    "OptionalRecipeName",
-    "RecipeName",
-    "RequiredDelta",
-    "RunEpochs",
-    "RunSteps",
-    "SamplingRate",
-    "SamplingScheme",
-    "Settings",
-    "ValidationFraction",
-    "check_budget",
-    "configured",
-    "dataset_info",
-    "drawing",
-    "is_rank",
-    "joined",
-    "shared_seed",
-    "start_ranks",
-    "training_size",
-]
-
 _BUDGET, _RECIPE, _OUTPUT = "Privacy", "Recipe settings", "Output"
 
-RecipeName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",
-        show_default=False,
-    ),
-]
-OptionalRecipeName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",
-        show_default=False,
-    ),
-]
+_RECIPE_NAME = typer.Argument(
+    metavar="RECIPE",
+    help="A name that `lipdp recipes` lists, e.g. digits; or FILE.toml:NAME, of `lipdp sweep --save`.",
+    show_default=False,
+)
+RecipeName = Annotated[str, _RECIPE_NAME]
+OptionalRecipeName = Annotated[str | None, _RECIPE_NAME]
 Epsilon = Annotated[
     float | None,
     typer.Option(
@@ -165,14 +124,11 @@ def configured(
     name: str,
     settings: Sequence[str] | None,
     *,
-    delta: float | None = None,
-    epochs: float | None = None,
-    batch_size: int | None = None,
-    learning_rate: float | None = None,
-    validation_fraction: float | None = None,
     epsilon: float | None = None,
+    validation_fraction: float | None = None,
+    **flags: float | None,
 ) -> Recipe:
-    """The recipe of this name with what the command line changes. An option of its own beats ``--set``.
+    """The recipe of this name with what the command line changes. A setting with a flag of its own beats ``--set``.
 
     Where a name stands for several recipes, one for each budget, ``epsilon`` chooses.
     """
@@ -180,7 +136,6 @@ def configured(
 
     recipe = recipes.get(name, epsilon)
     changes, options = _assignments(settings or (), recipe)
-    flags = {"delta": delta, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
     changes.update({key: value for key, value in flags.items() if value is not None})
     if options:
         changes["options"] = {**recipe.options, **options}
@@ -346,3 +301,38 @@ def shared_seed(seed: int | None, ranks: Ranks) -> int | None:
     if seed is not None or ranks.count == 1:
         return seed
     return int.from_bytes(ranks.shared(secrets.token_bytes(7)), "big")
+
+
+def usable_device(name: str) -> str:
+    """A device that works here."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here = f"auto, cpu, cuda, {', '.join(f'cuda:{number}' for number in range(gpus))}" if gpus else "auto and cpu"
+        why = "no GPU that torch can use was found" if not gpus else f"torch sees {gpus} GPU{'s' if gpus > 1 else ''}"
+        raise ConfigurationError(
+            f"--device {name} can't be used here: {why}. Leave it out, or take one of {here}; `lipdp doctor` says more"
+        ) from None
+    return name
+
+
+def again(subject: Sequence[str], given: Mapping[str, float | str | None], more: Sequence[str] = ()) -> str:
+    """The command for such a run of ``lipdp train``, with what decides it; without seeds and places."""
+    words = ["lipdp", "train", *subject]
+    for name, value in given.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else brief(value, 12)]
+    return shlex.join([*words, *more])
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigurationError(f"{option} takes numbers with commas between them, not {text!r}") from None

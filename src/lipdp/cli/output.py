@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
     from lipdp.training import PrivacyPlan
 
-__all__ = [
-    "FriendlyGroup",
-    "console",
-    "duration",
-    "make_folder",
-    "make_run_folder",
-    "print_fields",
-    "print_json",
-    "print_plan",
-]
-
 _WIDTH = 100  # where there is no terminal to ask
 
 

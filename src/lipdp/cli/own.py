@@ -17,13 +17,12 @@ from typing import Annotated, Any
 import typer
 
 from lipdp._checks import discreet
-from lipdp._texts import REPRODUCIBLE, brief, guarantee
+from lipdp._texts import REPRODUCIBLE, guarantee
 from lipdp.cli import options
 from lipdp.cli.csv_files import CsvForm, as_json, frame, quoted, read_csv, read_schema, rows, where_names_stand
+from lipdp.cli.options import again
 from lipdp.cli.output import check_new_file, console, duration, make_run_folder, print_json
 from lipdp.errors import ConfigurationError, DataError
-
-__all__ = ["PREDICT_EXAMPLE", "predict", "train_images", "train_table"]
 
 _SIDE = 32  # pixels that the estimator looks at: each picture is brought to them by itself
 
@@ -197,18 +196,9 @@ def _finish(
     if account is not None:
         report["budget"] = {"path": str(account.path), "spent": account.spent, "remaining": account.remaining}
     if output is not None:
-        words = [
-            "lipdp",
-            "train",
-            *command,
-            "--epsilon",
-            brief(epsilon, 12),
-            *([] if delta is None else ["--delta", brief(delta, 12)]),
-        ]
-        words += [] if test is None else ["--test", str(test)]
-        words += [] if validation_fraction is None else ["--validation-fraction", f"{validation_fraction:g}"]
-        again = shlex.join([*words, *(["--reproducible", "SEED"] if reproducible else [])])
-        report["files"] = _save(model, report, output, again, judged, part, device)
+        decided = {"epsilon": epsilon, "delta": delta, "test": None if test is None else str(test)}
+        decided |= {"validation_fraction": validation_fraction, "reproducible": "SEED" if reproducible else None}
+        report["files"] = _save(model, report, output, again(command, decided), judged, part, device)
     if as_json:
         print_json(report)
         return
@@ -261,7 +251,7 @@ def _save(
     import numpy as np
 
     from lipdp.report import About, Evaluation, this_environment, write_run
-    from lipdp.report.run import MODEL, SCHEMA
+    from lipdp.report.run import MODEL, SCHEMA, confusion_of
     from lipdp.saved import save_model
 
     save_model(model.model_, folder / MODEL)
@@ -270,14 +260,11 @@ def _save(
         (folder / SCHEMA).write_text(json.dumps(as_json(model.schema_), indent=2) + "\n", encoding="utf-8")
         written.append(SCHEMA)
     evaluation = None
-    if judged is not None and part is not None and hasattr(model, "classes_") and len(model.classes_) <= 30:
+    if judged is not None and part is not None and hasattr(model, "classes_"):
         places = {name: number for number, name in enumerate(model.classes_.tolist())}
-        counts = np.zeros((len(places), len(places)), dtype=int)
         pairs = zip(np.asarray(judged[1]).tolist(), model.predict(judged[0]).tolist(), strict=True)
-        for true, said in pairs:
-            if true in places:
-                counts[places[true], places[said]] += 1
-        evaluation = Evaluation(part, tuple(map(str, places)), tuple(map(tuple, counts.tolist())))
+        counts = confusion_of(((places[true], places[said]) for true, said in pairs if true in places), len(places))
+        evaluation = Evaluation(part, tuple(map(str, places)), counts) if counts else None
     chosen = f"how it was chosen, from public numbers: {model.choice_.method}, as {model.choice_.why}"
     about = About(command, this_environment(device), (*model.public_, chosen), evaluation)
     return [*written, *write_run(folder, model.plan_, model.history_, report, about)]

@@ -1,6 +1,6 @@
 """What there is, what a run would do, and what runs have reached: nothing here trains, and only ``data`` reads any.
 
-``lipdp plan``, ``bounds``, ``recipes``, ``data``; and from what runs left in files, ``report`` and ``pareto``.
+``lipdp plan``, ``bounds``, ``recipes``, ``data``; and from what runs left in files, ``report``.
 """
 
 from __future__ import annotations
@@ -14,29 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipdp._checks import match
-from lipdp._texts import brief, guarantee, number, table, upwards
+from lipdp._texts import brief, guarantee, number, table
 from lipdp.cli import options
 from lipdp.cli.options import check_budget, configured, dataset_info, drawing, training_size
 from lipdp.cli.output import check_new_file, console, duration, make_folder, print_fields, print_json, print_plan
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lipdp.recipes.pareto import Dot
-
-__all__ = [
-    "BOUNDS_EXAMPLE",
-    "DATA_EXAMPLE",
-    "PARETO_EXAMPLE",
-    "PLAN_EXAMPLE",
-    "RECIPES_EXAMPLE",
-    "REPORT_EXAMPLE",
-    "bounds",
-    "data",
-    "pareto",
-    "plan",
-    "recipes",
-    "report",
-]
+    from lipdp.recipes import Recipe
 
 PLAN_EXAMPLE = "Example: lipdp plan mnist --epsilon 1 --epochs 30 --output plan.json"
 BOUNDS_EXAMPLE = "Example: lipdp bounds mnist-lenet --set options.clip=0.1"
@@ -65,16 +50,8 @@ def plan(
         check_new_file(output, "--output")
     check_budget(epsilon, noise_multiplier, epochs=epochs)
     drawn = drawing(sampling, largest_batch, adjacency)
-    chosen = configured(
-        recipe,
-        settings,
-        delta=delta,
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        validation_fraction=validation_fraction,
-        epsilon=epsilon,
-    )
+    given = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    chosen = configured(recipe, settings, **given, validation_fraction=validation_fraction)
     from lipdp import recipes
 
     info = dataset_info(chosen.dataset)
@@ -147,9 +124,6 @@ def bounds(recipe: options.RecipeName, settings: options.Settings = None, as_jso
 
 
 # ``lipdp data`` and ``lipdp recipes``: what there is.
-
-if TYPE_CHECKING:
-    from lipdp.recipes import Recipe
 
 DATA_EXAMPLE = """Example: lipdp data
 
@@ -366,111 +340,3 @@ def report(
         for text in run.contradictions:
             out.print(f"contradiction: {text}", style="bold red", soft_wrap=True)
     out.print(f"wrote {', '.join(written)} in {place}", soft_wrap=True)
-
-
-PARETO_EXAMPLE = """Example: lipdp pareto mnist.journal.jsonl --output front/ --epsilons 1,3,8
-
-Example: lipdp pareto sweeps/*.jsonl --by method --metric accuracy --json"""
-
-
-def pareto(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATHS…", help="History files of sweeps, or folders of train --output.")],
-    by: Annotated[str, typer.Option(help="What to compare: model, method, recipe or dataset.")] = "model",
-    metric: Annotated[str, typer.Option(help="accuracy or auroc.")] = "accuracy",
-    epsilons: Annotated[str, typer.Option(help="Budgets to name the best recipe for.")] = "1,3,8",
-    dataset: Annotated[str | None, typer.Option(help="Only runs on this dataset.", show_default="the only one")] = None,
-    evaluated_on: Annotated[str, typer.Option(help="validation or test: they are never mixed.")] = "validation",
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for dots.csv, front.csv and the plots.", rich_help_panel="Output"),
-    ] = None,
-    plots: Annotated[bool, typer.Option(help="Draw; needs matplotlib.", rich_help_panel="Output")] = True,
-    as_json: options.Json = False,
-) -> None:
-    """Accuracy against ε: every evaluation a dot, the convex hull, the best recipe for each budget."""
-    if by not in ("model", "method", "recipe", "dataset"):
-        raise ConfigurationError(f"--by is {by!r}: model, method, recipe or dataset")
-    try:
-        budgets = [float(part) for part in epsilons.split(",")]
-    except ValueError:
-        raise ConfigurationError(f"--epsilons takes numbers with commas between them, not {epsilons!r}") from None
-    from lipdp.recipes import pareto as fronts
-
-    dots = _selected(fronts.read_dots(paths, metric), dataset, evaluated_on)
-    plain = [dot for dot in dots if dot.radius == 0]
-    corners, best = fronts.hull(plain), fronts.best_by_epsilon(plain, budgets)
-    files = [] if output is None else _write(dots, corners, by, output, plots)
-    if as_json:
-        groups = {name: [_brief(d) for d in fronts.hull(group)] for name, group in fronts.grouped(plain, _field(by)).items()}
-        print_json(
-            {
-                "dots": len(dots),
-                "metric": metric,
-                "evaluated_on": evaluated_on,
-                "hull": [_brief(dot) for dot in corners],
-                "by": {by: groups},
-                "best": {brief(budget): {**_brief(dot), "settings": dot.settings} for budget, dot in best.items()},
-                "certified": _certified(dots, budgets),
-                "files": files,
-            }
-        )
-        return
-    out = console()
-    rows = [
-        (brief(budget), f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
-        for budget, dot in best.items()
-    ]
-    headers = ("ε up to", f"{metric} %", "ε spent", "recipe", "model", "method")
-    out.print(f"{len(dots):,} dots, {evaluated_on}, {plain[0].dataset}" if plain else f"{len(dots):,} dots, {evaluated_on}")
-    out.print(table(headers, rows, right=("ε up to", f"{metric} %", "ε spent")))
-    if output is not None:
-        out.print(f"wrote {', '.join(files)} in {output}", soft_wrap=True)
-
-
-def _field(name: str) -> Any:
-    return lambda dot: str(getattr(dot, name))
-
-
-def _selected(dots: list[Dot], dataset: str | None, evaluated_on: str) -> list[Dot]:
-    wanted = dataset if dataset is None else match(dataset, {dot.dataset for dot in dots})
-    kept = [dot for dot in dots if dot.evaluated_on == evaluated_on and (dataset is None or dot.dataset == wanted)]
-    if not kept:
-        have = sorted({f"{dot.dataset} ({dot.evaluated_on})" for dot in dots})
-        raise ConfigurationError(f"no dots of {dataset or 'any dataset'} ({evaluated_on}); there are those of {', '.join(have)}")
-    datasets = sorted({dot.dataset for dot in kept})
-    if len(datasets) > 1:
-        raise ConfigurationError(
-            f"the histories are of {', '.join(datasets)}, which don't share a front: choose one with --dataset"
-        )
-    return kept
-
-
-def _brief(dot: Dot) -> dict[str, Any]:
-    return {"epsilon": dot.epsilon, "score": dot.score, "recipe": dot.recipe, "model": dot.model, "method": dot.method}
-
-
-def _certified(dots: list[Dot], budgets: list[float]) -> dict[str, Any]:
-    from lipdp.recipes.pareto import best_by_epsilon
-
-    shares = {}
-    for radius in sorted({dot.radius for dot in dots if dot.radius > 0}):
-        best = best_by_epsilon([dot for dot in dots if dot.radius == radius], budgets)
-        shares[f"{radius:g}"] = {brief(budget): dot.score for budget, dot in best.items()}
-    return shares
-
-
-def _write(dots: list[Dot], corners: list[Dot], by: str, folder: Path, plots: bool) -> list[str]:
-    from lipdp.recipes import pareto as fronts
-
-    make_folder(folder, "--output")
-    fronts.write_csv(dots, folder / "dots.csv")
-    fronts.write_csv(corners, folder / "front.csv")
-    files = ["dots.csv", "front.csv"]
-    if plots:
-        fronts.plot_dots(dots, folder / "front.svg")
-        fronts.plot_by(dots, by, folder / f"by_{by}.svg")
-        files += ["front.svg", f"by_{by}.svg"]
-        if any(dot.radius > 0 for dot in dots):
-            fronts.plot_radii(dots, folder / "certified.svg")
-            files.append("certified.svg")
-    return files

@@ -21,8 +21,6 @@ from lipdp.cli import options
 from lipdp.cli.output import check_new_file, console, print_json
 from lipdp.errors import ConfigurationError
 
-__all__ = ["NEW_EXAMPLE", "doctor", "features", "new"]
-
 Verdict = Literal["ok", "missing", "broken"]
 _CORE = ("torch", "numpy", "cryptography", "dp-accounting", "scikit-learn", "pooch", "platformdirs", "rich", "typer")
 _EXTRAS = {

@@ -1,24 +1,24 @@
-"""``lipdp sweep``: search for a recipe's best settings."""
+"""``lipdp sweep``: search for a recipe's best settings; ``lipdp pareto``: what searches have found, by ε."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipdp._texts import guarantee, upwards
+from lipdp._checks import match
+from lipdp._texts import brief, guarantee, table, upwards
 from lipdp.cli import options
-from lipdp.cli.options import configured
+from lipdp.cli.options import configured, numbers
 from lipdp.cli.output import check_new_file, console, duration, make_folder, print_fields, print_json
 from lipdp.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from lipdp.recipes.pareto import Dot
     from lipdp.recipes.sweep import Finding, Progress, Sweep
-
-__all__ = ["EXAMPLE", "sweep"]
 
 EXAMPLE = """Example: lipdp sweep mnist-mlp --epsilon 3 --trials 60 --storage mnist.journal --workers 2 --test
 
@@ -110,9 +110,9 @@ def sweep(
         )
     if trials is None and minutes is None:
         raise ConfigurationError("say when the search ends: --trials 20, --minutes 30, or both")
-    if weights is not None and not private_tuning:
-        raise ConfigurationError("--weights goes with --private-tuning")
     if weights is not None:
+        if not private_tuning:
+            raise ConfigurationError("--weights goes with --private-tuning")
         make_folder(weights.parent, "--weights")
         check_new_file(weights, "--weights")
     if budget_file is not None and not private_tuning:
@@ -140,7 +140,7 @@ def sweep(
         validation_fraction=validation_fraction,
         sampler=sampler,  # type: ignore[arg-type]
         prune=prune,
-        radii=_numbers("--radii", radii),
+        radii=() if radii is None else numbers("--radii", radii),
         device=device,
         root=None if data is None else str(data),
     )
@@ -182,9 +182,9 @@ def _search(
     if as_json:
         print_json(report)
         return
-    counts = f"{finding.complete} complete, {finding.pruned} stopped early, {finding.failed} refused; {duration(finding.seconds)}"
     fields = [
-        ("search", f"{wanted.study}: {counts}"),
+        ("search", f"{wanted.study}: {finding.complete} complete, {finding.pruned} stopped early, {finding.failed} refused"),
+        ("time", duration(finding.seconds)),
         ("best", f"held-out {finding.metric} {100 * finding.score:.2f}% (the best of many: optimistic)"),
         ("settings", _settings(finding.settings)),
     ]
@@ -287,17 +287,108 @@ def _settings(settings: dict[str, Any]) -> str:
 def _shape(name: str) -> float:
     from lipdp.privacy.tuning import DISTRIBUTIONS
 
-    if name in DISTRIBUTIONS:
-        return DISTRIBUTIONS[name]
     try:
-        return float(name)
+        return DISTRIBUTIONS[name] if name in DISTRIBUTIONS else float(name)
     except ValueError:
-        known = ", ".join(DISTRIBUTIONS)
-        raise ConfigurationError(f"--repetitions is {name!r}: one of {known}, or a shape η ≥ 0") from None
+        raise ConfigurationError(f"--repetitions is {name!r}: one of {', '.join(DISTRIBUTIONS)}, or a shape η ≥ 0") from None
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...]:
-    try:
-        return () if text is None else tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigurationError(f"{option} takes numbers with commas between them, not {text!r}") from None
+PARETO_EXAMPLE = """Example: lipdp pareto mnist.journal.jsonl --output front/ --epsilons 1,3,8
+
+Example: lipdp pareto sweeps/*.jsonl --by method --metric accuracy --json"""
+
+
+def pareto(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATHS…", help="History files of sweeps, or folders of train --output.")],
+    by: Annotated[str, typer.Option(help="What to compare: model, method, recipe or dataset.")] = "model",
+    metric: Annotated[str, typer.Option(help="accuracy or auroc.")] = "accuracy",
+    epsilons: Annotated[str, typer.Option(help="Budgets to name the best recipe for.")] = "1,3,8",
+    dataset: Annotated[str | None, typer.Option(help="Only runs on this dataset.", show_default="the only one")] = None,
+    evaluated_on: Annotated[str, typer.Option(help="validation or test: they are never mixed.")] = "validation",
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for dots.csv, front.csv and the plots.", rich_help_panel="Output"),
+    ] = None,
+    plots: Annotated[bool, typer.Option(help="Draw; needs matplotlib.", rich_help_panel="Output")] = True,
+    as_json: options.Json = False,
+) -> None:
+    """Accuracy against ε: every evaluation a dot, the convex hull, the best recipe for each budget."""
+    if by not in ("model", "method", "recipe", "dataset"):
+        raise ConfigurationError(f"--by is {by!r}: model, method, recipe or dataset")
+    budgets = numbers("--epsilons", epsilons)
+    from lipdp.recipes import pareto as fronts
+
+    dots = _selected(fronts.read_dots(paths, metric), dataset, evaluated_on)
+    plain = [dot for dot in dots if dot.radius == 0]
+    corners, best = fronts.hull(plain), fronts.best_by_epsilon(plain, budgets)
+    files = [] if output is None else _write(dots, corners, by, output, plots)
+    if as_json:
+        groups = fronts.grouped(plain, lambda dot: str(getattr(dot, by)))
+        print_json(
+            {
+                "dots": len(dots),
+                "metric": metric,
+                "evaluated_on": evaluated_on,
+                "hull": [_brief(dot) for dot in corners],
+                "by": {by: {name: [_brief(dot) for dot in fronts.hull(group)] for name, group in groups.items()}},
+                "best": {brief(budget): {**_brief(dot), "settings": dot.settings} for budget, dot in best.items()},
+                "certified": _certified(dots, budgets),
+                "files": files,
+            }
+        )
+        return
+    out = console()
+    rows = [
+        (brief(budget), f"{100 * dot.score:.2f}", upwards(dot.epsilon), dot.recipe, dot.model, dot.method)
+        for budget, dot in best.items()
+    ]
+    headers = ("ε up to", f"{metric} %", "ε spent", "recipe", "model", "method")
+    out.print(f"{len(dots):,} dots, {evaluated_on}, {plain[0].dataset}" if plain else f"{len(dots):,} dots, {evaluated_on}")
+    out.print(table(headers, rows, right=("ε up to", f"{metric} %", "ε spent")))
+    if output is not None:
+        out.print(f"wrote {', '.join(files)} in {output}", soft_wrap=True)
+
+
+def _selected(dots: list[Dot], dataset: str | None, evaluated_on: str) -> list[Dot]:
+    wanted = dataset if dataset is None else match(dataset, {dot.dataset for dot in dots})
+    kept = [dot for dot in dots if dot.evaluated_on == evaluated_on and (dataset is None or dot.dataset == wanted)]
+    if not kept:
+        have = sorted({f"{dot.dataset} ({dot.evaluated_on})" for dot in dots})
+        raise ConfigurationError(f"no dots of {dataset or 'any dataset'} ({evaluated_on}); there are those of {', '.join(have)}")
+    datasets = sorted({dot.dataset for dot in kept})
+    if len(datasets) > 1:
+        raise ConfigurationError(
+            f"the histories are of {', '.join(datasets)}, which don't share a front: choose one with --dataset"
+        )
+    return kept
+
+
+def _brief(dot: Dot) -> dict[str, Any]:
+    return {"epsilon": dot.epsilon, "score": dot.score, "recipe": dot.recipe, "model": dot.model, "method": dot.method}
+
+
+def _certified(dots: list[Dot], budgets: Sequence[float]) -> dict[str, Any]:
+    from lipdp.recipes.pareto import best_by_epsilon
+
+    shares = {}
+    for radius in sorted({dot.radius for dot in dots if dot.radius > 0}):
+        best = best_by_epsilon([dot for dot in dots if dot.radius == radius], budgets)
+        shares[f"{radius:g}"] = {brief(budget): dot.score for budget, dot in best.items()}
+    return shares
+
+
+def _write(dots: list[Dot], corners: list[Dot], by: str, folder: Path, plots: bool) -> list[str]:
+    from lipdp.recipes import pareto as fronts
+
+    make_folder(folder, "--output")
+    fronts.write_csv(dots, folder / "dots.csv")
+    fronts.write_csv(corners, folder / "front.csv")
+    files = ["dots.csv", "front.csv"]
+    if plots:
+        fronts.plot_dots(dots, folder / "front.svg")
+        fronts.plot_by(dots, by, folder / f"by_{by}.svg")
+        files += ["front.svg", f"by_{by}.svg"]
+        if any(dot.radius > 0 for dot in dots):
+            fronts.plot_radii(dots, folder / "certified.svg")
+            files.append("certified.svg")
+    return files

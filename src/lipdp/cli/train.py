@@ -16,6 +16,7 @@ from lipdp.cli import options
 from lipdp.cli.audit import audit_recipe
 from lipdp.cli.csv_files import CsvForm
 from lipdp.cli.options import (
+    again,
     check_budget,
     configured,
     dataset_info,
@@ -25,6 +26,7 @@ from lipdp.cli.options import (
     shared_seed,
     start_ranks,
     training_size,
+    usable_device,
 )
 from lipdp.cli.output import console, duration, make_run_folder, print_json, print_plan
 from lipdp.cli.own import train_images, train_table
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
     from lipdp.recipes import Recipe, Result
     from lipdp.training import Callback
-
-__all__ = ["EXAMPLE", "train"]
 
 EXAMPLE = """Example: lipdp train digits --epsilon 3
 
@@ -172,14 +172,9 @@ def train(
             f"{given}give the name of a recipe, which `lipdp recipes` lists, or records of your own: --images FOLDER or --csv FILE"
         )
     if recipe is None:
-        refused: dict[str, object] = {
-            "--noise-multiplier": noise_multiplier,
-            "--epochs": epochs,
-            "--batch-size": batch_size,
-            "--set": settings or None,
-        }
+        refused: dict[str, object] = {"--noise-multiplier": noise_multiplier, "--epochs": epochs, "--batch-size": batch_size}
         refused |= {"--learning-rate": learning_rate, "--checkpoint": checkpoint, "--microbatch-size": microbatch_size}
-        foreign = [name for name, value in refused.items() if value is not None] + ["--audit"] * audit
+        foreign = [name for name, value in refused.items() if value is not None] + ["--set"] * bool(settings) + ["--audit"] * audit
         foreign += [] if usual else ["--sampling, --adjacency"]
         if foreign:
             raise ConfigurationError(
@@ -190,7 +185,7 @@ def train(
             "delta": delta,
             "seed": seed if reproducible is None else reproducible,
             "reproducible": reproducible is not None,
-            "device": _device(device),
+            "device": usable_device(device),
             "budget": budget_file,
             "validation_fraction": validation_fraction,
             "output": output,
@@ -212,16 +207,8 @@ def train(
     own += [] if CsvForm(separator, decimal, encoding) == CsvForm() else ["--separator, --decimal, --encoding"]
     if own:
         raise ConfigurationError(f"{own[0]} is for records of your own (--images, --csv); the recipe {recipe!r} brings its dataset")
-    chosen = configured(
-        recipe,
-        settings,
-        delta=delta,
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        validation_fraction=validation_fraction,
-        epsilon=epsilon,
-    )
+    asked = {"epsilon": epsilon, "delta": delta, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    chosen = configured(recipe, settings, **asked, validation_fraction=validation_fraction)
     if reproducible is not None and seed is not None:
         raise ConfigurationError("--reproducible SEED is the seed of everything: leave --seed out")
     chosen_seed = seed if reproducible is None else reproducible
@@ -233,8 +220,12 @@ def train(
     from lipdp.privacy.budget import open_budget
 
     account = open_budget(budget_file)
-    place = _device(device)
-    audited = _audited(chosen, epsilon, noise_multiplier, validation_fraction) if audit else None
+    place = usable_device(device)
+    size, audited = training_size(dataset_info(chosen.dataset), validation_fraction), None
+    if audit:  # one that is refuted ends here
+        with console(stderr=True).status("auditing the plan") as status:
+            how: dict[str, Any] = {"seconds": 60.0, "progress": status.update, "strict": True}
+            audited = audit_recipe(chosen, epsilon, noise_multiplier, dataset_size=size, **how)
     from rich.text import Text
 
     from lipdp import recipes
@@ -244,7 +235,6 @@ def train(
     callbacks: list[Callback] = [ProgressBar(console(stderr=True))]
     with joined(place) as (ranks, place):
         if not as_json and ranks.is_first:
-            size = training_size(dataset_info(chosen.dataset), validation_fraction)
             given = "".join(f", {key}={value}" for key, value in chosen.options.items())
             several = f", {ranks.count} processes" if ranks.count > 1 else ""
             out.print(
@@ -281,13 +271,18 @@ def train(
     if audited is not None:
         report["audit"] = audited.to_dict()
     if output is not None:
-        again = _again(
-            chosen.name, epsilon, noise_multiplier, delta, epochs, batch_size, learning_rate, settings, validation_fraction
-        )
-        largest = [] if largest_batch is None else [f"--largest-batch {largest_batch}"]
-        how = [] if usual else [f"--sampling {sampling}", *largest, f"--adjacency {adjacency}"]
-        more = [*how, *(["--reproducible SEED"] if reproducible is not None else []), *(["--audit"] if audit else [])]
-        command = " ".join([again, *more])
+        decided: dict[str, float | str | None] = {
+            "epsilon": epsilon,
+            "noise_multiplier": noise_multiplier,
+            **asked,
+            "validation_fraction": validation_fraction,
+        }
+        if not usual:
+            decided |= {"sampling": sampling, "largest_batch": largest_batch, "adjacency": adjacency}
+        if reproducible is not None:
+            decided["reproducible"] = "SEED"
+        command = again([chosen.name], decided, [word for setting in settings or () for word in ("--set", setting)])
+        command += " --audit" * audit
         report["files"] = _save(result, report, output, command, chosen, data, validation_fraction)
     if as_json:
         print_json(report)
@@ -329,13 +324,6 @@ def _plan_printer(out: Console) -> Callback:
     return ShowPlan()
 
 
-def _audited(recipe: Recipe, epsilon: float | None, noise_multiplier: float | None, validation_fraction: float | None) -> Any:
-    """The audit of what will be trained; AuditError where it is refuted."""
-    size = training_size(dataset_info(recipe.dataset), validation_fraction)
-    with console(stderr=True).status("auditing the plan") as status:
-        return audit_recipe(recipe, epsilon, noise_multiplier, dataset_size=size, seconds=60.0, progress=status.update, strict=True)
-
-
 def _how_to_resume(checkpoint: Path | None) -> str:
     """The command that continues the run."""
     words = ["lipdp", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])]
@@ -372,32 +360,6 @@ def _check_files(checkpoint: Path | None, resume: bool, output: Path | None) -> 
     make_run_folder(output, resume=resume)
 
 
-def _again(
-    recipe: str,
-    epsilon: float | None,
-    noise_multiplier: float | None,
-    delta: float | None,
-    epochs: float | None,
-    batch_size: int | None,
-    learning_rate: float | None,
-    settings: list[str] | None,
-    validation_fraction: float | None,
-) -> str:
-    """The command for such a run, with what decides it; without seeds and places."""
-    given = {
-        "--epsilon": epsilon,
-        "--noise-multiplier": noise_multiplier,
-        "--delta": delta,
-        "--epochs": epochs,
-        "--batch-size": batch_size,
-        "--learning-rate": learning_rate,
-        "--validation-fraction": validation_fraction,
-    }
-    words = [word for name, value in given.items() if value is not None for word in (name, f"{value:g}")]
-    changed = [word for setting in settings or () for word in ("--set", setting)]
-    return shlex.join(["lipdp", "train", recipe, *words, *changed])
-
-
 def _save(
     result: Result, report: dict[str, Any], folder: Path, command: str, recipe: Recipe, root: Path | None, fraction: float | None
 ) -> list[str]:
@@ -419,35 +381,11 @@ def _save(
     learn, test, info = data.load(recipe.dataset, root=root)
     judged = test if fraction is None else data.split(learn, fraction)[1]
     predictor = result.model if recipe.views is None else data.TestTimeAverage(result.model, recipe.views)
+    found = f"the settings of the recipe {recipe.name} (what a search for them read of these records is not covered)"
     about = About(
         command=command,
         environment=this_environment(str(next(result.model.parameters()).device)),
-        public=(
-            ()
-            if not recipe.provenance
-            else (
-                f"the settings of the recipe {recipe.name} (what a search for them read of these records is not covered): "
-                f"{recipe.provenance}",
-            )
-        ),
+        public=(f"{found}: {recipe.provenance}",) if recipe.provenance else (),
         evaluation=evaluate_run(predictor, judged, info.class_names, part="test" if fraction is None else "validation"),
     )
     return [*written, *write_run(folder, result.plan, result.history, report, about)]
-
-
-def _device(name: str) -> str:
-    """A device that works here."""
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError):
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        here = f"auto, cpu, cuda, {', '.join(f'cuda:{number}' for number in range(gpus))}" if gpus else "auto and cpu"
-        why = "no GPU that torch can use was found" if not gpus else f"torch sees {gpus} GPU{'s' if gpus > 1 else ''}"
-        raise ConfigurationError(
-            f"--device {name} can't be used here: {why}. Leave it out, or take one of {here}; `lipdp doctor` says more"
-        ) from None
-    return name

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from lipdp import nn
+from lipdp._checks import whole
 from lipdp.convert.twin import Row
 from lipdp.errors import ConfigurationError
-
-__all__ = ["NormReport", "Renormed", "between_boundaries", "per_example_norms"]
 
 Weighted = torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d | torch.nn.ConvTranspose2d
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -156,8 +155,7 @@ def per_example_norms(model: torch.nn.Module, groups: int = _GROUPS) -> Renormed
         >>> print(per_example_norms(network).report)
         1  BatchNorm2d(8)  →  GroupNorm(2, 8)
     """
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ConfigurationError(f"groups must be a whole number of at least 1, not {groups!r}")
+    whole("groups", groups)
     for name, layer in model.named_modules():
         if any(map(torch.nn.parameter.is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
             raise ConfigurationError(f"layer '{name}' ({type(layer).__name__}) is not initialised yet. Run one forward pass first.")

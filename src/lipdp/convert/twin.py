@@ -25,8 +25,6 @@ from lipdp.export import Builder, Seen, record, token_dtype
 from lipdp.program import describe, trace_graph
 from lipdp.twins import Decision, Outcome, Where, find_twin, twin
 
-__all__ = ["FUNCTIONS", "Conversion", "ConversionReport", "Row", "convert", "decide"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -28,8 +28,6 @@ from lipdp.errors import DataError, LipdpNotice
 from lipdp.fingerprint import fingerprint, reachable_tensors
 from lipdp.inputs import owned
 
-__all__ = ["alone_or_together", "kept_apart"]
-
 # Augmentations that were met: whether each is given its examples one by one.
 _met: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

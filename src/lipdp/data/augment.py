@@ -19,30 +19,10 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
-from lipdp._checks import whole
+from lipdp._checks import one_of, whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.data.alone import alone_or_together
 from lipdp.errors import ConfigurationError, DataError
-
-__all__ = [
-    "Augmentation",
-    "Compose",
-    "Copy",
-    "FixedAugmentation",
-    "Flip",
-    "Identity",
-    "Padding",
-    "PrecomputedCopies",
-    "RandomCrop",
-    "Shift",
-    "Shifts",
-    "TestTimeAverage",
-    "check_shift",
-    "copies_of",
-    "fixed_views",
-    "is_fixed",
-    "source_index",
-]
 
 
 @runtime_checkable
@@ -185,9 +165,7 @@ class RandomCrop:
     def __init__(self, padding: int, copies: int, *, mode: Padding = "reflect", flip: bool = True) -> None:
         self.padding = whole("RandomCrop padding", padding, least=0)
         self.copies = whole("RandomCrop copies", copies)
-        if mode not in get_args(Padding):
-            raise ConfigurationError(f"RandomCrop mode is {mode!r}: choose one of {', '.join(get_args(Padding))}.")
-        self.mode: Padding = mode
+        self.mode: Padding = one_of("RandomCrop mode", mode, get_args(Padding))
         self.flip = flip
 
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -339,10 +317,8 @@ class Shift(torch.nn.Module):
         for name, value in (("down", down), ("right", right)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigurationError(f"Shift {name} is a number of pixels, a whole number, not {value!r}")
-        if mode not in get_args(Padding):
-            raise ConfigurationError(f"Shift mode is {mode!r}: choose one of {', '.join(get_args(Padding))}.")
         self.down, self.right, self.flip = down, right, bool(flip)
-        self.mode: Padding = mode
+        self.mode: Padding = one_of("Shift mode", mode, get_args(Padding))
 
     def forward(self, x: Tensor) -> Tensor:
         """Move."""

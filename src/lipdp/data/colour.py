@@ -30,21 +30,6 @@ from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import DataError
 from lipdp.nn.norms import Normalize
 
-__all__ = [
-    "COLOUR_SPACES",
-    "HSV",
-    "RGB",
-    "YIQ",
-    "YUV",
-    "Grayscale",
-    "StandardRGB",
-    "colour_space",
-    "rgb_to_grayscale",
-    "rgb_to_hsv",
-    "rgb_to_yiq",
-    "rgb_to_yuv",
-]
-
 # Rec. ITU-R BT.601: the shares of red and blue in luma, and the ranges of U and V.
 _RED, _BLUE = 0.299, 0.114
 _U_MAX, _V_MAX = 0.436, 0.615

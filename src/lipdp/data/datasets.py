@@ -22,8 +22,6 @@ from lipdp.data.published import CIFAR10, DIGITS, FASHION_MNIST, MNIST
 from lipdp.data.text import IMDB
 from lipdp.errors import DataError
 
-__all__ = ["ADBENCH", "SOURCES", "AnomalyTable", "available", "info", "load", "names"]
-
 # ADBench gives no split. Ours is public and fixed: a fifth of each class for the test, by this seed.
 SPLIT_SEED = 0
 _TEST_FRACTION = 0.2

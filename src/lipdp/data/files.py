@@ -19,27 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lipdp._checks import whole
 from lipdp.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "Availability",
-    "Bytes",
-    "DatasetInfo",
-    "Loaded",
-    "RemoteFile",
-    "Source",
-    "data_root",
-    "download_bar",
-    "ensure",
-    "images_dataset",
-    "split",
-    "stratified",
-    "verify",
-]
 
 ENVIRONMENT_VARIABLE = "LIPDP_DATA"
 
@@ -331,8 +315,7 @@ def split(dataset: TensorDataset, fraction: float, seed: int = 0, stratify: bool
         raise ConfigurationError(
             f"fraction={fraction!r} is not the share of a validation part: give a number between 0 and 1, e.g. 0.1."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigurationError(f"seed={seed!r} is not a seed: give an integer, 0 or more.")
+    whole("seed", seed, least=0)
     size = len(dataset)
     if not 0 < round(fraction * size) < size:
         raise ConfigurationError(

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from lipdp._checks import discreet
 from lipdp.errors import DataError, LipdpWarning
 
-__all__ = ["has_labels", "picture_files", "read_images", "read_labels", "read_pictures", "unreadable_pictures"]
-
 _KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _NAMES = {"images": ("images", "x", "X", "data"), "labels": ("labels", "y", "targets")}
 _SIDE = 32  # what pictures of several sizes are brought to

@@ -35,18 +35,6 @@ from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.quantile import PrivateQuantile, private_quantile
 from lipdp.privacy.randomness import Stream
 
-__all__ = [
-    "NormHistogram",
-    "Projection",
-    "choose_input_bound",
-    "input_norms",
-    "map_inputs",
-    "norm_histogram",
-    "one_by_one",
-    "project_inputs",
-    "require_finite",
-]
-
 _CHUNK = 4096  # examples looked at together: the masks of a whole CIFAR-10 would need twice its memory
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 

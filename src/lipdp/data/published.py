@@ -23,25 +23,7 @@ from torch.utils.data import TensorDataset
 from lipdp.data.files import Availability, Bytes, DatasetInfo, Loaded, RemoteFile, ensure, images_dataset, stratified
 from lipdp.errors import DataError
 
-__all__ = [
-    "CIFAR10",
-    "DIGITS",
-    "FASHION_MNIST",
-    "MNIST",
-    "SPLIT_SEED",
-    "CifarBatches",
-    "Digits",
-    "IdxImages",
-    "read_batch",
-    "read_idx",
-]
-
-_FILES = (
-    "train-images-idx3-ubyte.gz",
-    "train-labels-idx1-ubyte.gz",
-    "t10k-images-idx3-ubyte.gz",
-    "t10k-labels-idx1-ubyte.gz",
-)
+_FILES = tuple(f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
 
 @dataclass(frozen=True)
@@ -61,18 +43,10 @@ class IdxImages:
         paths = [root / self.info.name / file.name for file in self.files]
         for file, path in zip(self.files, paths, strict=True):
             ensure(self.info.name, file, path, download=download)
+        size = {0: self.info.train_size, 2: self.info.test_size}
         train, test = (
-            images_dataset(
-                read_idx(images, 3)[:, None],  # the channel
-                read_idx(labels, 1),
-                largest=255,
-                size=size,
-                info=self.info,
-            )
-            for images, labels, size in (
-                (paths[0], paths[1], self.info.train_size),
-                (paths[2], paths[3], self.info.test_size),
-            )
+            images_dataset(read_idx(paths[at], 3)[:, None], read_idx(paths[at + 1], 1), largest=255, size=size[at], info=self.info)
+            for at in size
         )
         return train, test, self.info
 
@@ -113,18 +87,7 @@ FASHION_MNIST = IdxImages(
         shape=(1, 28, 28),
         train_size=60_000,
         test_size=10_000,
-        class_names=(
-            "T-shirt/top",
-            "Trouser",
-            "Pullover",
-            "Dress",
-            "Coat",
-            "Sandal",
-            "Shirt",
-            "Sneaker",
-            "Bag",
-            "Ankle boot",
-        ),
+        class_names=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
         licence="MIT (Zalando SE)",
         citation="H. Xiao, K. Rasul and R. Vollgraf. Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine "
         "Learning Algorithms. arXiv:1708.07747, 2017.",

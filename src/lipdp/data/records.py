@@ -16,8 +16,6 @@ from torch.utils.data import Dataset
 from lipdp._checks import discreet, whole
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["Columns", "Stored"]
-
 _IGNORED = -100  # what torch's losses leave out among token labels
 
 

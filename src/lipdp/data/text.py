@@ -26,20 +26,6 @@ from lipdp._files import PUBLIC, written_whole
 from lipdp.data.files import Availability, DatasetInfo, Loaded, RemoteFile, data_root, ensure
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = [
-    "BUCKETS",
-    "COMMON_WORDS",
-    "IMDB",
-    "LENGTH",
-    "Reviews",
-    "hashed_bag",
-    "hashed_word",
-    "hashed_words",
-    "reviews",
-    "windows",
-    "words",
-]
-
 _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 _TAG = re.compile(r"<[^>]*>")
 

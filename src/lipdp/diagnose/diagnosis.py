@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import warnings
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lipdp import nn
-from lipdp._checks import whole
+from lipdp._checks import named_one, whole
 from lipdp._numerics import Undrawn
 from lipdp._texts import figure, number, percent, saved, source, text_table
 from lipdp.bounds import Analysis, analyse
@@ -26,8 +27,6 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors
 from lipdp.training.callbacks import Callback, Run
-
-__all__ = ["Diagnosis", "DiagnosisCallback", "ParameterDiagnosis", "diagnose", "first_examples"]
 
 
 @dataclass(frozen=True)
@@ -107,10 +106,7 @@ class Diagnosis:
     slack: float = 1.0
 
     def __getitem__(self, name: str) -> ParameterDiagnosis:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"there is no parameter {name!r}; there are {', '.join(row.name for row in self.rows)}")
+        return named_one("parameter", name, self.rows)
 
     @property
     def privacy(self) -> str:
@@ -171,36 +167,14 @@ def _cells(row: ParameterDiagnosis, planned: bool) -> list[str]:
 
 
 def _fields(row: ParameterDiagnosis) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "size": row.size,
-        "bound": None if math.isinf(row.bound) else row.bound,
-        "mean": row.mean,
-        "largest": row.largest,
-        "tightness": row.tightness,
-        "peak": None if math.isinf(row.peak) else row.peak,
-        "input_share": row.input_share,
-        "cotangent_share": row.cotangent_share,
-        "mean_gradient": row.mean_gradient,
-        "noise_std": row.noise_std,
-        "snr": row.snr,
-        "quantiles": {f"{share:g}": value for share, value in row.quantiles.items()},
-        "edges": list(row.edges),
-        "counts": list(row.counts),
-    }
+    own = {**dataclasses.asdict(row), "tightness": row.tightness, "peak": row.peak}
+    own |= {name: None for name in ("bound", "peak") if math.isinf(own[name])}
+    return {**own, "quantiles": {f"{share:g}": value for share, value in row.quantiles.items()}}
 
 
 _QUANTILES = (0.1, 0.5, 0.9, 0.99)
 _CHUNK = 256
 _WHOLE = "whole gradient"
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """b, and the noise on the gradient sum by parameter."""
-
-    batch_size: int
-    stds: Mapping[str, float]
 
 
 def first_examples(data: Any, examples: int) -> tuple[Tensor, Tensor]:
@@ -266,17 +240,20 @@ def diagnose(
             norms = measure_gradients(own, proved_loss, x[part], y[part], one_by_one=one_by_one)
             measured = norms if measured is None else measured.joined(norms)
     assert measured is not None
-    noise = None if plan is None else _Noise(plan.batch_size, plan.noise_stds if noise_stds is None else noise_stds)
-    return _assemble(analysis, measured, noise, len(x), public, whole("bins", bins))
+    stds = {} if plan is None else plan.noise_stds if noise_stds is None else noise_stds
+    return _assemble(analysis, measured, stds, 0 if plan is None else plan.batch_size, len(x), public, whole("bins", bins))
 
 
-def _assemble(analysis: Analysis, measured: Measured, noise: _Noise | None, examples: int, public: bool, bins: int) -> Diagnosis:
+def _assemble(
+    analysis: Analysis, measured: Measured, stds: Mapping[str, float], batch: int, examples: int, public: bool, bins: int
+) -> Diagnosis:
+    """``stds``: the noise on sums over batches of ``batch`` examples, by parameter; none where there is no plan."""
     rows = []
     for bounds in analysis.parameters:
         name = bounds.name
         module = name.rpartition(".")[0]
         signal = float(measured.sums[name].double().norm()) / examples
-        std = None if noise is None else noise.stds.get(name)
+        std = stds.get(name)
         rows.append(
             _row(
                 name,
@@ -288,7 +265,7 @@ def _assemble(analysis: Analysis, measured: Measured, noise: _Noise | None, exam
                 input_share=_used(measured.inputs.get(module), bounds.input_norm),
                 cotangent_share=_used(measured.cotangents.get(module), bounds.cotangent_norm),
                 noise_std=std,
-                snr=None if noise is None or not std else signal * noise.batch_size / (std * math.sqrt(bounds.size)),
+                snr=signal * batch / (std * math.sqrt(bounds.size)) if std else None,
             )
         )
     norms = torch.stack([measured.norms[row.name].cpu() for row in rows]).square().sum(0).sqrt()
@@ -301,7 +278,7 @@ def _assemble(analysis: Analysis, measured: Measured, noise: _Noise | None, exam
         norms,
         signal,
         bins,
-        snr=None if noise is None or energy == 0 else signal * noise.batch_size / energy,
+        snr=signal * batch / energy if energy else None,
     )
     return Diagnosis(tuple(rows), entire, examples, public, analysis.slack())
 

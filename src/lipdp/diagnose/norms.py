@@ -14,8 +14,6 @@ from lipdp.clipping.restored import left_as_it_was
 from lipdp.errors import DataError
 from lipdp.parametrize import effective_leaves
 
-__all__ = ["Measured", "measure_gradients"]
-
 PerExampleLoss = Callable[[Tensor, Tensor], Tensor]
 # Clipped to this, nothing is clipped.
 _NO_CLIP = 1e30

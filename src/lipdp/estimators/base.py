@@ -32,8 +32,6 @@ from lipdp.privacy.budget import open_budget
 from lipdp.training import History, PrivacyPlan, fit, plan
 from lipdp.training.account import several_runs
 
-__all__ = ["Choice", "Classifier", "PrivateEstimator", "default_delta", "plan_head", "softmax"]
-
 
 @dataclass(frozen=True)
 class Choice:

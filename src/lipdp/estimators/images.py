@@ -34,9 +34,8 @@ from lipdp.estimators.base import Choice, Classifier, plan_head, softmax
 from lipdp.estimators.reading import is_place, note_rows
 from lipdp.features.front import rows_through
 from lipdp.features.learned import network_file
+from lipdp.inputs import outputs_in_parts
 from lipdp.training import PrivacyPlan
-
-__all__ = ["PrivateImageClassifier", "is_images"]
 
 _SIDE = 32  # pixels along each side that features are made of
 _NO_PIXELS = ("P", "HSV", "YCbCr", "LAB")  # modes of Pillow with as many bytes as grey or colour has
@@ -206,9 +205,7 @@ class PrivateImageClassifier(Classifier):
             )
         place = next(self.model_.parameters()).device
         rows = rows_through(self.model_, 1024, place)
-        with torch.no_grad():
-            parts = [self.model_(_sized(part).to(place)).cpu().double() for part in torch.split(pixels, rows)]
-        logits: npt.NDArray[np.float64] = torch.cat(parts).numpy()
+        logits: npt.NDArray[np.float64] = outputs_in_parts(self.model_, pixels, rows, _sized).numpy()
         return logits
 
     def _shares(self, outputs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

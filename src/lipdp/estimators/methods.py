@@ -6,15 +6,10 @@ and their noise, of multiplier σ = σ₁·√T, adds √(Σ η_t²)·σ/N ≈ M
 M·σ₁/N, where σ₁ is the noise of one single release. Outputs are fitted to values of size 1, so M = κ·N/σ₁ makes the noise κ of
 them: κ = 0.3 for classes, 0.1 for numbers.
 
-Features for classes: the columns themselves beside a kernel of half the width that :func:`kernel_width` says. 0.7 of it did better
-on 17 pilots (`benchmarks/tables/defaults.py`, `pilots.jsonl`; half a point to a point in the mean) and was tried; it lost on tables
-that had no part in that (`tried_wider.jsonl`), by 13 points on one, so half it stays. Which is better is a question of the data.
-
-Features for numbers: the columns, a kernel of the usual width, and one that is a sum over single columns (of half its usual width),
-with residuals clipped to C = 0.1 where classes have 0.3: a target fills little of its declared range, and noise is in proportion to
-C. The best mean over 9 pilots at ε = 1, 3 and 9, none of them judged (`benchmarks/tables/rules.py`, `rules.jsonl`): 6.4 points of
-R² below the best of 80 settings for each pilot and ε; 0.7 of the width, sums of the usual width, C = 0.3 and κ = 0.15, which stood
-here before, is 11.1 below.
+Features for classes: the columns themselves beside a kernel of half the width that :func:`kernel_width` says. Features for numbers:
+the columns, a kernel of the usual width, and one that is a sum over single columns (of half its usual width), with residuals
+clipped to C = 0.1 where classes have 0.3: a target fills little of its declared range, and noise is in proportion to C. What else
+was tried, on which tables, is told in docs/history.md and `benchmarks/tables/`.
 
 Momentum leaves M as it is (a step's share of it is η/(1 − β)), and is stable for rates 2(1 + β)/(1 − β) = 38 times as large as
 those of plain steps, whose limit is 2 where rows have norm 1. For numbers it is taken where plain steps would go faster than 2;
@@ -59,8 +54,6 @@ from lipdp.estimators.schema import Categorical, Numeric, Schema
 from lipdp.privacy import Adjacency, generator, private_quantile
 from lipdp.privacy.budget import AnyBudget
 from lipdp.training import PrivacyPlan
-
-__all__ = ["METHODS", "Method", "choose_method", "make_model", "make_optimizer", "private_ranges", "rank_error"]
 
 Method = Literal["auto", "linear", "kernel", "network", "clipping"]
 METHODS = ("linear", "kernel", "network", "clipping")

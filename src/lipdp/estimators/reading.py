@@ -30,21 +30,6 @@ from lipdp._texts import brief, upwards
 from lipdp.errors import ConfigurationError, DataError, LipdpWarning, RepeatedRunWarning
 from lipdp.training.account import are_expected
 
-__all__ = [
-    "as_numbers",
-    "as_table",
-    "check_form",
-    "check_labels",
-    "check_lengths",
-    "codes_of",
-    "declared_classes",
-    "forget_rows",
-    "is_place",
-    "note_pairing",
-    "note_rows",
-    "one_column",
-]
-
 _FEW = 20  # records up to which nearly all labels may differ by chance
 _FILES_OF_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".feather", ".xlsx", ".xls", ".json", ".jsonl")
 

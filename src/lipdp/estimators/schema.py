@@ -21,8 +21,6 @@ import numpy.typing as npt
 from lipdp._checks import is_number, shown
 from lipdp.errors import ConfigurationError, DataError
 
-__all__ = ["Categorical", "Column", "Dates", "Numeric", "Schema", "check_names", "columns_of", "read_schema"]
-
 Floats = npt.NDArray[np.float64]
 _MISSING, _LISTED = ", or missing", 12  # words; categories that are told one by one
 

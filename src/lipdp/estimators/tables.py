@@ -33,10 +33,9 @@ from lipdp.estimators.schema import (
     is_numeric,
     read_schema,
 )
+from lipdp.inputs import outputs_in_parts
 from lipdp.privacy import Adjacency, Pure
 from lipdp.training import PrivacyPlan
-
-__all__ = ["PrivateClassifier", "PrivateRegressor"]
 
 _ADJACENCY: Adjacency = "add_remove"
 _TARGET = "the target y"
@@ -207,10 +206,7 @@ class _PrivateTable(PrivateEstimator):
         check_is_fitted(self)
         columns, _ = self._read(table, first=False)
         rows = torch.from_numpy(self.schema_.encode(columns))
-        place = next(self.model_.parameters()).device
-        with torch.no_grad():
-            parts = [self.model_(part.to(place)).cpu().double() for part in torch.split(rows, 8192)]
-        result: npt.NDArray[np.float64] = torch.cat(parts).numpy()
+        result: npt.NDArray[np.float64] = outputs_in_parts(self.model_, rows, 8192).numpy()
         return result
 
 

@@ -32,16 +32,13 @@ made from such images (whitening, patches, thresholds) is a constant of the libr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from torch.nn import functional as F
 
 from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
-
-__all__ = ["draw_images", "drawing_stream", "leaf_images", "texture_images"]
 
 _OBJECTS, _PARTS = 10, 3
 _SMALLEST, _LARGEST = 0.05, 0.55  # radii of objects, in units of the canvas
@@ -65,13 +62,6 @@ def draw_images(count: int, size: int = 64, seed: int = 0, *, device: torch.devi
     draw = torch.Generator().manual_seed(seed)
     parts = [_scenes(min(_AT_ONCE, number - start), side, draw, torch.device(device)) for start in range(0, number, _AT_ONCE)]
     return torch.cat(parts)
-
-
-def drawing_stream(size: int, seed: int, at_once: int, device: torch.device | str) -> Iterator[torch.Tensor]:
-    """Batches of new drawings without end, as uint8; batch number k is ``draw_images(at_once, size, seed + k)``."""
-    while True:
-        yield (draw_images(at_once, size, seed, device=device) * 255).round().to(torch.uint8)
-        seed += 1
 
 
 class _Numbers:
@@ -234,14 +224,6 @@ def _distance(u: torch.Tensor, v: torch.Tensor, power: torch.Tensor, bend: torch
     theta = torch.atan2(v, u)
     radial = ((u.abs() + 1e-4) ** power + (v.abs() + 1e-4) ** power) ** (1 / power)
     return radial / (1 + bend * torch.cos(3 * theta + phase) + bend / 2 * torch.cos(5 * theta + 2 * phase))
-
-
-def to_square_colour(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Images of any size with one or three channels as three channels of ``size`` pixels: what networks of drawings take."""
-    colour = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-    if tuple(colour.shape[2:]) == (size, size):
-        return colour
-    return F.interpolate(colour, size=(size, size), mode="bilinear", align_corners=False, antialias=True)
 
 
 # Opponent colours of natural light: all channels together vary most, then one against the others.

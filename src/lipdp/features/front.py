@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,9 @@ from lipdp.features.layers import ToGrid
 from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import PatchFeatures
 from lipdp.features.scattering import Scattering2d
+from lipdp.inputs import evaluating
 from lipdp.nn.boundary import to_ball
 from lipdp.program.dtypes import Types
-
-__all__ = [
-    "Front",
-    "FrozenFeatures",
-    "cache_file",
-    "extract_features",
-    "fixed_layers",
-    "read_outputs",
-    "rows_through",
-    "split_front",
-    "write_outputs",
-]
-
 
 _FORMAT = 2
 # Rows at once: what stays in a processor's cache, and what fills a GPU.
@@ -306,7 +293,7 @@ def extract_features(
         module.to(place)
         if place.type == "cpu":
             keep_freed_memory()
-        with _evaluating(module), torch.no_grad():
+        with evaluating(module), torch.no_grad():
             with left_as_it_was(module):  # a scale of the first records would be a constant to the others
                 _check_one_by_one(module, inputs, place, front.types)
             rows = batch_size or max(1, (_ROWS_ON_CPU if place.type == "cpu" else _ROWS_ON_GPU) // front.count)
@@ -319,17 +306,6 @@ def extract_features(
         if file is not None:
             write_outputs(stored.cpu(), file)
     return TensorDataset(stored.to(keep), targets.to(keep))
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _check_one_by_one(module: torch.nn.Module, inputs: torch.Tensor, device: torch.device, types: Types) -> None:

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import positive, whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export import Site, lowering
-
-__all__ = ["Asinh", "Constant", "Landmarks", "RandomFourier", "RandomReLU"]
-
+from lipdp.export import as_computed, lowering
 
 _ROUNDS = 2  # of signs and a Hadamard matrix; what a dense random matrix gives is the same to within the noise of experiments
 _ROUNDING = 1 + 1e-5
@@ -79,10 +77,10 @@ class RandomReLU(torch.nn.Module):
         # A few rows at a time: on a processor what stays in its cache.
         entries = _ENTRIES_ON_CPU if x.device.type == "cpu" else _ENTRIES_ELSEWHERE
         parts = torch.split(x, max(1, entries // self.output_features))
-        return torch.cat([self._rectified(part, part.dtype) for part in parts])
+        return torch.cat([self.computed(part, part.dtype) for part in parts])
 
-    def _rectified(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In torch functions alone, so that it can be exported too."""
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         signs, left, right = (buffer.to(dtype) for buffer in (self.signs, self.left, self.right))
         length = 1 / math.sqrt(self.padded)
         z = torch.unsqueeze(F.pad(x, (0, self.padded - self.features)), 1)
@@ -111,11 +109,6 @@ def _random_relu(layer: RandomReLU, call: Call) -> Transfer:
     x = call.inputs[0]
     norm = math.hypot(x.norm, layer.norm / math.sqrt(2 * math.pi)) * _ROUNDING
     return Transfer(Bound(norm, call.output_shape), (_ROUNDING,), exact=False)
-
-
-@lowering(RandomReLU)
-def _plain_random_relu(layer: RandomReLU, site: Site) -> torch.Tensor:
-    return layer._rectified(site.x, site.dtype)
 
 
 # Kernel values at fixed points, whitened for standard normal rows: features of public make for small tables.
@@ -167,8 +160,12 @@ class Landmarks(torch.nn.Module):
         """(batch, features) → (batch, m)."""
         if x.ndim != 2 or x.shape[1] != self.features:
             raise DataError(f"Landmarks expects (batch, {self.features}), not a tensor of shape {tuple(x.shape)}")
-        values = _cauchy(x, self.points.to(x.dtype), self.scale)
-        return torch.nn.functional.linear(values - self.centre.to(x.dtype), self.whitener.to(x.dtype))
+        return self.computed(x, x.dtype)
+
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
+        values = _cauchy(x, self.points.to(dtype), self.scale)
+        return F.linear(values - self.centre.to(dtype), self.whitener.to(dtype))
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
@@ -202,12 +199,6 @@ def _landmarks(layer: Landmarks, call: Call) -> Transfer:
     )
 
 
-@lowering(Landmarks)
-def _plain_landmarks(layer: Landmarks, site: Site) -> torch.Tensor:
-    values = _cauchy(site.x, layer.points.to(site.dtype), layer.scale)
-    return torch.nn.functional.linear(values - layer.centre.to(site.dtype), layer.whitener.to(site.dtype))
-
-
 class Asinh(torch.nn.Module):
     """``y = asinh(x/a)``, entry by entry: linear up to about a, logarithmic beyond, odd. For columns of very different sizes.
 
@@ -217,12 +208,14 @@ class Asinh(torch.nn.Module):
 
     def __init__(self, level: float) -> None:
         super().__init__()
-        if not (isinstance(level, int | float) and math.isfinite(level) and level > 0):
-            raise ConfigurationError(f"Asinh needs a positive finite level, not {level!r}")
-        self.level = float(level)
+        self.level = positive("Asinh level", level)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Draw large entries in."""
+        return self.computed(x, x.dtype)
+
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         return torch.asinh(x / self.level)
 
     def extra_repr(self) -> str:
@@ -238,11 +231,6 @@ def _asinh(layer: Asinh, call: Call) -> Transfer:
     return Transfer(Bound(times(gain, x.norm), x.shape, max_abs=peak), (gain,))
 
 
-@lowering(Asinh)
-def _plain_asinh(layer: Asinh, site: Site) -> torch.Tensor:
-    return torch.asinh(site.x / layer.level)
-
-
 class Constant(torch.nn.Module):
     """Appends a column of one fixed value: the bias of the layer behind it, inside that layer's bound.
 
@@ -253,15 +241,17 @@ class Constant(torch.nn.Module):
 
     def __init__(self, features: int, value: float = 1.0) -> None:
         super().__init__()
-        if features < 1 or not (math.isfinite(value) and value > 0):
-            raise ConfigurationError(f"Constant needs a number of columns and a positive value, not {features!r} and {value!r}")
-        self.features, self.value = int(features), float(value)
+        self.features, self.value = whole("Constant features", features), positive("Constant value", value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, features) → (batch, features + 1)."""
         if x.ndim != 2 or x.shape[1] != self.features:
             raise DataError(f"Constant expects (batch, {self.features}), not a tensor of shape {tuple(x.shape)}")
-        return torch.nn.functional.pad(x, (0, 1), value=self.value)
+        return self.computed(x, x.dtype)
+
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
+        return F.pad(x, (0, 1), value=self.value)
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
@@ -272,11 +262,6 @@ class Constant(torch.nn.Module):
 def _constant(layer: Constant, call: Call) -> Transfer:
     """‖(x, c)‖ = √(‖x‖² + c²); the derivative is that of the identity."""
     return Transfer(Bound(math.hypot(call.inputs[0].norm, layer.value), call.output_shape))
-
-
-@lowering(Constant)
-def _plain_constant(layer: Constant, site: Site) -> torch.Tensor:
-    return torch.nn.functional.pad(site.x, (0, 1), value=layer.value)
 
 
 class RandomFourier(torch.nn.Module):
@@ -321,9 +306,11 @@ class RandomFourier(torch.nn.Module):
         """(batch, features) → (batch, D)."""
         if x.ndim != 2 or x.shape[1] != self.features:
             raise DataError(f"RandomFourier expects (batch, {self.features}), not a tensor of shape {tuple(x.shape)}")
-        return math.sqrt(2 / self.outputs) * torch.cos(
-            torch.nn.functional.linear(x, self.weight.to(x.dtype), self.phase.to(x.dtype))
-        )
+        return self.computed(x, x.dtype)
+
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
+        return math.sqrt(2 / self.outputs) * torch.cos(F.linear(x, self.weight.to(dtype), self.phase.to(dtype)))
 
     def extra_repr(self) -> str:
         """Arguments, as in torch.nn."""
@@ -339,7 +326,4 @@ def _random_fourier(layer: RandomFourier, call: Call) -> Transfer:
     return Transfer(Bound(math.sqrt(2.0), call.output_shape, max_abs=peak), (times(gain, 1.0),), exact=False)
 
 
-@lowering(RandomFourier)
-def _plain_random_fourier(layer: RandomFourier, site: Site) -> torch.Tensor:
-    angles = torch.nn.functional.linear(site.x, layer.weight.to(site.dtype), layer.phase.to(site.dtype))
-    return math.sqrt(2 / layer.outputs) * torch.cos(angles)
+lowering(RandomReLU, Landmarks, Asinh, Constant, RandomFourier)(as_computed)

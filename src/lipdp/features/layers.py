@@ -14,23 +14,10 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import one_of, positive
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export import Site, lowering
-
-__all__ = [
-    "Compress",
-    "Compression",
-    "FromGrid",
-    "Mix",
-    "SideBySide",
-    "Straighten",
-    "Straightening",
-    "ToGrid",
-    "Window",
-    "straighten_layers",
-    "window",
-]
+from lipdp.export import Site, as_computed, lowering
 
 Compression = Literal["none", "log", "root"]
 
@@ -53,9 +40,7 @@ class Compress(torch.nn.Module):
         values = torch.tensor([float(level) for level in levels])
         if not len(values) or not bool((torch.isfinite(values) & (values > 0)).all()):
             raise ConfigurationError("Compress needs a positive finite level for each channel")
-        if kind not in ("log", "root"):
-            raise ConfigurationError(f"Compress kind must be 'log' or 'root', not {kind!r}")
-        self.kind = kind
+        self.kind = one_of("Compress kind", kind, ("log", "root"))
         self.register_buffer("levels", values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,9 +163,10 @@ class ToGrid(torch.nn.Module):
         """(batch, features) → (batch, channels, height, width)."""
         if x.shape[1:] != self.input_shape:
             raise DataError(f"ToGrid expects {self.input_shape[0]} features, got a tensor of shape {tuple(x.shape)}")
-        return self._arranged(x)
+        return self.computed(x, x.dtype)
 
-    def _arranged(self, x: torch.Tensor) -> torch.Tensor:
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         maps, start = [], 0
         for number, (shape, size) in enumerate(zip(self.shapes, self.sizes, strict=True)):
             part = torch.reshape(x[:, start : start + size], (-1, *shape))
@@ -200,11 +186,6 @@ def _to_grid(layer: ToGrid, call: Call) -> Transfer:
     x = call.inputs[0]
     gain = math.sqrt(layer.most_reads)
     return Transfer(Bound(times(gain, x.norm), call.output_shape, max_abs=x.max_abs), (gain,))
-
-
-@lowering(ToGrid)
-def _plain_to_grid(layer: ToGrid, site: Site) -> torch.Tensor:
-    return layer._arranged(site.x)
 
 
 class FromGrid(torch.nn.Module):
@@ -231,9 +212,10 @@ class FromGrid(torch.nn.Module):
         """(batch, channels, height, width) → (batch, features)."""
         if x.shape[1:] != self.input_shape:
             raise DataError(f"FromGrid expects maps of shape {self.input_shape}, got a tensor of shape {tuple(x.shape)}")
-        return self._collected(x, x.dtype)
+        return self.computed(x, x.dtype)
 
-    def _collected(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         parts, start = [], 0
         for number, (channels, _, _) in enumerate(self.shapes):
             rows, columns = (self.get_buffer(f"{name}_{number}").to(dtype) for name in ("rows", "columns"))
@@ -258,11 +240,6 @@ def _from_grid(layer: FromGrid, call: Call) -> Transfer:
     return Transfer(Bound(call.inputs[0].norm, call.output_shape))
 
 
-@lowering(FromGrid)
-def _plain_from_grid(layer: FromGrid, site: Site) -> torch.Tensor:
-    return layer._collected(site.x, site.dtype)
-
-
 class Window(torch.nn.Module):
     """x times public constants of its own shape (or one that broadcasts to it): ‖y‖ ≤ max|c|·‖x‖."""
 
@@ -274,7 +251,11 @@ class Window(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scale each entry."""
-        return x * self.factors.to(x.dtype)
+        return self.computed(x, x.dtype)
+
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
+        return x * self.factors.to(dtype)
 
 
 @rule(Window)
@@ -283,15 +264,9 @@ def _window(layer: Window, call: Call) -> Transfer:
     return Transfer(Bound(times(gain, x.norm), x.shape, times(gain, x.row_norm), times(gain, x.max_abs)), (gain,))
 
 
-@lowering(Window)
-def _plain_window(layer: Window, site: Site) -> torch.Tensor:
-    return site.x * layer.factors.to(site.dtype)
-
-
 def window(height: int, width: int, corner: float) -> torch.Tensor:
     """1 in the middle, ``corner`` in the corners of an image: corner^(r²/r_max²)."""
-    if not (math.isfinite(corner) and corner > 0):
-        raise ConfigurationError(f"the weight of the corners must be a positive number, not {corner!r}")
+    positive("the weight of the corners", corner)
     y, x = (
         torch.linspace(-1, 1, n, dtype=torch.float64) if n > 1 else torch.zeros(1, dtype=torch.float64) for n in (height, width)
     )
@@ -346,12 +321,10 @@ class Straighten(torch.nn.Module):
         self.input_shape = tuple(int(s) for s in shape)
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:
             raise ConfigurationError(f"Straighten works on images (channels, height, width), not on {self.input_shape}")
-        for name, value, most in (("shear", shear, 1.0), ("stretch", stretch, 1.0), ("spread", spread, math.inf)):
-            least_open = name == "spread"
-            if not (math.isfinite(value) and 0 <= value <= most and (value > 0 or not least_open)):
-                among = "a positive number" if least_open else "between 0 and 1"
-                raise ConfigurationError(f"Straighten {name} must be {among}, not {value!r}")
-        self.shear, self.stretch, self.spread = float(shear), float(stretch), float(spread)
+        for name, value in (("shear", shear), ("stretch", stretch)):
+            if not 0 <= value <= 1:
+                raise ConfigurationError(f"Straighten {name} must be between 0 and 1, not {value!r}")
+        self.shear, self.stretch, self.spread = float(shear), float(stretch), positive("Straighten spread", spread)
         most_stretch = _MOST_STRETCH if stretch else 1.0
         hats = (max(0.0, 1 - abs(k) / most_stretch) for k in range(-2, 3))  # neighbours beyond these are further than a pixel
         self.norm_gain = math.sqrt(sum(hats)) * _ROUNDING
@@ -367,11 +340,11 @@ class Straighten(torch.nn.Module):
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataError(f"Straighten expects images of shape {self.input_shape}; got a tensor of shape {tuple(x.shape)}")
         if x.dtype in (torch.bfloat16, torch.float16):  # too coarse for positions
-            return self._straightened(x.float(), torch.float32).to(x.dtype)
-        return self._straightened(x, x.dtype)
+            return self.computed(x.float(), torch.float32).to(x.dtype)
+        return self.computed(x, x.dtype)
 
-    def _straightened(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In torch functions alone, so that it can be exported too."""
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         _, height, width = self.input_shape
         down, across, slant, distance = (torch.reshape(value, (-1, 1, 1)) for value in self._pose(x, dtype))
         rows, columns = self.rows.to(dtype), self.columns.to(dtype)
@@ -424,6 +397,4 @@ def _straighten(layer: Straighten, call: Call) -> Transfer:
     )
 
 
-@lowering(Straighten)
-def _plain_straighten(layer: Straighten, site: Site) -> torch.Tensor:
-    return layer._straightened(site.x, site.dtype)
+lowering(FromGrid, Straighten, ToGrid, Window)(as_computed)

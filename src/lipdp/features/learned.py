@@ -33,20 +33,8 @@ from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.data.augment import Shift
 from lipdp.data.files import data_root
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.export import Site, lowering
+from lipdp.export import as_computed, lowering
 from lipdp.features.drawings import draw_images
-
-__all__ = [
-    "SHAPES",
-    "LearnedFeatures",
-    "Network",
-    "NetworkShape",
-    "ResidualNetwork",
-    "folded_weights",
-    "network_file",
-    "read_network",
-    "write_network",
-]
 
 
 @dataclass(frozen=True)
@@ -55,15 +43,6 @@ class NetworkShape:
 
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, given: Mapping[str, Sequence[int]]) -> NetworkShape:
-        """From plain data, as a file holds it."""
-        return cls(tuple(map(int, given["widths"])), tuple(map(int, given["blocks"])))
-
-    def plain(self) -> dict[str, Sequence[int]]:
-        """As plain data."""
-        return asdict(self)
 
 
 SHAPES = {
@@ -235,10 +214,10 @@ class LearnedFeatures(torch.nn.Module):
         """The features."""
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataError(f"LearnedFeatures expects images of shape {self.input_shape}; got a tensor of shape {tuple(x.shape)}")
-        return self._features(x, x.dtype)
+        return self.computed(x, x.dtype)
 
-    def _features(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In torch functions alone, and sizes that are known beforehand: it can be exported."""
+    def computed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See :func:`lipdp.export.as_computed`."""
         if self.input_shape[0] == 1:
             x = torch.cat([x, x, x], 1)
         if self.input_shape[1:] != (self.view, self.view):
@@ -291,9 +270,7 @@ def _learned_features(layer: LearnedFeatures, call: Call) -> Transfer:
     )
 
 
-@lowering(LearnedFeatures)
-def _plain_learned_features(layer: LearnedFeatures, site: Site) -> torch.Tensor:
-    return layer._features(site.x, site.dtype)
+lowering(LearnedFeatures)(as_computed)
 
 
 # Files of networks.
@@ -339,7 +316,8 @@ def _read(file: Path, wanted: str, changed: int) -> Network:
         tensors = {key: torch.from_numpy(stored[key].astype(np.float32)) for key in stored.files if key != "about"}
     weights = {key.removeprefix("weight:"): value for key, value in tensors.items() if key.startswith("weight:")}
     means, mixings = (tuple(tensors[f"{kind}:{number}"] for number in range(len(_TAPS))) for kind in ("mean", "mixing"))
-    return Network(NetworkShape.of(about["shape"]), int(about["view"]), weights, means, mixings, about, digest)
+    shape = NetworkShape(*(tuple(map(int, about["shape"][name])) for name in ("widths", "blocks")))
+    return Network(shape, int(about["view"]), weights, means, mixings, about, digest)
 
 
 def write_network(
@@ -366,7 +344,7 @@ def write_network(
         raise ConfigurationError(f"a network's file ends in {_SUFFIX}, and '{path}' does not")
     halves = {name: weight.detach().cpu().half() for name, weight in weights.items()}
     means, mixings = _measured(shape, {name: weight.float() for name, weight in halves.items()}, view, torch.device(device))
-    told = {**about, "shape": shape.plain(), "view": view, "taps": _TAPS, "power": _POWER, "floor": _FLOOR}
+    told = {**about, "shape": asdict(shape), "view": view, "taps": _TAPS, "power": _POWER, "floor": _FLOOR}
     arrays = {f"weight:{name}": weight.numpy() for name, weight in halves.items()}
     for number, (mean, mixing) in enumerate(zip(means, mixings, strict=True)):
         arrays |= {f"mean:{number}": mean.half().numpy(), f"mixing:{number}": mixing.half().numpy()}

@@ -29,8 +29,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.features.drawings import draw_images
 from lipdp.features.learned import NetworkShape, ResidualNetwork
 
-__all__ = ["Lesson", "learn", "learn_from", "random_views"]
-
 _BETWEEN_SAVES = 60.0  # seconds
 _PER_DRAW = 1024  # drawings that are made together
 _VIEWS_SEED = 10**9  # apart from the seeds of drawings

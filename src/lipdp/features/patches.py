@@ -34,8 +34,6 @@ from lipdp.errors import ConfigurationError, DataError, LipdpError
 from lipdp.export import Site, lowering
 from lipdp.features.drawings import leaf_images
 
-__all__ = ["Dictionary", "PatchFeatures", "kept_constants", "pooling_windows"]
-
 _FORMAT = 1  # to be raised whenever what is computed changes
 _FOLDER = "constants"
 _log = logging.getLogger("lipdp")

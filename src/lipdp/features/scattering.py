@@ -15,23 +15,10 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import whole
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
-
-__all__ = [
-    "Colour",
-    "FilterBank",
-    "Padding",
-    "Scattering2d",
-    "Spectrum",
-    "filter_bank",
-    "gabor",
-    "layer_norm_squared",
-    "morlet",
-    "padded_size",
-]
-
 
 Colour = Literal["rgb", "yuv"]
 Padding = Literal["reflect", "symmetric", "circular", "zeros"]
@@ -94,9 +81,8 @@ class Scattering2d(torch.nn.Module):
     def _check(self) -> None:
         if len(self.input_shape) != 3 or min(self.input_shape) < 1:
             raise ConfigurationError(f"scattering works on images (channels, height, width), not on {self.input_shape}")
-        for name, value, least in (("J", self.J, 1), ("L", self.L, 1), ("order", self.order, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"scattering {name} must be a whole number of at least {least}, not {value!r}")
+        for name in ("J", "L", "order"):
+            whole(f"scattering {name}", getattr(self, name))
         if min(self.input_shape[1:]) < 2**self.J:
             raise ConfigurationError(
                 f"scattering at J={self.J} averages over {2**self.J} pixels, and an image has {self.input_shape[1:]}. Lower J."

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -38,42 +38,9 @@ from lipdp.features.learned import LearnedFeatures
 from lipdp.features.patches import Dictionary, PatchFeatures, kept_constants
 from lipdp.features.scattering import Colour, Padding, Scattering2d
 
-__all__ = [
-    "AnyBlock",
-    "Centre",
-    "FrontOptions",
-    "LearnedBlock",
-    "PatchBlock",
-    "ScatteringBlock",
-    "block_of",
-    "channel_weights",
-    "feature_front",
-    "scattering_front",
-]
-
-
 Statistics = Literal["none", "textures", "private"]
 # Where compression sets in, in units of a channel's mean response to drawn images.
 _LEVELS = {"log": 0.3, "root": 0.01}
-
-
-class FrontOptions(TypedDict, total=False):
-    """The arguments of :func:`scattering_front`."""
-
-    scales: Sequence[tuple[int, int]]
-    order: int
-    colour: Colour | None
-    padding: Padding
-    compress: Compression
-    shifts: Sequence[tuple[int, int]]
-    flip: bool
-    whiten: float
-    statistics: Statistics
-    radius: float
-    weights: tuple[float, float, float, float]
-    corner: float
-    input_mode: Literal["ball", "sphere"]
-    straighten: Straightening
 
 
 def scattering_front(
@@ -123,8 +90,7 @@ def scattering_front(
         raise ConfigurationError(f"weights are four positive numbers (orders 0, 1, 2; colour), not {weights!r}")
     if compress not in ("none", "log", "root") or not 0 <= whiten <= 1:
         raise ConfigurationError(f"compress is 'none', 'log' or 'root' and whiten in [0, 1], not {compress!r} and {whiten!r}")
-    chosen: Colour = colour if colour is not None else "yuv" if input_shape[:1] == (3,) else "rgb"
-    copies = Shifts([(int(down), int(right)) for down, right in shifts], flip=flip)
+    chosen, copies = colour or _usual_colour(input_shape), _copies(shifts, flip)
     if not scales:
         raise ConfigurationError("scattering needs at least one scale (J, L)")
     # The finest grid first: the others are put on it.
@@ -138,10 +104,10 @@ def scattering_front(
         layers = [SideBySide(*(nn.Sequential(*branch) for branch in branches))]
         factors = torch.cat([part.flatten() for part in each])
         shape = tuple(factors.shape)
-    if len(branches) > 1 and statistics == "private":  # channels of all scales side by side, for the statistics only
-        grid = ToGrid([transform.output_shape for transform in transforms])
-        layers.append(grid)
-        shape, factors = grid.output_shape, grid(factors[None])[0] * grid.evening
+        if statistics == "private":  # channels of all scales side by side, for the statistics only
+            grid = ToGrid([transform.output_shape for transform in transforms])
+            layers.append(grid)
+            shape, factors = grid.output_shape, grid(factors[None])[0] * grid.evening
     if statistics == "private":
         layers.append(nn.Standardize(shape[0], radius=radius * math.sqrt(math.prod(shape))))
     if not bool((factors == 1).all()):
@@ -153,6 +119,14 @@ def scattering_front(
     return [*first, *layers, nn.BoundedInput(shape, mode=input_mode), nn.Flatten()], math.prod(shape)
 
 
+def _usual_colour(shape: tuple[int, ...]) -> Colour:
+    return "yuv" if shape[:1] == (3,) else "rgb"
+
+
+def _copies(shifts: Sequence[tuple[int, int]], flip: bool) -> Shifts:
+    return Shifts([(int(down), int(right)) for down, right in shifts], flip=flip)
+
+
 def _factors(transform: Scattering2d, weights: tuple[float, float, float, float], corner: float) -> torch.Tensor:
     _, height, width = transform.output_shape
     return channel_weights(transform, weights)[:, None, None] * window(height, width, corner)
@@ -160,16 +134,8 @@ def _factors(transform: Scattering2d, weights: tuple[float, float, float, float]
 
 def _branch(transform: Scattering2d, copies: Shifts, compress: Compression, whiten: float, even: bool) -> list[torch.nn.Module]:
     """One transform with what is public and follows it: compression, the mean over copies, the textures' statistics."""
-    levels, mean, std, mixing = _constants(
-        transform.input_shape,
-        transform.J,
-        transform.L,
-        transform.order,
-        transform.colour,
-        transform.padding,
-        compress,
-        whiten if even else 0.0,
-    )
+    made_with = transform.input_shape, transform.J, transform.L, transform.order, transform.colour, transform.padding
+    levels, mean, std, mixing = _constants(made_with, compress, whiten if even else 0.0)
     extractor: torch.nn.Module = transform
     if compress != "none":
         extractor = nn.Sequential(transform, Compress(levels, compress))
@@ -183,11 +149,11 @@ def _branch(transform: Scattering2d, copies: Shifts, compress: Compression, whit
 
 @lru_cache(maxsize=16)
 def _constants(
-    shape: tuple[int, ...], J: int, L: int, order: int, colour: Colour, padding: Padding, compress: Compression, whiten: float
+    made_with: tuple[Any, ...], compress: Compression, whiten: float
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], torch.Tensor | None]:
     """Of the response to textures: levels of compression, means and deviations by channel, and what decorrelates channels."""
-    transform = Scattering2d(shape, J, L, order, colour, padding)
-    levels, mean, std, even = _response(transform, texture_images(shape), 32, compress)
+    transform = Scattering2d(*made_with)
+    levels, mean, std, even = _response(transform, texture_images(transform.input_shape), 32, compress)
     rows = even.flatten(0, 2).double()
     mixing = _decorrelating(rows.T @ rows / len(rows), whiten) if whiten else None
     return tuple(levels.tolist()), tuple(mean.tolist()), tuple(std.tolist()), mixing
@@ -299,12 +265,11 @@ class ScatteringBlock:
     def extractor(self, shape: tuple[int, ...]) -> torch.nn.Module:
         """The transform of images of this shape."""
         transform = self._transform(shape)
-        copies = Shifts([(int(down), int(right)) for down, right in self.shifts], flip=self.flip)
+        copies = _copies(self.shifts, self.flip)
         return transform if copies.copies == 1 else TestTimeAverage(transform, copies)
 
     def _transform(self, shape: tuple[int, ...]) -> Scattering2d:
-        colour: Colour = self.colour or ("yuv" if shape[:1] == (3,) else "rgb")
-        return Scattering2d(shape, self.J, self.L, self.order, colour, self.padding)
+        return Scattering2d(shape, self.J, self.L, self.order, self.colour or _usual_colour(shape), self.padding)
 
     def drawn(self, shape: tuple[int, ...]) -> torch.Tensor:
         """What its scales are taken from."""

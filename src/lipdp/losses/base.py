@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lipdp._checks import whole
 from lipdp.behaviour import changed_methods
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
 
@@ -42,8 +42,8 @@ class Loss(nn.Module):
         that, or K and `positions`, the product of the rest: `CrossEntropy` is sharper, or finite, when it knows them.
         """
         self._check_behaviour()
-        outputs = count("outputs", outputs)
-        positions = None if positions is None else count("positions", positions)
+        outputs = whole("outputs", outputs)
+        positions = None if positions is None else whole("positions", positions)
         if math.isnan(norm) or norm < 0:
             raise ConfigurationError(f"norm={norm} is not a bound on a norm: give a number ≥ 0, or math.inf.")
         return min(self._constant(outputs, norm, positions), self.lipschitz)
@@ -84,34 +84,6 @@ class Loss(nn.Module):
         defaults = {name: p.default for name, p in inspect.signature(type(self).__init__).parameters.items()}
         shown = ((name, getattr(self, name)) for name in self.hyperparameters)
         return ", ".join(f"{name}={value!r}" for name, value in shown if defaults.get(name, inspect.Parameter.empty) != value)
-
-
-# ---------------------------------------------------------------------------------------------- hyper-parameters
-
-
-def count(name: str, value: object) -> int:
-    """Check an integer ≥ 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-        raise ConfigurationError(f"{name}={value!r} must be an integer ≥ 1: nothing can be bounded without it.")
-    return int(value)
-
-
-def number(name: str, value: object, *, zero: bool = False, infinite: bool = False) -> float:
-    """Check a number > 0 (≥ 0 if `zero`), finite unless `infinite`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ConfigurationError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
-    x = float(value)
-    if not (x > 0 or (zero and x == 0)) or (math.isinf(x) and not infinite):
-        low, high = ("≥ 0" if zero else "> 0"), ("" if infinite else " and finite")
-        raise ConfigurationError(f"{name}={x!r} must be {low}{high}: the loss has no Lipschitz constant otherwise.")
-    return x
-
-
-def choice(name: str, value: str, options: Sequence[str]) -> str:
-    """Check one of some names."""
-    if value not in options:
-        raise ConfigurationError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, options))}.")
-    return value
 
 
 def public_weights(name: str, value: float | Sequence[float] | Tensor) -> tuple[Tensor, tuple[float, ...]]:

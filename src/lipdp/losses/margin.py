@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lipdp._checks import one_of, positive
 from lipdp.errors import ConfigurationError, DataError
-from lipdp.losses.base import Loss, choice, classes, number, one_hot, promote, reduce, rows, single, unit, vectors
+from lipdp.losses.base import Loss, classes, one_hot, promote, reduce, rows, single, unit, vectors
 
 
 def _check(loss: Loss, outputs: int, positions: int | None, *, one: bool = False, many: bool = False) -> None:
@@ -30,14 +31,8 @@ def _kr(z: Tensor, truth: Tensor) -> Tensor:
     return ((others - truth) * z).sum(1)
 
 
-class KR(Loss):
-    """Kantorovich–Rubinstein loss of one output, −yŷ with y = ±1. L = 1.
-
-    Derivation: the derivative is −y. There is no division by the number of examples of each class in the batch: that
-    would give one example an unbounded influence.
-
-    Targets: y > 0 is +1, anything else is −1, so 0/1 and −1/+1 labels work alike.
-    """
+class _OneOutput(Loss):
+    """A loss of one output whose slope is at most 1."""
 
     @property
     def lipschitz(self) -> float:
@@ -47,6 +42,16 @@ class KR(Loss):
     def _constant(self, outputs: int, norm: float, positions: int | None) -> float:
         _check(self, outputs, positions, one=True)
         return 1.0
+
+
+class KR(_OneOutput):
+    """Kantorovich–Rubinstein loss of one output, −yŷ with y = ±1. L = 1.
+
+    Derivation: the derivative is −y. There is no division by the number of examples of each class in the batch: that
+    would give one example an unbounded influence.
+
+    Targets: y > 0 is +1, anything else is −1, so 0/1 and −1/+1 labels work alike.
+    """
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """−yŷ of each example, (batch,)."""
@@ -78,7 +83,7 @@ class MulticlassKR(Loss):
         return _kr(z, one_hot(z, classes(self, z, targets)))
 
 
-class Hinge(Loss):
+class Hinge(_OneOutput):
     """Hinge loss of one output, max(0, margin/2 − yŷ) with y = ±1. L = 1.
 
     Derivation: the derivative is −y where the margin is violated and 0 elsewhere.
@@ -93,16 +98,7 @@ class Hinge(Loss):
 
     def __init__(self, margin: float = 1.0) -> None:
         super().__init__()
-        self.margin = number("margin", margin)
-
-    @property
-    def lipschitz(self) -> float:
-        """1."""
-        return 1.0
-
-    def _constant(self, outputs: int, norm: float, positions: int | None) -> float:
-        _check(self, outputs, positions, one=True)
-        return 1.0
+        self.margin = positive("margin", margin)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Hinge loss of each example, (batch,)."""
@@ -126,8 +122,8 @@ class MulticlassHinge(Loss):
 
     def __init__(self, margin: float = 1.0, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.margin = number("margin", margin)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.margin = positive("margin", margin)
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def lipschitz(self) -> float:
@@ -164,9 +160,9 @@ class HKR(Loss):
 
     def __init__(self, alpha: float, margin: float = 1.0, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.alpha = number("alpha", alpha, zero=True)
-        self.margin = number("margin", margin)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.alpha = positive("alpha", alpha, zero=True)
+        self.margin = positive("margin", margin)
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def lipschitz(self) -> float:
@@ -209,7 +205,7 @@ class CosineSimilarity(Loss):
 
     def __init__(self, floor: float) -> None:
         super().__init__()
-        self.floor = number("floor", floor)
+        self.floor = positive("floor", floor)
 
     @property
     def lipschitz(self) -> float:

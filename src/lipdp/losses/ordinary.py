@@ -7,15 +7,16 @@ under noise fits soonest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lipdp._checks import one_of, positive
 from lipdp.errors import ConfigurationError, DataError, UnsupportedError
-from lipdp.losses.base import Loss, choice, classes, number, one_hot, promote, public_weights, reduce, rows, unit, vectors
+from lipdp.losses.base import Loss, classes, one_hot, promote, public_weights, reduce, rows, unit, vectors
 
 
 class CrossEntropy(Loss):
@@ -39,14 +40,7 @@ class CrossEntropy(Loss):
         ignore_index: a class number that is not one (padding), or None.
     """
 
-    hyperparameters: ClassVar[tuple[str, ...]] = (
-        "tau",
-        "label_smoothing",
-        "class_weights",
-        "scaled",
-        "reduction",
-        "ignore_index",
-    )
+    hyperparameters: ClassVar[tuple[str, ...]] = ("tau", "label_smoothing", "class_weights", "scaled", "reduction", "ignore_index")
     _weight: Tensor | None
 
     def __init__(
@@ -59,8 +53,8 @@ class CrossEntropy(Loss):
         ignore_index: int | None = None,
     ) -> None:
         super().__init__()
-        self.tau = number("tau", tau)
-        self.label_smoothing = number("label_smoothing", label_smoothing, zero=True)
+        self.tau = positive("tau", tau)
+        self.label_smoothing = positive("label_smoothing", label_smoothing, zero=True)
         if self.label_smoothing > 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} must be in [0, 1]: it is a share.")
         weight, numbers = (None, None) if class_weights is None else public_weights("class_weights", class_weights)
@@ -69,7 +63,7 @@ class CrossEntropy(Loss):
         self.class_weights = numbers
         self.register_buffer("_weight", weight, persistent=False)
         self.scaled = bool(scaled)
-        self.reduction = choice("reduction", reduction, ("mean", "sum", "none"))
+        self.reduction = one_of("reduction", reduction, ("mean", "sum", "none"))
         self.ignore_index = ignore_index
 
     @property
@@ -163,11 +157,11 @@ class BCE(Loss):
         reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__()
-        self.tau = number("tau", tau)
+        self.tau = positive("tau", tau)
         weight, numbers = public_weights("pos_weight", pos_weight)
         self.pos_weight = numbers[0] if len(numbers) == 1 else numbers
         self.register_buffer("_weight", weight, persistent=False)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     def _over(self, logits: int) -> float:
         weights = self.pos_weight if isinstance(self.pos_weight, tuple) else None
@@ -209,9 +203,9 @@ class _Elementwise(Loss):
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("reduction",)
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def _slope(self) -> float:
@@ -236,9 +230,6 @@ class MAE(_Elementwise):
         reduction: over the K outputs of an example, "mean" or "sum".
     """
 
-    def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
-        super().__init__(reduction)
-
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Absolute error of each example, (batch,)."""
         z, y = rows(self, outputs, targets)
@@ -259,7 +250,7 @@ class Huber(_Elementwise):
 
     def __init__(self, delta: float = 1.0, reduction: Literal["mean", "sum"] = "sum") -> None:
         super().__init__(reduction)
-        self.delta = number("delta", delta)
+        self.delta = positive("delta", delta)
 
     @property
     def _slope(self) -> float:
@@ -285,7 +276,7 @@ class SmoothL1(_Elementwise):
 
     def __init__(self, beta: float = 1.0, reduction: Literal["mean", "sum"] = "sum") -> None:
         super().__init__(reduction)
-        self.beta = number("beta", beta, zero=True)
+        self.beta = positive("beta", beta, zero=True)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Smooth L1 loss of each example, (batch,)."""
@@ -311,8 +302,8 @@ class MSE(Loss):
 
     def __init__(self, target_norm: float, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.target_norm = number("target_norm", target_norm, zero=True, infinite=True)
-        self.reduction = choice("reduction", reduction, ("mean", "sum"))
+        self.target_norm = positive("target_norm", target_norm, zero=True, infinite=True)
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
 
     @property
     def lipschitz(self) -> float:
@@ -365,14 +356,23 @@ class Squares(Loss):
         return (z - wanted).square().sum(1) / 2
 
 
-_KNOWN = (
-    nn.CrossEntropyLoss,
-    nn.BCEWithLogitsLoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.MSELoss,
-)
+def _bce(loss: nn.BCEWithLogitsLoss) -> Loss:
+    if loss.weight is not None:
+        raise UnsupportedError(
+            "BCEWithLogitsLoss(weight=…) weights positions of the batch, so an example's value depends on where it "
+            "stands. Drop it; pos_weight is supported."
+        )
+    return BCE(pos_weight=1.0 if loss.pos_weight is None else loss.pos_weight, reduction="sum")
+
+
+_OF_TORCH: dict[type, Callable[[Any], Loss]] = {
+    nn.CrossEntropyLoss: lambda loss: CrossEntropy(1.0, loss.label_smoothing, loss.weight, True, "none", loss.ignore_index),
+    nn.BCEWithLogitsLoss: _bce,
+    nn.L1Loss: lambda loss: MAE("sum"),
+    nn.SmoothL1Loss: lambda loss: SmoothL1(loss.beta, "sum"),
+    nn.HuberLoss: lambda loss: Huber(loss.delta, "sum"),
+    nn.MSELoss: lambda loss: MSE(math.inf, "sum"),
+}
 
 
 def as_loss(loss: object) -> Loss:
@@ -385,38 +385,18 @@ def as_loss(loss: object) -> Loss:
         return loss
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UnsupportedError(f"{loss.__name__} is a class, not a loss: pass an instance of it.")
-    if type(loss) not in _KNOWN:
+    if type(loss) not in _OF_TORCH:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UnsupportedError(
             f"{name} is not a loss whose Lipschitz constant is known. Use one of lipdp.losses, one of torch's "
-            f"{', '.join(known.__name__ for known in _KNOWN)} with reduction='none', or subclass lipdp.losses.Loss: "
+            f"{', '.join(known.__name__ for known in _OF_TORCH)} with reduction='none', or subclass lipdp.losses.Loss: "
             "define forward(outputs, targets), one value per example, and the property `lipschitz`, a bound on the "
             "2-norm of that value's gradient in the outputs."
         )
-    assert isinstance(loss, _KNOWN)
-    if loss.reduction != "none":
+    reduction = getattr(loss, "reduction", "none")
+    if reduction != "none":
         raise ConfigurationError(
-            f"{type(loss).__name__}(reduction={loss.reduction!r}) mixes the examples of a batch. Make it with "
+            f"{type(loss).__name__}(reduction={reduction!r}) mixes the examples of a batch. Make it with "
             "reduction='none': lipdp sums over examples itself."
         )
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return CrossEntropy(
-            label_smoothing=loss.label_smoothing,
-            class_weights=loss.weight,
-            reduction="none",
-            ignore_index=loss.ignore_index,
-        )
-    if isinstance(loss, nn.BCEWithLogitsLoss):
-        if loss.weight is not None:
-            raise UnsupportedError(
-                "BCEWithLogitsLoss(weight=…) weights positions of the batch, so an example's value depends on where it "
-                "stands. Drop it; pos_weight is supported."
-            )
-        return BCE(pos_weight=1.0 if loss.pos_weight is None else loss.pos_weight, reduction="sum")
-    if isinstance(loss, nn.L1Loss):
-        return MAE(reduction="sum")
-    if isinstance(loss, nn.SmoothL1Loss):
-        return SmoothL1(beta=loss.beta, reduction="sum")
-    if isinstance(loss, nn.HuberLoss):
-        return Huber(delta=loss.delta, reduction="sum")
-    return MSE(target_norm=math.inf, reduction="sum")
+    return _OF_TORCH[type(loss)](loss)

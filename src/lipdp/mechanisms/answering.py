@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipdp._checks import one_of
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.distributions import Belief, Distribution, Everyday, as_distribution, draw
@@ -46,8 +47,6 @@ from lipdp.mechanisms.utilities import RankUtility
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.costs import Pure
-
-__all__ = ["Answer", "Plan", "answer", "plan"]
 
 _LEAST_JOINT = 1e-3  # ε of a joint choice: for less, each quantile is chosen alone
 _SIMULATED = 200  # releases about public draws, for an interval that a belief gives
@@ -202,8 +201,7 @@ def answer(
             be asked; mechanisms without a belief (:class:`~lipdp.mechanisms.OpenPlan`).
         step: as in :func:`plan`.
     """
-    if adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
+    one_of("adjacency", adjacency, get_args(Adjacency))
     if adjacency == "add_remove":
         if distribution is not None:
             raise ConfigurationError("a distribution is for a public number of records: leave it out, or use replace_one.")

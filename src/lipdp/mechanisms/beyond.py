@@ -38,8 +38,6 @@ from lipdp.mechanisms.problem import Problem, response_loss
 from lipdp.mechanisms.statistics import places
 from lipdp.privacy.randomness import Stream, exp_of_minus
 
-__all__ = ["CELLS", "PLACES", "WAYS", "BeyondMechanism", "candidate", "counted", "fitted", "grid", "moves_of"]
-
 Floats = npt.NDArray[np.float64]
 CELLS = 5
 """D: cells of the table that a record spans."""

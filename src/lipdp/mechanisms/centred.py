@@ -38,8 +38,6 @@ from lipdp.mechanisms.noise import NoiseKind, Sampler, check_sampler, density, d
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.statistics import PLACES, places
 
-__all__ = ["SHARES", "CentredMechanism", "candidates", "exponential_cells", "grid"]
-
 SHARES, REACHES = (0.02, 0.035, 0.05, 0.065, 0.075, 0.085, 0.095, 0.12, 0.16), (1.5, 2.5, 4.0, 5.5, 7.0, 9.0)
 """Shares of ε that may go to the centre, and how far from it, in scales of its noise, the mean is corrected for."""
 Share = Annotated[float, Range(least=1e-6, most=0.999)]

@@ -20,8 +20,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Count, check_fields
 from lipdp.mechanisms.problem import Problem
 
-__all__ = ["KINDS", "Belief", "Distribution", "Everyday", "Mixture", "Resampled", "World", "as_distribution", "draw"]
-
 Distribution = Callable[[int, int, torch.Generator], Tensor]
 """``distribution(count, n, generator)`` returns a tensor (count, n) of datasets inside the bounds, in the user's units."""
 Belief = Any

@@ -34,21 +34,6 @@ from lipdp.mechanisms.problem import Problem, Query, response_loss
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic
 from lipdp.mechanisms.utilities import ENOUGH_NODES, RankUtility, Selection, Utility, probabilities
 
-__all__ = [
-    "Expert",
-    "Level",
-    "SmoothSensitivity",
-    "additive",
-    "best_experts",
-    "catalogue",
-    "experts",
-    "heavy_density",
-    "heavy_quantile",
-    "levels_to",
-    "selection",
-    "smooth_sensitivity",
-]
-
 Level = Literal["textbook", "tuned", "strong"]
 _AXIS = 401  # grid points of decoders over one coordinate
 _PLANE = {"squared": 97, "quantile": 41}  # … and along each of two: without a closed form, each point is a search

@@ -20,9 +20,6 @@ from lipdp.digest import content_digest
 from lipdp.errors import CheckpointError, ConfigurationError, LipdpError
 from lipdp.privacy.budget import AnyBudget, Budget, open_budget
 
-__all__ = ["BudgetLedger", "load_file", "payer", "save_file"]
-
-
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 

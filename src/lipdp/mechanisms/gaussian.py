@@ -41,8 +41,6 @@ from lipdp.privacy.costs import Pure
 from lipdp.privacy.noise import noised_on_processor
 from lipdp.privacy.randomness import fresh_key
 
-__all__ = ["SQUARES", "GaussianPlan", "groups_of", "split"]
-
 Floats = npt.NDArray[np.float64]
 SQUARES = 1.64
 """w: its square is below 2.7, so squares cost nothing beside z."""

@@ -45,8 +45,6 @@ from lipdp.mechanisms.mechanism import Mechanism
 from lipdp.mechanisms.noise import Sampler, deepest, release_block
 from lipdp.mechanisms.problem import COPIES, Lattice, Problem
 
-__all__ = ["PARTS", "IntervalMechanism", "Profile"]
-
 PARTS = 48
 """Parts of the range that a belief can tilt and shift."""
 _DEEP = 45.0  # beyond exp(−45) an evaluation sees nothing

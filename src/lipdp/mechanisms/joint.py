@@ -36,8 +36,6 @@ from lipdp.mechanisms.problem import Lattice, Step, check_step, least_of
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["Chain", "JointQuantiles"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _MOST_RECORDS = 2**26

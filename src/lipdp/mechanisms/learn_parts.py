@@ -27,9 +27,6 @@ from lipdp.mechanisms.problem import Problem, Query, rank_between, response_loss
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryStatistic, Statistic, hats, knot_sensitivity
 from lipdp.mechanisms.utilities import CountNetwork, LearnedUtility, probabilities
 
-__all__ = ["SumSettings", "UtilitySettings", "learn_sums", "learn_utility", "starts", "train_joint", "train_sum"]
-
-
 _KNOTS = 65
 _SCREENED = 6000  # datasets for the decoders of short runs
 _MOMENTS = ((0.3, 2.0), (0.15, 1.0))  # clipped moments that are good for quantiles at small and at larger ε: (edge, weight)

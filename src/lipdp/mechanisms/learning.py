@@ -24,17 +24,6 @@ from lipdp.mechanisms.ranked import by_depth, by_intervals
 from lipdp.mechanisms.truths import by_mean_and_variance, by_records_beyond, on_the_query
 from lipdp.mechanisms.worst import Robust, affordable, draws, noisy_query
 
-__all__ = [
-    "Comparison",
-    "Settings",
-    "compare",
-    "expert_draws",
-    "learn",
-    "loss_ratio",
-    "robust_mechanism",
-    "settings_or",
-]
-
 _CONFIDENCE = 2.33  # standard errors that a challenger has to be ahead by
 _LARGEST = 400  # records that mechanisms are trained with: beyond, those for so many are resized
 _STRESS = (1, 3)  # other numbers of Gaussians on which a mechanism for the default prior of four must not lose

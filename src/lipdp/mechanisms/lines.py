@@ -28,11 +28,9 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.intervals import IntervalMechanism
 from lipdp.mechanisms.problem import Problem, as_numbers, each_bounds, share_of
 from lipdp.mechanisms.spending import release_moments
-from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure
 from lipdp.privacy.randomness import Stream
-
-__all__ = ["Line", "pairs", "release_line"]
 
 Method = Literal["pairs", "moments"]
 _MATCHINGS, _FEW = 8, 1500.0
@@ -123,8 +121,7 @@ def release_line(
     places = [across.low + part * across.width for part in _PLACES]
     median = Problem.of("median", share, len(matched), (up.low - _WIDER * up.width, up.high + _WIDER * up.width))
     found = [median.dataset(values_at(inside, matched, place), clamp=True) for place in places]
-    if (account := open_budget(budget)) is not None:
-        account.charge(Pure(epsilon, "replace_one"), "a line by medians of pairs")
+    charge(budget, Pure(epsilon, "replace_one"), "a line by medians of pairs")
     mechanism = IntervalMechanism.deep(median)
     low, high = (float(median.answer(mechanism._respond(values, "auto"))) for values in found)
     made = (high - low) / (places[1] - places[0])

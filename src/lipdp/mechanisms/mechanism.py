@@ -21,20 +21,8 @@ from lipdp.mechanisms.postprocess import Decoder, NetworkState, Plain, PlainStat
 from lipdp.mechanisms.problem import Problem, as_numbers, response_loss
 from lipdp.mechanisms.statistics import PiecewiseSum, QueryState, QueryStatistic, Statistic, SumState
 from lipdp.mechanisms.utilities import ENOUGH_NODES, LearnedState, RankState, Selection, Utility, probabilities
-from lipdp.privacy.budget import AnyBudget, Budget
+from lipdp.privacy.budget import AnyBudget, Budget, charge
 from lipdp.privacy.costs import Pure
-
-__all__ = [
-    "FORMAT",
-    "AdditiveMechanism",
-    "ConstantMechanism",
-    "Mechanism",
-    "SelectionMechanism",
-    "checked_report",
-    "from_content",
-    "load",
-    "neighbours",
-]
 
 FORMAT = "lipdp mechanism 2"
 Factor = Annotated[float, Range(least=1e-100, most=1e100)]
@@ -94,8 +82,7 @@ class Mechanism:
         """
         t = self.problem.dataset(x, clamp)
         self.check_sampler(sampler)
-        if (account := payer(budget, ledger)) is not None:
-            account.charge(Pure(self.epsilon, "replace_one"), f"{self.problem.query.name}: {self.title}")
+        charge(payer(budget, ledger), Pure(self.epsilon, "replace_one"), f"{self.problem.query.name}: {self.title}")
         return float(self.problem.answer(self._respond(t, sampler)))
 
     def probabilities(self, x: Any, *, clamp: bool = False) -> Tensor:

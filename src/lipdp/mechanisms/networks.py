@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lipdp._checks import positive, whole
+from lipdp._checks import one_of, positive, whole
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.postprocess import length, load_weights
 from lipdp.mechanisms.problem import Problem
-
-__all__ = [
-    "Activation",
-    "L1Linear",
-    "LaplaceNetwork",
-    "LaplaceState",
-    "NetworkStatistic",
-    "NetworkUtility",
-    "UtilityNetwork",
-    "UtilityState",
-]
 
 Activation = Literal["relu", "groupsort"]
 _FINE = 2**32
@@ -79,19 +68,15 @@ class _Sort(nn.Module):
 
 
 def _activation(name: Activation) -> nn.Module:
-    if name not in ("relu", "groupsort"):
-        raise ConfigurationError(f"activation is {name!r}: choose 'relu' (the paper's) or 'groupsort'.")
-    return nn.ReLU() if name == "relu" else _Sort()
+    return nn.ReLU() if one_of("activation", name, get_args(Activation)) == "relu" else _Sort()
 
 
-class LaplaceNetwork(nn.Module):
-    """f: ℝⁿ → ℝ of two layers (100 hidden units), k-Lipschitz in L1, each layer √k. f(x) + Lap(ck/ε) is ε-DP."""
+class _PaperNetwork(nn.Module):
+    """What both have in common: n numbers come in, and the whole is k-Lipschitz in L1."""
 
-    def __init__(self, n: int, k: float, hidden: int = 100, activation: Activation = "relu", presort: bool = False) -> None:
+    def __init__(self, n: int, k: float, activation: Activation, presort: bool) -> None:
         super().__init__()
         self.n, self.k, self.presort, self.activation = n, positive("k", k), presort, activation
-        share = self.k**0.5
-        self.body = nn.Sequential(L1Linear(n, hidden, share), _activation(activation), L1Linear(hidden, 1, share))
 
     def sensitivity(self, width: float) -> float:
         """c·k."""
@@ -101,13 +86,26 @@ class LaplaceNetwork(nn.Module):
         """For saving."""
         return {"k": self.k, "activation": self.activation, "presort": self.presort, "weights": dict(self.state_dict())}
 
+    def sorted(self, x: Tensor) -> Tensor:
+        """``presort``: sorting is non-expansive in L1, so it leaves k as it is."""
+        return x.sort(-1).values if self.presort else x
+
+
+class LaplaceNetwork(_PaperNetwork):
+    """f: ℝⁿ → ℝ of two layers (100 hidden units), k-Lipschitz in L1, each layer √k. f(x) + Lap(ck/ε) is ε-DP."""
+
+    def __init__(self, n: int, k: float, hidden: int = 100, activation: Activation = "relu", presort: bool = False) -> None:
+        super().__init__(n, k, activation, presort)
+        share = self.k**0.5
+        self.body = nn.Sequential(L1Linear(n, hidden, share), _activation(activation), L1Linear(hidden, 1, share))
+
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, n) to (batch,). Sorting first (``presort``) is non-expansive in L1, so it leaves k as it is."""
-        made: Tensor = self.body(x.sort(-1).values if self.presort else x)
+        """(batch, n) to (batch,)."""
+        made: Tensor = self.body(self.sorted(x))
         return made[:, 0]
 
 
-class UtilityNetwork(nn.Module):
+class UtilityNetwork(_PaperNetwork):
     """u(x, r) of Fig. 3: G_d(x) of two layers, k-Lipschitz; G_r(r) of one free layer; [G_d, G_r] → G_c of two layers, 1-Lipschitz.
 
     So u is k-Lipschitz in x for every r, of sensitivity c·k, and P(r) ∝ exp(ε·u/(2ck)) is ε-DP. The paper leaves out the 2:
@@ -115,8 +113,7 @@ class UtilityNetwork(nn.Module):
     """
 
     def __init__(self, n: int, k: float, hidden: int = 100, activation: Activation = "relu", presort: bool = False) -> None:
-        super().__init__()
-        self.n, self.k, self.presort, self.activation = n, positive("k", k), presort, activation
+        super().__init__(n, k, activation, presort)
         share = self.k**0.5
         self.data = nn.Sequential(L1Linear(n, hidden, share), _activation(activation), L1Linear(hidden, hidden, share))
         self.response = nn.Linear(1, hidden)
@@ -124,17 +121,9 @@ class UtilityNetwork(nn.Module):
             _activation(activation), L1Linear(2 * hidden, hidden, 1.0), _activation(activation), L1Linear(hidden, 1, 1.0)
         )
 
-    def sensitivity(self, width: float) -> float:
-        """c·k."""
-        return width * self.k
-
-    def state(self) -> dict[str, Any]:
-        """For saving."""
-        return {"k": self.k, "activation": self.activation, "presort": self.presort, "weights": dict(self.state_dict())}
-
     def forward(self, x: Tensor, responses: Tensor) -> Tensor:
         """Utilities (batch, R) of datasets (batch, n) and responses (R,)."""
-        data: Tensor = self.data(x.sort(-1).values if self.presort else x)
+        data: Tensor = self.data(self.sorted(x))
         other: Tensor = self.response(responses[:, None])
         # The first layer of G_c is linear in the concatenation: its two halves are added, not R·batch vectors built.
         first = self.combine[1]

@@ -18,25 +18,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lipdp._checks import one_of
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError
 from lipdp.privacy import randomness
 from lipdp.privacy.randomness import Stream
-
-__all__ = [
-    "NoiseKind",
-    "Sampler",
-    "check_sampler",
-    "deepest",
-    "density",
-    "draw_noise",
-    "opendp_installed",
-    "release_block",
-    "release_noise",
-    "release_selection",
-    "staircase_step",
-]
-
 
 NoiseKind = Literal["laplace", "staircase"]
 Sampler = Literal["auto", "opendp", "exact"]
@@ -90,9 +76,7 @@ def check_sampler(sampler: Sampler, draws: str) -> bool:
     ``draws`` is a kind of noise or of selection. opendp has no staircase noise, and its exponential mechanism has no pure-DP map.
     """
     offered = draws in ("laplace", "permute_and_flip")
-    if sampler not in get_args(Sampler):
-        raise ConfigurationError(f"sampler is {sampler!r}: choose one of {', '.join(get_args(Sampler))}.")
-    if sampler == "opendp" and not opendp_installed():
+    if one_of("sampler", sampler, get_args(Sampler)) == "opendp" and not opendp_installed():
         raise ConfigurationError(
             "sampler='opendp', but opendp is not installed. Install it with: pip install 'lipdp[mechanisms]', or use "
             "sampler='exact', lipdp's own exact sampler of the same distribution."

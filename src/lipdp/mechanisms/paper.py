@@ -22,20 +22,6 @@ from lipdp.mechanisms.networks import Activation, LaplaceNetwork, NetworkStatist
 from lipdp.mechanisms.postprocess import Sample, Table
 from lipdp.mechanisms.problem import Problem, response_loss
 
-__all__ = [
-    "NetworkStatistic",
-    "NetworkUtility",
-    "Training",
-    "blind_loss",
-    "laplace_erl",
-    "laplace_mechanism",
-    "train_laplace",
-    "train_utility",
-    "utility_erl",
-    "utility_mechanism",
-    "utility_probabilities",
-]
-
 _Net = TypeVar("_Net", bound=nn.Module)
 
 

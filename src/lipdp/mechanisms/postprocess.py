@@ -19,21 +19,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, check_weights, read
 from lipdp.mechanisms.problem import Loss, Problem, response_loss
 
-__all__ = [
-    "Decoder",
-    "Network",
-    "NetworkState",
-    "Plain",
-    "PlainState",
-    "Sample",
-    "Table",
-    "TableState",
-    "best_responses",
-    "length",
-    "load_weights",
-    "tabulate",
-]
-
 M = TypeVar("M", bound=torch.nn.Module)
 
 _ANSWERS = 1201  # answers tried, where the loss has no closed form: they contain the midpoints of every grid that experts use

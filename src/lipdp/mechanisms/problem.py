@@ -23,38 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipdp._checks import discreet, instance, is_number, kind_of, positive, whole
+from lipdp._checks import discreet, instance, is_number, kind_of, one_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Range, check_fields
-
-__all__ = [
-    "COPIES",
-    "Lattice",
-    "Loss",
-    "Problem",
-    "Query",
-    "Step",
-    "as_numbers",
-    "check_loss",
-    "check_step",
-    "each_bounds",
-    "least_of",
-    "parse_query",
-    "rank_between",
-    "response_loss",
-    "rounded_down",
-    "share_of",
-    "with_ends",
-]
 
 Loss = Literal["squared", "quantile"]
 
 
 def check_loss(loss: str, query: Query) -> Loss:
     """The loss's name, or why it makes no sense here."""
-    if loss not in get_args(Loss):
-        raise ConfigurationError(f"loss is {loss!r}: choose one of {', '.join(get_args(Loss))}.")
-    if loss == "quantile" and query.kind == "variance":
+    if one_of("loss", loss, get_args(Loss)) == "quantile" and query.kind == "variance":
         raise ConfigurationError(
             "loss='quantile' counts data points between truth and answer, but a variance is no point of the data's axis. "
             "Use loss='squared' for the variance."

@@ -22,23 +22,6 @@ from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, open_budget
 from lipdp.privacy.costs import Pure
 
-__all__ = [
-    "CONFIDENCE",
-    "Answer",
-    "Counts",
-    "Joint",
-    "Planned",
-    "Single",
-    "combined",
-    "counts_in",
-    "edges_of",
-    "laplace_error",
-    "levels_of",
-    "normalised",
-    "query_of",
-    "release_all",
-]
-
 CONFIDENCE = 0.95
 """Of intervals."""
 _NEAREST = 6  # ÷ ε: how many values from its end min and max are looked for

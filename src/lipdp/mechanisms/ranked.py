@@ -39,8 +39,6 @@ from lipdp.mechanisms.worst import (
     within_reach_of_a_proof,
 )
 
-__all__ = ["by_depth", "by_intervals", "copies_of"]
-
 _STEPS = 150  # of fitting a base measure and shifts
 _WISH, _BEHIND = 15.0, 0.3  # how much it counts to be near to noise on the query where that is better: in a fit, in a choice
 _START, _ATOMS, _NEAR = 0.02, 0.1, 0.05  # of the measure on each end, on all numbers by depth, and for each reach, to begin with

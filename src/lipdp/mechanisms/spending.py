@@ -28,29 +28,16 @@ import numpy.typing as npt
 import torch
 from torch.special import log_ndtr
 
-from lipdp._checks import discreet, is_number, positive, shown, whole
+from lipdp._checks import discreet, is_number, one_of, positive, shown, whole
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.mechanisms.noise import release_noise
 from lipdp.mechanisms.problem import Problem, as_numbers, each_bounds, least_of
 from lipdp.privacy.accounting import Adjacency
-from lipdp.privacy.budget import AnyBudget, open_budget
+from lipdp.privacy.budget import AnyBudget, charge, open_budget
 from lipdp.privacy.costs import Pure
 from lipdp.privacy.noise import DISTANCE, DRAWABLE, grid_factor, noised_on_processor
 from lipdp.privacy.randomness import fresh_key
-
-__all__ = [
-    "Moments",
-    "Spending",
-    "Vector",
-    "contributions",
-    "gaussian_event",
-    "gaussian_multiplier",
-    "release_moments",
-    "release_query",
-    "release_vector",
-    "sensitivities",
-]
 
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 2.0**-46  # of a normal distribution's values, relatively
@@ -162,8 +149,7 @@ def release_vector(
             account.charge(gaussian_event(spending.multiplier(len(exact)), account.adjacency, adjacency), what)
         return Vector(noised_on_processor(exact, std, fresh_key()), std, spending)
     assert spending.epsilon is not None
-    if account is not None:
-        account.charge(Pure(spending.epsilon, adjacency), what)
+    charge(account, Pure(spending.epsilon, adjacency), what)
     step = Fraction(2) ** math.frexp(l1)[1] / _FINE
     moved = math.ceil(Fraction(l1) / step) + len(exact)
     steps = [round(Fraction(value) / step) for value in exact.tolist()]
@@ -211,8 +197,7 @@ def release_query(
         budget: charged after the query was computed, before noise is drawn.
     """
     spending = Spending(epsilon, delta, rho)
-    if adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
+    one_of("adjacency", adjacency, get_args(Adjacency))
     first = positive("sensitivity", sensitivity)
     second = first if l2_sensitivity is None else positive("l2_sensitivity", l2_sensitivity)
     if second > first:

@@ -18,18 +18,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, check_fields
 from lipdp.mechanisms.problem import Problem, Query
 
-__all__ = [
-    "PLACES",
-    "PiecewiseSum",
-    "QueryState",
-    "QueryStatistic",
-    "Statistic",
-    "SumState",
-    "hats",
-    "knot_sensitivity",
-    "places",
-]
-
 _FINE = 2**24  # lattice steps in one sensitivity of a learned sum
 _QUERY_FINE = 2**36  # lattice steps in the unit interval, for a query answered directly
 PLACES = 2**30

@@ -5,9 +5,8 @@ decoder. All datasets are all q ∈ [0, most]: their worst ratio to the plain me
 and is computed. D is the plain answer plus a shift, found as the Bayes answer under belief + λ, λ ≥ 0 an adversary's prior that
 grows where the ratio is above 1 + τ (the dual of: least expected loss, ratio at most 1 + τ everywhere). A mean from Σφ(x_i) gains
 nothing at such a τ when nε is large: a φ that is not linear is biased by n times its curvature on some dataset, and the noise is
-only 1/ε. What gains is noise that depends on the data (:mod:`lipdp.mechanisms.beyond`, and for the variance
-by sums of squares, or
-:mod:`lipdp.mechanisms.centred`), where losses are functions of two variables.
+only 1/ε. What gains is noise that depends on the data (:mod:`lipdp.mechanisms.beyond`, and for the variance by
+sums of squares, or :mod:`lipdp.mechanisms.centred`), where losses are functions of two variables.
 
 **Sums of squares**: the variance from Σz and Σz², noised together, z = 2x − 1 the records about the middle of the range. Noise on
 the variance itself is for a record that moves it by 1/n, which needs the others at an end of the range. Σz² moves by ¼ of that,
@@ -51,8 +50,6 @@ from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.statistics import PLACES, places
 from lipdp.mechanisms.worst import KINDS, MARGIN, Robust, largest, noisy_query, truth_losses
 from lipdp.privacy.randomness import Stream
-
-__all__ = ["SIDES", "SquaresMechanism", "by_mean_and_variance", "by_records_beyond", "on_the_query", "sums_of_squares"]
 
 _TRUTHS, _AXIS, _REACH = 301, 601, 12.0
 _NEAR, _STEPS, _EVEN = 0.05, 80, 60  # the grid of all spreads: from where on it is even, and its points below and beyond

@@ -47,8 +47,6 @@ from lipdp.privacy.costs import Pure
 from lipdp.privacy.noise import noised_on_processor
 from lipdp.privacy.randomness import fresh_key
 
-__all__ = ["OpenPlan"]
-
 _FINE = 2**30  # lattice steps in 1
 _NEEDS = {
     "count": ("count",),

@@ -21,24 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lipdp._checks import one_of
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Array, Range, read
 from lipdp.mechanisms.postprocess import length, load_weights
 from lipdp.mechanisms.problem import Problem
-
-__all__ = [
-    "CountNetwork",
-    "LearnedState",
-    "LearnedUtility",
-    "RankState",
-    "RankUtility",
-    "Selection",
-    "Utility",
-    "check_grid",
-    "counts",
-    "flip_probabilities",
-    "probabilities",
-]
 
 Selection = Literal["exponential", "permute_and_flip"]
 ENOUGH_NODES = 24
@@ -363,8 +350,7 @@ class _Flip(torch.autograd.Function):
 
 def probabilities(method: Selection, utilities: Tensor, sensitivity: float, epsilon: float, nodes: int | None = None) -> Tensor:
     """P(r | x) for utilities (batch, R) of sensitivity Δ, as (batch, R)."""
-    if method not in get_args(Selection):
-        raise ConfigurationError(f"method is {method!r}: choose one of {', '.join(get_args(Selection))}.")
+    one_of("method", method, get_args(Selection))
     logits = (utilities - utilities.amax(-1, keepdim=True)) * (epsilon / (2 * sensitivity))
     if method == "exponential":
         return torch.softmax(logits, -1)

@@ -27,10 +27,8 @@ from lipdp.mechanisms.mechanism import AdditiveMechanism, Mechanism, checked_rep
 from lipdp.mechanisms.noise import Sampler
 from lipdp.mechanisms.postprocess import Network, NetworkState
 from lipdp.mechanisms.problem import Problem, Query, as_numbers, each_bounds, least_of, parse_query, share_of
-from lipdp.privacy.budget import AnyBudget, Budget
+from lipdp.privacy.budget import AnyBudget, Budget, charge
 from lipdp.privacy.costs import Pure
-
-__all__ = ["ColumnMechanism", "VectorMechanism", "learn_columns", "learn_vector", "load_columns", "load_vector"]
 
 _VECTOR, _COLUMNS = "lipdp vector mechanism 2", "lipdp column mechanism 2"
 
@@ -88,8 +86,8 @@ class VectorMechanism:
         t = self.problems[0].dataset(x, clamp)
         for part in self.parts:
             part.check_sampler(sampler)
-        if (account := payer(budget, ledger)) is not None:
-            account.charge(Pure(self.epsilon, "replace_one"), ", ".join(problem.query.name for problem in self.problems))
+        what = ", ".join(problem.query.name for problem in self.problems)
+        charge(payer(budget, ledger), Pure(self.epsilon, "replace_one"), what)
         if self.decoder is None:
             answers = [part._respond(t, sampler) for part in self.parts]
         else:
@@ -179,12 +177,8 @@ def load_vector(path: str | os.PathLike[str]) -> VectorMechanism:
     Args:
         path: a file of :meth:`VectorMechanism.save`; nothing in it is executed.
     """
-
-    def build(content: dict[str, Any]) -> VectorMechanism:
-        own: _VectorContent = read(_VectorContent, content, "the mechanism")
-        return own.build()
-
-    return load_file(path, _VECTOR, build)
+    made: VectorMechanism = load_file(path, _VECTOR, lambda content: read(_VectorContent, content, "the mechanism").build())
+    return made
 
 
 def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
@@ -193,12 +187,8 @@ def load_columns(path: str | os.PathLike[str]) -> ColumnMechanism:
     Args:
         path: a file of :meth:`ColumnMechanism.save`; nothing in it is executed.
     """
-
-    def build(content: dict[str, Any]) -> ColumnMechanism:
-        own: _ColumnContent = read(_ColumnContent, content, "the mechanism")
-        return own.build()
-
-    return load_file(path, _COLUMNS, build)
+    made: ColumnMechanism = load_file(path, _COLUMNS, lambda content: read(_ColumnContent, content, "the mechanism").build())
+    return made
 
 
 def learn_vector(
@@ -301,9 +291,8 @@ class ColumnMechanism:
         columns = [part.problem.dataset(column, clamp) for part, column in zip(self.parts, data.T, strict=True)]
         for part in self.parts:
             part.check_sampler(sampler)
-        if (account := payer(budget, ledger)) is not None:
-            what = f"{self.parts[0].problem.query.name} of {len(self.parts)} columns"
-            account.charge(Pure(self.epsilon, "replace_one"), what)
+        what = f"{self.parts[0].problem.query.name} of {len(self.parts)} columns"
+        charge(payer(budget, ledger), Pure(self.epsilon, "replace_one"), what)
         return [
             float(part.problem.answer(part._respond(column, sampler))) for part, column in zip(self.parts, columns, strict=True)
         ]

@@ -42,24 +42,6 @@ from lipdp.mechanisms.postprocess import Plain, Table
 from lipdp.mechanisms.problem import Problem
 from lipdp.mechanisms.statistics import QueryStatistic
 
-__all__ = [
-    "KINDS",
-    "LEAST",
-    "MARGIN",
-    "NUMBERS",
-    "Copies",
-    "Hostile",
-    "Robust",
-    "affordable",
-    "draws",
-    "exceeded",
-    "largest",
-    "noisy_query",
-    "some_exceeded",
-    "truth_losses",
-    "within_reach_of_a_proof",
-]
-
 MARGIN = 0.98
 """Of τ is used: quadrature and the space between grid points get the rest."""
 NUMBERS = 4_000_000

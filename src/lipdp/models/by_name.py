@@ -12,8 +12,6 @@ import torch
 from lipdp._checks import choose, instance, whole
 from lipdp.errors import ConfigurationError, LipdpError
 
-__all__ = ["create", "names", "option_names", "register"]
-
 Builder = Callable[..., torch.nn.Module]
 B = TypeVar("B", bound=Builder)
 _builders: dict[str, Builder] = {}
@@ -42,6 +40,18 @@ def option_names(name: str) -> tuple[str, ...]:
     """The options that a model names in its signature."""
     parameters = inspect.signature(_builders[choose("model", name, names())]).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def image(input_shape: tuple[int, ...], name: str, least: int = 1, patch: int = 1) -> tuple[int, int, int]:
+    """Channels, rows and columns, counted in patches of so many pixels a side, of images that a network of this name can take."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < least:
+        raise ConfigurationError(
+            f"{name} needs images (channels, height, width) of at least {least} pixels a side, not {input_shape}"
+        )
+    channels, height, width = input_shape
+    if patch < 1 or height % patch or width % patch:
+        raise ConfigurationError(f"{name} needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
+    return channels, height // patch, width // patch
 
 
 def create(name: str, *, input_shape: Sequence[int], classes: int, **options: Any) -> torch.nn.Module:

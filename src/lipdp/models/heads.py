@@ -7,8 +7,8 @@ One of them (``scattering-certified``) stands behind non-expansive layers only, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -16,22 +16,10 @@ from lipdp import nn
 from lipdp.data.augment import Flip, TestTimeAverage
 from lipdp.errors import ConfigurationError
 from lipdp.features.kernels import Asinh, Constant, Landmarks, RandomFourier
-from lipdp.features.layers import SideBySide, Straightening, Window
+from lipdp.features.layers import SideBySide, Window
 from lipdp.features.scattering import Scattering2d
-from lipdp.features.stacks import AnyBlock, Centre, FrontOptions, channel_weights, feature_front, scattering_front
+from lipdp.features.stacks import channel_weights, feature_front, scattering_front
 from lipdp.models.by_name import register
-
-__all__ = [
-    "BlockOptions",
-    "hidden_layers",
-    "logit_layers",
-    "patches_linear",
-    "patches_mlp",
-    "scattering_certified",
-    "scattering_linear",
-    "scattering_mlp",
-    "tabular",
-]
 
 
 def logit_layers(features: int, classes: int, clip: float | None, normalise: bool) -> list[torch.nn.Module]:
@@ -82,7 +70,7 @@ def hidden_layers(
 
 @register("scattering-linear")
 def scattering_linear(
-    input_shape: tuple[int, ...], classes: int, *, clip: float | None = 0.3, normalise: bool = False, **front: Unpack[FrontOptions]
+    input_shape: tuple[int, ...], classes: int, *, clip: float | None = 0.3, normalise: bool = False, **front: Any
 ) -> nn.Sequential:
     """A linear layer, from zero and without constraints, on normalised scattering features: Δ = clip.
 
@@ -107,7 +95,7 @@ def scattering_mlp(
     hidden_clip: float | None = 0.2,
     normalise: bool = False,
     init: float = 1.0,
-    **front: Unpack[FrontOptions],
+    **front: Any,
 ) -> nn.Sequential:
     """`scattering-linear` with hidden ReLU layers, each between boundaries: Δ = hidden_clip for theirs, clip for the last.
 
@@ -133,20 +121,9 @@ def scattering_mlp(
 # Networks on blocks of fixed features (patches, scattering): a front that needs no privacy, and a head between boundaries.
 
 
-class BlockOptions(TypedDict, total=False):
-    """The arguments of :func:`~lipdp.features.stacks.feature_front`."""
-
-    blocks: Sequence[AnyBlock | Mapping[str, Any]]
-    centre: Centre
-    radius: float
-    input_mode: Literal["ball", "sphere"]
-    straighten: Straightening
-    relu: int
-
-
 @register("patches-linear")
 def patches_linear(
-    input_shape: tuple[int, ...], classes: int, *, clip: float | None = 0.3, normalise: bool = False, **front: Unpack[BlockOptions]
+    input_shape: tuple[int, ...], classes: int, *, clip: float | None = 0.3, normalise: bool = False, **front: Any
 ) -> nn.Sequential:
     """A linear layer, from zero and without constraints, on features of patches: Δ = clip.
 
@@ -171,7 +148,7 @@ def patches_mlp(
     hidden_clip: float | None = 0.2,
     normalise: bool = False,
     init: float = 1.0,
-    **front: Unpack[BlockOptions],
+    **front: Any,
 ) -> nn.Sequential:
     """`patches-linear` with hidden ReLU layers, each between boundaries: Δ = hidden_clip for theirs, clip for the last.
 

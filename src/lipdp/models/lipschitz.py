@@ -9,43 +9,28 @@ from typing import Literal
 import torch
 
 from lipdp import nn
+from lipdp._checks import one_of, whole
 from lipdp.errors import ConfigurationError
-from lipdp.models.by_name import Builder, register
-
-__all__ = [
-    "MixerBlock",
-    "Tokens",
-    "head",
-    "lenet",
-    "mixer",
-    "mlp",
-    "resnet",
-    "resnet6",
-    "resnet10",
-    "resnet18",
-    "stem",
-    "transformer",
-    "vgg",
-    "vgg5",
-    "vgg8",
-    "vgg11",
-]
+from lipdp.models.by_name import Builder, image, register
 
 InputMode = Literal["ball", "sphere"]
 
 
 def stem(input_shape: tuple[int, ...], input_norm: float, input_mode: InputMode, centre: bool) -> list[torch.nn.Module]:
     """What every model starts with: optionally each example minus its own mean, then the bounded input."""
-    centring: list[torch.nn.Module] = [nn.LayerCentering()] if centre else []
-    return [*centring, nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
+    return [*([nn.LayerCentering()] if centre else []), nn.BoundedInput(input_shape, norm=input_norm, mode=input_mode)]
+
+
+def _even(what: str, *sizes: int) -> None:
+    if any(size < 2 or size % 2 for size in sizes):
+        raise ConfigurationError(f"{what} must be even (GroupSort sorts pairs), not {', '.join(map(str, sizes))}")
 
 
 def head(features: int, classes: int, clip: float | None, hidden: int | None = None) -> list[torch.nn.Module]:
     """What every model ends with: optionally a hidden layer, the logits, and optionally a clip on their gradient."""
-    if hidden is not None and (hidden < 2 or hidden % 2):
-        raise ConfigurationError(f"the hidden width must be even (GroupSort sorts pairs), not {hidden}")
     layers: list[torch.nn.Module] = []
     if hidden is not None:
+        _even("the hidden width", hidden)
         layers += [nn.SpectralLinear(features, hidden, bias=False), nn.GroupSort(2)]
         features = hidden
     layers.append(nn.SpectralLinear(features, classes, bias=False))
@@ -98,17 +83,12 @@ def mlp(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if any(width < 2 or width % 2 for width in hidden):
-        raise ConfigurationError(f"hidden widths must be even (GroupSort sorts pairs), not {tuple(hidden)}")
-    layers: list[torch.nn.Module] = [*stem(input_shape, input_norm, input_mode, centre), nn.Flatten()]
-    width = math.prod(input_shape)
+    _even("hidden widths", *hidden)
+    layers, width = [*stem(input_shape, input_norm, input_mode, centre), nn.Flatten()], math.prod(input_shape)
     for size in hidden:
         layers += [nn.SpectralLinear(width, size, bias=False), nn.GroupSort(2)]
         width = size
     return nn.Sequential(*layers, *head(width, classes, clip))
-
-
-# A LeNet-like convolutional network of Lipschitz layers.
 
 
 @register("lenet")
@@ -137,15 +117,11 @@ def lenet(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if len(input_shape) != 3 or min(input_shape[1:]) < 2 ** len(channels):
-        raise ConfigurationError(
-            f"lenet with {len(channels)} poolings needs images (channels, height, width) of at least {2 ** len(channels)} pixels a "
-            f"side, not {input_shape}"
-        )
-    if any(c < 2 or c % 2 for c in channels) or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ConfigurationError(f"lenet needs even channels and an odd kernel, not {tuple(channels)} and {kernel_size}")
+    depth, height, width = image(input_shape, "lenet", 2 ** len(channels))
+    _even("channels", *channels)
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ConfigurationError(f"lenet needs an odd kernel, not {kernel_size}")
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
-    depth, height, width = input_shape
     for size in channels:
         layers += [
             nn.SpectralConv2d(depth, size, kernel_size, padding=kernel_size // 2, bias=False),
@@ -156,8 +132,6 @@ def lenet(
     layers.append(nn.Flatten())
     return nn.Sequential(*layers, *head(depth * height * width, classes, clip, hidden))
 
-
-# VGG-like networks of Lipschitz layers: 5, 8 or 11 layers with weights.
 
 # Output channels of the convolutions of each stage, at width 64; a 2×2 pool behind each stage. Dense layers follow.
 STAGES: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -194,14 +168,10 @@ def vgg(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if depth not in STAGES:
-        raise ConfigurationError(f"there is VGG with depth 5, 8 or 11, not {depth}")
-    if len(input_shape) != 3 or min(input_shape[1:]) < 2:
-        raise ConfigurationError(f"vgg needs images (channels, height, width) of at least 2 pixels a side, not {input_shape}")
-    if width < 2 or width % 2 or hidden < 2 or hidden % 2:
-        raise ConfigurationError(f"width and hidden must be even (GroupSort sorts pairs), not {width} and {hidden}")
+    one_of("depth", depth, STAGES)
+    channels, rows, columns = image(input_shape, "vgg", 2)
+    _even("width and hidden", width, hidden)
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
-    channels, rows, columns = input_shape
     for stage in STAGES[depth]:
         for size in stage:
             layers += [nn.SpectralConv2d(channels, size * width // 64, 3, padding=1, bias=False), nn.GroupSort(2)]
@@ -224,8 +194,6 @@ vgg8 = _of_depth(vgg, 8, "with 5 convolutions and 3 dense layers", _VGG_IMAGES)
 vgg11 = _of_depth(vgg, 11, "with 8 convolutions and 3 dense layers", _VGG_IMAGES)
 """:func:`vgg` with 8 convolutions and 3 dense layers."""
 
-
-# Residual networks of Lipschitz layers: the 1-Lipschitz residual average in place of the sum.
 
 BLOCKS = {6: (1, 1), 10: (1, 1, 1, 1), 18: (2, 2, 2, 2)}  # blocks of two convolutions, by stage
 
@@ -275,18 +243,13 @@ def resnet(
         centre: subtract each example's own mean first.
         clip: bound on the norm of the logits' gradient.
     """
-    if depth not in BLOCKS:
-        raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
-    if len(input_shape) != 3 or width < 2 or width % 2:
-        raise ConfigurationError(f"resnet needs images (channels, height, width) and an even width, not {input_shape} and {width}")
+    one_of("depth", depth, BLOCKS)
+    _even("width", width)
+    channels, rows, columns = image(input_shape, "resnet", patch=patch)
     layers: list[torch.nn.Module] = stem(input_shape, input_norm, input_mode, centre)
-    depth_in, rows, columns = input_shape
-    if patch < 1 or rows % patch or columns % patch:
-        raise ConfigurationError(f"resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
     if patch > 1:
         layers.append(nn.InvertibleDownsampling(patch))
-        depth_in, rows, columns = depth_in * patch**2, rows // patch, columns // patch
-    layers += [nn.SpectralConv2d(depth_in, width, 3, padding=1, bias=False), nn.GroupSort(2)]
+    layers += [nn.SpectralConv2d(channels * patch**2, width, 3, padding=1, bias=False), nn.GroupSort(2)]
     channels = width
     for stage, blocks in enumerate(BLOCKS[depth]):
         if stage and min(rows, columns) >= 2:
@@ -345,14 +308,9 @@ class Tokens(torch.nn.Module):
 
 
 def _patches(input_shape: tuple[int, ...], patch: int, dim: int, name: str) -> tuple[int, list[torch.nn.Module]]:
-    if len(input_shape) != 3 or patch < 1 or input_shape[1] % patch or input_shape[2] % patch:
-        raise ConfigurationError(
-            f"{name} needs images (channels, height, width) whose sides are multiples of the patch, not {input_shape} and {patch}"
-        )
-    if dim < 2 or dim % 2:
-        raise ConfigurationError(f"dim must be even (GroupSort sorts pairs), not {dim}")
-    tokens = (input_shape[1] // patch) * (input_shape[2] // patch)
-    return tokens, [nn.SpectralConv2d(input_shape[0], dim, patch, stride=patch, bias=False), Tokens()]
+    channels, rows, columns = image(input_shape, name, patch=patch)
+    _even("dim", dim)
+    return rows * columns, [nn.SpectralConv2d(channels, dim, patch, stride=patch, bias=False), Tokens()]
 
 
 @register("mixer")
@@ -389,9 +347,7 @@ def mixer(
         clip: bound on the norm of the logits' gradient.
     """
     tokens, cut = _patches(input_shape, patch, dim, "mixer")
-    if depth < 0:
-        raise ConfigurationError(f"depth must be 0 or more, not {depth}")
-    blocks: list[torch.nn.Module] = [MixerBlock(tokens, dim, residual) for _ in range(depth)]
+    blocks: list[torch.nn.Module] = [MixerBlock(tokens, dim, residual) for _ in range(whole("depth", depth, least=0))]
     front = [*stem(input_shape, input_norm, input_mode, centre), *cut]
     end = nn.TokenMean(tokens) if pooled else nn.Flatten()
     return nn.Sequential(*front, *blocks, end, *head(dim if pooled else tokens * dim, classes, clip, hidden))
@@ -429,8 +385,8 @@ def transformer(
         centre: subtract each example's own mean first, for images.
         clip: bound on the norm of the logits' gradient.
     """
-    if depth < 0 or dim < 2 or dim % 2:
-        raise ConfigurationError(f"depth must be 0 or more and dim even, not {depth} and {dim}")
+    whole("depth", depth, least=0)
+    _even("dim", dim)
     if vocabulary is None:
         tokens, cut = _patches(input_shape, patch, dim, "transformer")
         front = [*stem(input_shape, input_norm, input_mode, centre), *cut]

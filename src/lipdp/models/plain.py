@@ -10,28 +10,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lipdp._checks import whole
+from lipdp._checks import one_of, whole
 from lipdp.errors import ConfigurationError
-from lipdp.models.by_name import create, register
+from lipdp.models.by_name import create, image, register
 from lipdp.nn.embedding import SinusoidalPositions
-
-__all__ = [
-    "Activation",
-    "TokenMean",
-    "group_norm",
-    "image",
-    "nonlinear",
-    "plain_cnn",
-    "plain_lstm",
-    "plain_mlp",
-    "plain_resnet18",
-    "plain_rnn",
-    "plain_transformer",
-    "plain_vgg11",
-    "resized",
-    "tanh_cnn",
-]
-
 
 T = torch.nn
 
@@ -39,20 +21,9 @@ T = torch.nn
 Activation = Literal["tanh", "relu"]
 
 
-def image(input_shape: tuple[int, ...], name: str, least: int = 1) -> tuple[int, int, int]:
-    """(channels, height, width) of images that are large enough for a network of this name."""
-    if len(input_shape) != 3 or min(input_shape[1:]) < least:
-        raise ConfigurationError(
-            f"{name} needs images (channels, height, width) of at least {least} pixels a side, not {input_shape}"
-        )
-    return input_shape
-
-
 def nonlinear(activation: str) -> torch.nn.Module:
     """The layer of an :data:`Activation`."""
-    if activation not in get_args(Activation):
-        raise ConfigurationError(f"activation must be one of {', '.join(get_args(Activation))}, not {activation!r}")
-    return T.Tanh() if activation == "tanh" else T.ReLU()
+    return T.Tanh() if one_of("activation", activation, get_args(Activation)) == "tanh" else T.ReLU()
 
 
 def group_norm(channels: int, groups: int) -> torch.nn.GroupNorm:
@@ -359,7 +330,6 @@ def resized(input_shape: tuple[int, ...], classes: int, *, side: int, model: str
         options: the named model's own.
     """
     channels, _, _ = image(input_shape, "resized")
-    if isinstance(side, bool) or not isinstance(side, int) or side < 1:
-        raise ConfigurationError(f"side must be a whole number of at least 1, not {side!r}")
+    whole("side", side)
     inner = create(model, input_shape=(channels, side, side), classes=classes, **options)
     return torch.nn.Sequential(torch.nn.Upsample(size=(side, side), mode="bilinear", align_corners=False), inner)

@@ -18,13 +18,10 @@ from typing import Any
 import torch
 
 from lipdp import nn
-from lipdp.errors import ConfigurationError
-from lipdp.models.by_name import Builder, register
+from lipdp._checks import one_of, whole
+from lipdp.models.by_name import Builder, image, register
 from lipdp.models.lipschitz import BLOCKS, DENSE, STAGES, Tokens
-from lipdp.models.plain import Activation, TokenMean, group_norm, image, nonlinear
-
-__all__ = ["boundary_twin", "plain_dense", "plain_lenet", "plain_mixer", "plain_resnet", "plain_vgg"]
-
+from lipdp.models.plain import Activation, TokenMean, group_norm, nonlinear
 
 T = torch.nn
 
@@ -111,8 +108,7 @@ def plain_vgg(
         groups: of channels that are normalised together.
         activation: "relu" or "tanh".
     """
-    if depth not in STAGES:
-        raise ConfigurationError(f"there is VGG with depth 5, 8 or 11, not {depth}")
+    one_of("depth", depth, STAGES)
     channels, rows, columns = image(input_shape, "plain-vgg", 2)
     layers: list[torch.nn.Module] = [_stem(input_shape)]
     for stage in STAGES[depth]:
@@ -168,16 +164,12 @@ def plain_resnet(
         groups: of channels that are normalised together.
         activation: "relu" or "tanh".
     """
-    if depth not in BLOCKS:
-        raise ConfigurationError(f"there is ResNet with depth 6, 10 or 18, not {depth}")
-    channels, rows, columns = image(input_shape, "plain-resnet", 2)
-    if patch < 1 or rows % patch or columns % patch:
-        raise ConfigurationError(f"plain-resnet needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
+    one_of("depth", depth, BLOCKS)
+    channels, rows, columns = image(input_shape, "plain-resnet", 2, patch)
     layers: list[torch.nn.Module] = [_stem(input_shape)]
     if patch > 1:
         layers.append(T.PixelUnshuffle(patch))
-        channels, rows, columns = channels * patch**2, rows // patch, columns // patch
-    layers += [T.Conv2d(channels, width, 3, padding=1), group_norm(width, groups), nonlinear(activation)]
+    layers += [T.Conv2d(channels * patch**2, width, 3, padding=1), group_norm(width, groups), nonlinear(activation)]
     channels = width
     for stage, blocks in enumerate(BLOCKS[depth]):
         if stage and min(rows, columns) >= 2:
@@ -233,13 +225,9 @@ def plain_mixer(
         hidden: width of a dense layer before the logits, ``None`` for none.
         activation: "relu" or "tanh".
     """
-    channels, rows, columns = image(input_shape, "plain-mixer", 1)
-    if patch < 1 or rows % patch or columns % patch:
-        raise ConfigurationError(f"plain-mixer needs images whose sides are multiples of the patch, not {input_shape} and {patch}")
-    if depth < 0:
-        raise ConfigurationError(f"depth must be 0 or more, not {depth}")
-    tokens = (rows // patch) * (columns // patch)
-    blocks = [_MixerBlock(tokens, dim, activation) for _ in range(depth)]
+    channels, rows, columns = image(input_shape, "plain-mixer", patch=patch)
+    tokens = rows * columns
+    blocks = [_MixerBlock(tokens, dim, activation) for _ in range(whole("depth", depth, least=0))]
     front = (_stem(input_shape), T.Conv2d(channels, dim, patch, stride=patch), Tokens())
     end = TokenMean() if pooled else T.Flatten()
     features = dim if pooled else tokens * dim

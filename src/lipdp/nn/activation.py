@@ -19,8 +19,6 @@ from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
 from lipdp.twins import Decision, Where, twin
 
-__all__ = ["Abs", "BoundedPReLU", "FullSort", "GroupSort", "Householder", "LayerScale", "MaxMin"]
-
 
 class GroupSort(torch.nn.Module):
     """Sorts groups of ``group_size`` neighbouring channels, largest first.

@@ -18,8 +18,6 @@ from lipdp.nn.linear import SpectralLinear
 from lipdp.parametrize import Constraint, Parametrisation
 from lipdp.twins import Decision, Where, twin
 
-__all__ = ["LipschitzAttention", "TransformerBlock"]
-
 
 class LipschitzAttention(torch.nn.Module):
     """Multi-head self-attention with a proved Lipschitz constant: tokens in a ball, spectral projections, softmax(s·QKᵀ)V.

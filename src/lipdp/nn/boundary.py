@@ -10,14 +10,12 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._checks import positive
 from lipdp._numerics import wide
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.clipping.follow import rows_first
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering, narrowed, widened
-
-__all__ = ["Boundary", "BoundedInput", "ClipGradient"]
-
 
 # Entries whose squares are added up in float32, at most; longer sums are continued in float64.
 _SHORT = 256
@@ -82,12 +80,6 @@ def clip_cotangent(
     return _ClipCotangent.apply(x, max_norm, normalise, norms)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _positive(name: str, value: float) -> float:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
-    return float(value)
-
-
 class BoundedInput(torch.nn.Module):
     """Bounds the input: X₀ = ``norm``. It also tells the calculus the input's shape, so it usually comes first.
 
@@ -120,13 +112,13 @@ class BoundedInput(torch.nn.Module):
                 f"BoundedInput needs the shape of one example, of positive sizes, such as (3, 32, 32); not {shape!r}"
             )
         self.input_shape = tuple(map(int, sizes))
-        self.norm = _positive("BoundedInput norm", norm)
+        self.norm = positive("BoundedInput norm", norm)
         if mode not in ("ball", "sphere", "floor"):
             raise ConfigurationError(f"BoundedInput mode must be 'ball', 'sphere' or 'floor', not {mode!r}")
         if (floor is None) != (mode != "floor"):
             raise ConfigurationError("BoundedInput takes floor= with mode='floor', and only with it")
         self.mode = mode
-        self.floor = None if floor is None else _positive("BoundedInput floor", floor)
+        self.floor = None if floor is None else positive("BoundedInput floor", floor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scale each example into the ball, or onto the sphere."""
@@ -181,7 +173,7 @@ class ClipGradient(torch.nn.Module):
 
     def __init__(self, max_norm: float, *, normalise: bool = False, adaptive: bool = False) -> None:
         super().__init__()
-        self.max_norm = _positive("ClipGradient max_norm", max_norm)
+        self.max_norm = positive("ClipGradient max_norm", max_norm)
         self.normalise, self.adaptive = bool(normalise), bool(adaptive)
         self._norms: list[torch.Tensor] | None = None
 
@@ -233,9 +225,9 @@ class Boundary(torch.nn.Module):
             raise ConfigurationError("Boundary() bounds nothing: give norm=, cotangent=, or both")
         if floor is not None and norm is None:
             raise ConfigurationError("Boundary takes floor= with norm=, and only with it")
-        self.norm = None if norm is None else _positive("Boundary norm", norm)
-        self.cotangent = None if cotangent is None else _positive("Boundary cotangent", cotangent)
-        self.floor = None if floor is None else _positive("Boundary floor", floor)
+        self.norm = None if norm is None else positive("Boundary norm", norm)
+        self.cotangent = None if cotangent is None else positive("Boundary cotangent", cotangent)
+        self.floor = None if floor is None else positive("Boundary floor", floor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project, and mark the place where cotangents are clipped."""

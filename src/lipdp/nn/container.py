@@ -13,8 +13,6 @@ from lipdp.export import Site, export, lowering
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_box
 
-__all__ = ["ConcatResidual", "ConvexMix", "ConvexResidual", "Flatten", "Residual", "Sequential"]
-
 
 class Sequential(torch.nn.Sequential):
     """:class:`torch.nn.Sequential`, under the same roof as the other layers."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import positive
 from lipdp.bounds import Call, Transfer, rule, times
 from lipdp.bounds.operator_norm import is_contraction, multiplicity, padding_sides
 from lipdp.bounds.rules_weighted import channels_and_spatial, transposed_multiplicity, weighted_transfer
@@ -17,12 +18,10 @@ from lipdp.clipping.contribution import Contributions, norm_rule, refuse
 from lipdp.clipping.rules_conv import convolution
 from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed
-from lipdp.nn.linear import BallBias, checked_bias_norm, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
+from lipdp.nn.linear import BallBias, checked_constraint, orthogonal_, reparametrised_refusal, weighted_twin
 from lipdp.parametrize import Constraint, ConvGeometry, ConvParametrisation, Parametrisation, Reparametrised
 from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, twin
-
-__all__ = ["SpectralConv1d", "SpectralConv2d", "SpectralConv3d", "SpectralConvTranspose2d"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 AnyConstraint = Constraint | Parametrisation | ConvParametrisation
@@ -172,7 +171,7 @@ class _SpectralConv(_Spectral):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm, self.constraint = checked_bias_norm(bias_norm), checked_constraint(constraint, convolution=True)
+        self.bias_norm, self.constraint = positive("bias_norm", bias_norm), checked_constraint(constraint, convolution=True)
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
@@ -300,7 +299,7 @@ class SpectralConvTranspose2d(_Spectral, torch.nn.ConvTranspose2d):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm, self.constraint = checked_bias_norm(bias_norm), checked_constraint(constraint, convolution=True)
+        self.bias_norm, self.constraint = positive("bias_norm", bias_norm), checked_constraint(constraint, convolution=True)
         sizes = (kernel_size, stride, padding, output_padding)
         super().__init__(in_channels, out_channels, *sizes, groups, bias, dilation, device=device, dtype=dtype)
         self.project_()
@@ -341,22 +340,16 @@ def _contributions(layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 _PLAIN: tuple[type[torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d], ...] = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 
-def plain_conv(
-    layer: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, kernel_size: Any = None, padding: Any = None
-) -> torch.nn.Module:
+def _arguments(module: Any) -> dict[str, Any]:
+    """What torch's convolution of the same form is made with."""
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+    own = "output_padding" if module.transposed else "padding_mode"
+    return {name: getattr(module, name) for name in (*names, own)} | {"bias": module.bias is not None}
+
+
+def plain_conv(layer: Any, **changes: Any) -> torch.nn.Module:
     """torch's convolution of the same arguments, but for those given, without weights."""
-    return _PLAIN[len(layer.kernel_size) - 1](
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size if kernel_size is None else kernel_size,  # type: ignore[arg-type]
-        layer.stride,  # type: ignore[arg-type]
-        layer.padding if padding is None else padding,  # type: ignore[arg-type]
-        layer.dilation,  # type: ignore[arg-type]
-        layer.groups,
-        layer.bias is not None,
-        layer.padding_mode,
-        device="meta",
-    )
+    return _PLAIN[len(layer.kernel_size) - 1](**{**_arguments(layer), **changes}, device="meta")
 
 
 @lowering(SpectralConv1d, SpectralConv2d, SpectralConv3d)
@@ -368,60 +361,26 @@ def _plain(layer: SpectralConv1d | SpectralConv2d | SpectralConv3d, site: Site) 
     sides = layer.constraint.pads(layer.geometry)
     even = all(left == right for left, right in sides)
     padding = tuple(left for left, _ in sides) if even else "same"
-    plain = plain_conv(layer, layer.constraint.window(layer.geometry), padding)
+    plain = plain_conv(layer, kernel_size=layer.constraint.window(layer.geometry), padding=padding)
     return placed(plain, layer, scale if layer.constraint.scaled else None)
 
 
 @lowering(SpectralConvTranspose2d)
 def _plain_transpose(layer: SpectralConvTranspose2d, site: Site) -> torch.nn.Module:
-    plain = torch.nn.ConvTranspose2d(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]
-        layer.stride,  # type: ignore[arg-type]
-        layer.padding,
-        layer.output_padding,  # type: ignore[arg-type]
-        layer.groups,
-        layer.bias is not None,
-        layer.dilation,  # type: ignore[arg-type]
-        device="meta",
-    )
+    plain = torch.nn.ConvTranspose2d(**_arguments(layer), device="meta")
     return placed(plain, layer, layer.scale(site.shape[-2], site.shape[-1]))
 
 
 @twin(*_PLAIN)
 def _twin_of_conv(module: torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d, where: Where) -> Decision:
-    new = (SpectralConv1d, SpectralConv2d, SpectralConv3d)[len(module.kernel_size) - 1](
-        module.in_channels,
-        module.out_channels,
-        module.kernel_size,
-        module.stride,
-        module.padding,
-        module.dilation,
-        module.groups,
-        module.bias is not None,
-        module.padding_mode,
-        device=module.weight.device,
-        dtype=module.weight.dtype,
-    )
+    kind = (SpectralConv1d, SpectralConv2d, SpectralConv3d)[len(module.kernel_size) - 1]
+    new = kind(**_arguments(module), device=module.weight.device, dtype=module.weight.dtype)
     return weighted_twin(new, module, where)
 
 
 @twin(torch.nn.ConvTranspose2d)
 def _twin_of_conv_transpose(module: torch.nn.ConvTranspose2d, where: Where) -> Decision:
-    new = SpectralConvTranspose2d(
-        module.in_channels,
-        module.out_channels,
-        module.kernel_size,  # type: ignore[arg-type]
-        module.stride,  # type: ignore[arg-type]
-        module.padding,  # type: ignore[arg-type]
-        module.output_padding,  # type: ignore[arg-type]
-        module.groups,
-        module.bias is not None,
-        module.dilation,  # type: ignore[arg-type]
-        device=module.weight.device,
-        dtype=module.weight.dtype,
-    )
+    new = SpectralConvTranspose2d(**_arguments(module), device=module.weight.device, dtype=module.weight.dtype)
     with torch.no_grad():
         output = new(module.weight.new_zeros(1, *where.shape)).shape[1:]
     if tuple(output) != where.output:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lipdp._checks import positive
 from lipdp.bounds import Bound, Call, Transfer, rule
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering, narrowed, placed, widened
@@ -14,14 +15,6 @@ from lipdp.nn.container import Sequential
 from lipdp.parametrize import Constrained
 from lipdp.parametrize.constraint import project_ball, project_rows
 from lipdp.twins import Decision, Where, twin
-
-__all__ = ["BoundedEmbedding", "LearnedPositions", "MaskedTokenMean", "SinusoidalPositions", "TokenBall", "TokenMean"]
-
-
-def _positive(name: str, value: float) -> float:
-    if not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
-    return float(value)
 
 
 class BoundedEmbedding(Constrained, torch.nn.Embedding):
@@ -52,7 +45,7 @@ class BoundedEmbedding(Constrained, torch.nn.Embedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.norm = _positive("BoundedEmbedding norm", norm)
+        self.norm = positive("BoundedEmbedding norm", norm)
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.input_shape = None if length is None else (int(length),)
         self.project_()
@@ -99,7 +92,7 @@ class LearnedPositions(Constrained, torch.nn.Module):
         self, length: int, dim: int, norm: float | None = None, *, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.norm = _positive("LearnedPositions norm", math.sqrt(length) if norm is None else norm)
+        self.norm = positive("LearnedPositions norm", math.sqrt(length) if norm is None else norm)
         self.weight = torch.nn.Parameter(torch.zeros(length, dim, device=device, dtype=dtype))
         torch.nn.init.normal_(self.weight, std=0.02)
         self.project_()
@@ -227,7 +220,7 @@ class TokenBall(torch.nn.Module):
 
     def __init__(self, norm: float = 1.0) -> None:
         super().__init__()
-        self.norm = _positive("TokenBall norm", norm)
+        self.norm = positive("TokenBall norm", norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project each row; norms in float32 or better."""

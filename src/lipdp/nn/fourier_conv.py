@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._checks import positive
 from lipdp._numerics import unit_roundoff
 from lipdp.bounds import Call, Transfer, conv_norm_fft, rule, times
 from lipdp.bounds.operator_norm import grid_factor, grid_for
@@ -14,9 +15,7 @@ from lipdp.bounds.rules_weighted import channels_and_spatial, conv_multiplicity,
 from lipdp.errors import ConfigurationError
 from lipdp.export import Site, lowering, placed
 from lipdp.nn.conv import plain_conv
-from lipdp.nn.linear import BallBias, checked_bias_norm, orthogonal_
-
-__all__ = ["FourierConv2d"]
+from lipdp.nn.linear import BallBias, orthogonal_
 
 
 class FourierConv2d(BallBias, torch.nn.Conv2d):
@@ -60,7 +59,7 @@ class FourierConv2d(BallBias, torch.nn.Conv2d):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
+        self.bias_norm = positive("bias_norm", bias_norm)
         if padding_mode not in ("zeros", "circular"):
             raise ConfigurationError(f"FourierConv2d has a bound for zero and circular padding, not for {padding_mode!r}")
         super().__init__(

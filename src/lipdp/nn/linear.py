@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lipdp._checks import positive
 from lipdp.bounds import Call, Transfer, rule
 from lipdp.bounds.operator_norm import is_contraction
 from lipdp.bounds.rules_weighted import weighted_transfer
@@ -20,8 +21,6 @@ from lipdp.parametrize import Bjorck, Constrained, Constraint, ConvParametrisati
 from lipdp.parametrize.constraint import AbsoluteSums, Frobenius, project_ball, project_columns
 from lipdp.parametrize.maps import Map
 from lipdp.twins import Decision, Where, keep_trained, twin
-
-__all__ = ["FrobeniusLinear", "L1Linear", "SpectralLinear"]
 
 
 class BallBias(Constrained):
@@ -46,13 +45,6 @@ class BallBias(Constrained):
     def bias_repr(self) -> str:
         """What is shown of it, behind torch's own arguments."""
         return "" if self.bias_bound is None else f", bias_norm={self.bias_norm:g}"
-
-
-def checked_bias_norm(value: float) -> float:
-    """The radius of the bias's ball."""
-    if not (isinstance(value, int | float) and 0 < value < float("inf")):
-        raise ConfigurationError(f"bias_norm must be a positive finite number, not {value!r}")
-    return float(value)
 
 
 def orthogonal_(matrix: torch.Tensor) -> None:
@@ -108,7 +100,7 @@ class SpectralLinear(Reparametrised, BallBias, torch.nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
+        self.bias_norm = positive("bias_norm", bias_norm)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.constraint: Constraint | Parametrisation = checked_constraint(constraint)
         if isinstance(self.constraint, Parametrisation):
@@ -217,7 +209,7 @@ class L1Linear(BallBias, torch.nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.bias_norm = checked_bias_norm(bias_norm)
+        self.bias_norm = positive("bias_norm", bias_norm)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.rows = rows
         self.project_()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from lipdp._checks import positive, whole
 from lipdp.bounds import Bound, Call, Transfer, rule, times
 from lipdp.bounds.rules_norms import Affine, centred_rows, channel_groups, normalised_transfer, plain_rows
 from lipdp.errors import ConfigurationError, DataError
@@ -16,16 +17,10 @@ from lipdp.nn.linear import BallBias
 from lipdp.parametrize.constraint import project_box
 from lipdp.twins import Decision, Where, twin
 
-__all__ = ["GroupNorm", "LayerCentering", "LayerNorm", "Normalize", "RMSNorm", "Standardize"]
-
 
 def _checked(name: str, eps: float, scale: float, bias_norm: float) -> tuple[float, float]:
-    if not 0 < eps < math.inf:
-        raise ConfigurationError(f"{name} eps must be positive and finite, not {eps!r}: its Lipschitz constant is scale/√eps")
-    for what, value in (("scale", scale), ("bias_norm", bias_norm)):
-        if not 0 < value < math.inf:
-            raise ConfigurationError(f"{name} {what} must be a positive finite number, not {value!r}")
-    return float(scale), float(bias_norm)
+    positive(f"{name} eps, of which its Lipschitz constant is scale/√eps,", eps)
+    return positive(f"{name} scale", scale), positive(f"{name} bias_norm", bias_norm)
 
 
 class _Bounded(BallBias):
@@ -225,12 +220,6 @@ def _plain_group_norm(layer: GroupNorm, site: Site) -> torch.nn.Module:
     return placed(torch.nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, layer.affine, device="meta"), layer)
 
 
-@lowering(Normalize)
-def _plain_normalize(layer: Normalize, site: Site) -> torch.Tensor:
-    mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
-    return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)
-
-
 class LayerCentering(torch.nn.Module):
     """Subtracts each example's own mean: ``y = x − mean(x)`` over ``dim``.
 
@@ -317,14 +306,11 @@ class Standardize(torch.nn.Module):
 
     def __init__(self, channels: int, radius: float, *, floor: float = 1e-3, moments: Literal[1, 2] = 2) -> None:
         super().__init__()
-        if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
-            raise ConfigurationError(f"Standardize needs a number of channels of at least 1, not {channels!r}")
-        for name, value in (("radius", radius), ("floor", floor)):
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ConfigurationError(f"Standardize {name} must be a positive finite number, not {value!r}")
+        self.channels = whole("Standardize channels", channels)
+        self.radius, self.floor = positive("Standardize radius", radius), positive("Standardize floor", floor)
         if isinstance(moments, bool) or moments not in (1, 2):
             raise ConfigurationError(f"Standardize releases 1 moment (means) or 2 (and deviations), not {moments!r}")
-        self.channels, self.radius, self.floor, self.moments = channels, float(radius), float(floor), moments
+        self.moments = moments
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("std", torch.ones(channels))
         self.register_buffer("ready", torch.tensor(False))
@@ -383,7 +369,7 @@ def _standardize(layer: Standardize, call: Call) -> Transfer:
     return Transfer(Bound(times(gain, x.norm) + shift, x.shape), (gain,), exact=False)
 
 
-@lowering(Standardize)
-def _plain_standardize(layer: Standardize, site: Site) -> torch.Tensor:
+@lowering(Normalize, Standardize)
+def _plain_standardize(layer: Normalize | Standardize, site: Site) -> torch.Tensor:
     mean, std = layer.mean.to(site.dtype), layer.std.to(site.dtype)
     return torch.movedim((torch.movedim(site.x, 1, -1) - mean) / std, -1, 1)

@@ -17,17 +17,6 @@ from lipdp.errors import ConfigurationError, DataError
 from lipdp.export import Site, lowering
 from lipdp.twins import Decision, Where, twin
 
-__all__ = [
-    "GlobalL2NormPool",
-    "InvertibleDownsampling",
-    "InvertibleUpsampling",
-    "L2NormPool1d",
-    "L2NormPool2d",
-    "ScaledAdaptiveAvgPool2d",
-    "ScaledAvgPool1d",
-    "ScaledAvgPool2d",
-]
-
 Size = int | Sequence[int]
 
 

@@ -25,8 +25,6 @@ from lipdp.bounds.operator_norm import conv_norm_circular, conv_norm_fft, conv_n
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.parametrize.maps import Cayley, Parametrisation, cayley
 
-__all__ = ["AOC", "BCOP", "SOC", "CircularFFT", "ConvGeometry", "ConvParametrisation", "compose"]
-
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 

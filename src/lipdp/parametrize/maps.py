@@ -26,19 +26,6 @@ from lipdp._numerics import unit_roundoff
 from lipdp.bounds.operator_norm import certified_norm
 from lipdp.errors import ConfigurationError, UnsupportedError
 
-__all__ = [
-    "Cayley",
-    "DifferentiableBjorck",
-    "Householder",
-    "MatrixExp",
-    "Parametrisation",
-    "Polar",
-    "Reparametrised",
-    "cayley",
-    "effective_leaves",
-    "pull_back",
-]
-
 
 def _tall(theta: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """θ with at least as many rows as columns, and whether it had to be transposed."""

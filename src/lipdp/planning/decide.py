@@ -8,11 +8,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from lipdp import nn
-from lipdp._checks import is_number, whole
+from lipdp._checks import is_number, positive, probability, whole
 from lipdp._texts import brief, upwards
 from lipdp.bounds import Analysis
 from lipdp.clipping.support import planned_notes
@@ -50,8 +49,6 @@ from lipdp.privacy import (
 )
 from lipdp.privacy.moments import moment_stds
 from lipdp.privacy.runs import Scheme
-
-__all__ = ["STATISTICS", "plan"]
 
 # Share of δ that the noise's distance from exact noise may make up, and an ε from which on it makes no difference.
 _NEGLIGIBLE, _VACUOUS = 1e-3, 30.0
@@ -138,25 +135,26 @@ def plan(
     clipping, schedule = with_earlier_names(clipping, schedule, earlier)
     adaptive = clipping.adaptive
     check_method(method, max_grad_norm)
-    dataset_size, batch_size, steps = _plain(dataset_size), _plain(batch_size), _plain(steps)
-    check_counts(dataset_size, batch_size, steps, epochs)
-    _check_privacy(epsilon, delta, dataset_size, noise_multiplier)
     # numpy's numbers, too, become what JSON can hold.
-    delta = float(delta)
-    epsilon, noise_multiplier = (None if value is None else float(value) for value in (epsilon, noise_multiplier))
+    dataset_size, batch_size = whole("dataset_size", dataset_size), whole("batch_size", batch_size)
+    steps = None if steps is None else whole("steps", steps)
+    check_counts(dataset_size, batch_size, steps, epochs)
+    epsilon = None if epsilon is None else positive("epsilon", epsilon)
+    noise_multiplier = None if noise_multiplier is None else positive("noise_multiplier", noise_multiplier)
+    delta = probability(delta)
+    if delta >= 1 / dataset_size:
+        warnings.warn(
+            f"delta={brief(delta)} is not below 1/dataset_size={1 / dataset_size:g}: such a guarantee allows publishing a random "
+            "record outright. Use a delta well below it.",
+            LipdpWarning,
+            stacklevel=2,
+        )
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("the model has no trainable parameters: there is nothing to train")
     note_squashed(model, loss)
     shape = None if input_shape is None else tuple(input_shape)
-    groups, analysis = make_groups(
-        model,
-        loss,
-        method,
-        max_grad_norm=max_grad_norm,
-        clipping=clipping,
-        input_shape=shape,
-    )
+    groups, analysis = make_groups(model, loss, method, max_grad_norm=max_grad_norm, clipping=clipping, input_shape=shape)
     arithmetic = choose_precision(precision, model_roundoff(model) if analysis is None else analysis.roundoff)
     rounding = rounding_of(model, method, arithmetic, analysis, batch_size, batch_size / dataset_size)
     slack = slack_of(rounding)
@@ -179,14 +177,8 @@ def plan(
     if adaptive is not None:
         adaptive = adaptive.completed(batch_size, sigma, len(followed))
     weights = None if isinstance(allocation, str) else weights_by_group(groups, allocation)
-    settings = NoiseSettings(
-        multiplier=sigma,
-        slack=slack,
-        allocation=allocation if isinstance(allocation, str) else "weights",
-        weights=weights,
-        adaptive=adaptive,
-        counts=len(followed),
-    )
+    kind: Allocation = allocation if isinstance(allocation, str) else "weights"
+    settings = NoiseSettings(sigma, slack, kind, weights, adaptive, counts=len(followed))
     stds = settings.stds({group.name: group.sensitivity for group in groups}, {group.name: group.size for group in groups})
     decided = PrivacyPlan(
         method=method,
@@ -360,23 +352,3 @@ def _solve(
             "for. Leave one of the three out, and it will be chosen to fit."
         )
     return sigma, steps, spent
-
-
-def _plain(count: Any) -> Any:
-    """numpy's whole number as Python's."""
-    return int(count) if isinstance(count, np.integer) else count
-
-
-def _check_privacy(epsilon: float | None, delta: float, dataset_size: int, noise_multiplier: float | None) -> None:
-    for name, value in (("epsilon", epsilon), ("noise_multiplier", noise_multiplier)):
-        if value is not None and not (is_number(value) and value > 0):
-            raise ConfigurationError(f"{name} must be a positive finite number, not {value!r}")
-    if not (is_number(delta) and 0 < delta < 1):
-        raise ConfigurationError(f"delta must lie between 0 and 1, not {delta!r}")
-    if delta >= 1 / dataset_size:
-        warnings.warn(
-            f"delta={brief(delta)} is not below 1/dataset_size={1 / dataset_size:g}: such a guarantee allows publishing a random "
-            "record outright. Use a delta well below it.",
-            LipdpWarning,
-            stacklevel=3,
-        )

@@ -17,11 +17,9 @@ from lipdp.clipping import check_supported, clipping_groups
 from lipdp.clipping.batch import Style, check_style
 from lipdp.errors import ConfigurationError
 from lipdp.losses import as_loss
-from lipdp.planning.phases import Clipping
+from lipdp.planning.phases import Clipping, matches
 from lipdp.planning.plan import CLIPPED_GROUP, ParameterGroup, PrivacyPlan
 from lipdp.planning.settings import ROUNDOFF, STATISTICS, Method, model_roundoff, per_example_loss
-
-__all__ = ["adaptive_names", "check_plan_fits", "clip_layers", "clips_of", "make_groups", "matches", "weights_by_group"]
 
 MaxNorm = float | Mapping[str, float]
 
@@ -65,11 +63,6 @@ def make_groups(
             "same for all parameters."
         )
     return (*proved, *_clipped(rest, max_grad_norm, style, prefixes)), analysis
-
-
-def matches(name: str, prefix: str) -> bool:
-    """Whether ``prefix`` is the parameter's name, or that of a module it is in."""
-    return name == prefix or name.startswith(prefix + ".")
 
 
 def _proved(analysis: Analysis, finite: bool = False) -> tuple[ParameterGroup, ...]:

@@ -22,20 +22,6 @@ from lipdp.privacy import AdaptiveClip, Allocation, allocate, effective_multipli
 from lipdp.privacy.noise import GRID_LOSS, grid_factor
 from lipdp.privacy.quantile import COUNT_SENSITIVITY
 
-__all__ = [
-    "Clipping",
-    "Factors",
-    "NoiseSettings",
-    "Phase",
-    "Schedule",
-    "cosine_schedule",
-    "linear_schedule",
-    "make_phases",
-    "read_factors",
-    "segments",
-    "with_earlier_names",
-]
-
 Factors = Iterable[tuple[float, float]]
 """(from this fraction of the run on, this factor), in order; it starts with (0.0, 1.0)."""
 
@@ -112,7 +98,7 @@ def make_phases(
     for prefix, fraction in (freeze or {}).items():
         if not (is_number(fraction) and 0 < fraction < 1):
             raise ConfigurationError(f"freeze={{{prefix!r}: {fraction!r}}}: a fraction of the run, between 0 and 1")
-        members = [name for name in trained if name == prefix or name.startswith(prefix + ".")]
+        members = [name for name in trained if matches(name, prefix)]
         if not members:
             raise ConfigurationError(
                 f"freeze names {prefix!r}, and no trained parameter is called that; they are {', '.join(trained)}"
@@ -131,6 +117,11 @@ def make_phases(
         )
         for start in starts
     )
+
+
+def matches(name: str, prefix: str) -> bool:
+    """Whether ``prefix`` is the parameter's name, or that of a module it is in."""
+    return name == prefix or name.startswith(prefix + ".")
 
 
 def read_factors(name: str, schedule: Factors | None) -> tuple[tuple[float, float], ...] | None:

@@ -19,8 +19,6 @@ from lipdp.privacy import Accountant, AdaptiveClip, Adjacency, Allocation, Priva
 from lipdp.privacy.noise import DISTANCE, grid, grid_factor
 from lipdp.privacy.runs import Scheme
 
-__all__ = ["CLIPPED_GROUP", "Method", "ParameterGroup", "Precision", "PrivacyPlan", "columns", "grid_line", "render", "signal_line"]
-
 CLIPPED_GROUP = "all parameters"
 
 _FORMAT = 3

@@ -10,34 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from lipdp._checks import instance, is_number, shown
+from lipdp._checks import instance, is_number, one_of, positive
 from lipdp._numerics import unit_roundoff
 from lipdp._sums import MOST_ROWS, sum_slack
 from lipdp.bounds import Analysis
 from lipdp.errors import ConfigurationError, LipdpNotice
 from lipdp.losses import Loss
-
-__all__ = [
-    "ROUNDOFF",
-    "STATISTICS",
-    "Method",
-    "Precision",
-    "Source",
-    "check_counts",
-    "check_method",
-    "choose_precision",
-    "clipped_rounding",
-    "describe_loss",
-    "has_convolutions",
-    "model_roundoff",
-    "most_rows",
-    "per_example_loss",
-    "proved_rounding",
-    "rounding_of",
-    "rows_within",
-    "slack_of",
-    "usual_seats",
-]
 
 Method = Literal["clipless", "naive", "multiloss", "reweight", "ghost", "bookkeeping", "mixed"]
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
@@ -129,9 +107,7 @@ def choose_precision(asked: str | None, roundoff: float) -> Precision:
     )
     if asked is None:
         return native
-    if asked not in ROUNDOFF:
-        raise ConfigurationError(f"precision={asked!r} is not known; choose one of {', '.join(ROUNDOFF)}")
-    return asked if ROUNDOFF[asked] >= ROUNDOFF[native] else native  # type: ignore[return-value]
+    return asked if ROUNDOFF[one_of("precision", asked, ROUNDOFF)] >= ROUNDOFF[native] else native  # type: ignore[return-value]
 
 
 def check_model(model: object, *, values: bool = True) -> None:
@@ -196,9 +172,6 @@ def check_method(method: str, max_grad_norm: float | Mapping[str, float] | None)
 
 def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: float | None) -> None:
     """Refuse sizes and lengths that can't be meant."""
-    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a whole number of at least 1, not {shown(value)}")
     if batch_size > dataset_size:
         raise ConfigurationError(
             f"batch_size={batch_size} is larger than dataset_size={dataset_size}: the sampling rate would exceed 1. Use at most "
@@ -206,10 +179,8 @@ def check_counts(dataset_size: int, batch_size: int, steps: int | None, epochs: 
         )
     if steps is not None and epochs is not None:
         raise ConfigurationError("give either epochs or steps, not both")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigurationError(f"steps must be a whole number of at least 1, not {steps!r}")
-    if epochs is not None and not (is_number(epochs) and epochs > 0):
-        raise ConfigurationError(f"epochs must be positive, not {epochs!r}")
+    if epochs is not None:
+        positive("epochs", epochs)
 
 
 def per_example_loss(loss: Any) -> Any:

@@ -24,8 +24,6 @@ from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import check_model
 
-__all__ = ["check_optimizer", "check_parts", "check_scheduler", "suggest_optimizer"]
-
 
 def check_parts(model: object, plan: object, optimizer: object = None) -> None:
     """Refuse a class in the place of its object, a path, a name, arguments in another order: by name, before anything is done."""

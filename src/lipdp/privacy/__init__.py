@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from lipdp._texts import guarantee
 from lipdp.privacy.accounting import (
-    MAX_STEPS,
     Accountant,
     Adjacency,
-    calibrate_noise,
-    calibrate_run,
     delta,
     epsilon,
     event,
-    longest_run,
-    max_steps,
     privacy_profile,
     run_epsilon,
 )
 from lipdp.privacy.budget import Budget, Reservation
+from lipdp.privacy.calibration import MAX_STEPS, calibrate_noise, calibrate_run, longest_run, max_steps
 from lipdp.privacy.costs import Approximate, Pure
 from lipdp.privacy.mechanism import Allocation, add_noise, allocate, effective_multiplier, noise_energy
 from lipdp.privacy.moments import Moments, private_moments

@@ -22,22 +22,6 @@ from lipdp.privacy._step_losses import Neighbours, deviation, largest_loss
 from lipdp.privacy.accounting import Adjacency, step_event
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = [
-    "FEW_ORDERS",
-    "MOST_BINS",
-    "PRECISION",
-    "Figure",
-    "as_known",
-    "divergences",
-    "events_epsilon",
-    "grid_epsilon",
-    "parts_delta",
-    "parts_epsilon",
-    "quiet",
-    "run_delta",
-    "run_epsilon",
-]
-
 PRECISION = 1e-3
 """The PLD's grid is halved until that moves ε by less than this share of it."""
 MOST_BINS = 1 << 22

@@ -12,8 +12,6 @@ from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.composition import Composition, Totals
 from lipdp.privacy.costs import data_key
 
-__all__ = ["FORMAT", "Run", "State", "minus", "plus"]
-
 FORMAT = 1
 
 

@@ -31,8 +31,6 @@ import numpy as np
 
 from lipdp.privacy._step_losses import MISPLACED, Array, Masses, Neighbours, SampledGaussian, convolve, fast_length, step_masses
 
-__all__ = ["Composition", "Known", "Parts", "compose_losses"]
-
 Parts = Sequence[tuple[SampledGaussian, int]]
 """Steps and how many there are of each."""
 

@@ -29,9 +29,6 @@ from typing import Any
 from lipdp._files import opened, sync_folder, write_all
 from lipdp.errors import BudgetError, ConfigurationError, DataError
 
-__all__ = ["Journal", "Session"]
-
-
 _SLOT = 256  # bytes; a disk writes them at once
 
 

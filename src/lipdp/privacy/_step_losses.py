@@ -23,20 +23,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "MISPLACED",
-    "Array",
-    "Convolved",
-    "Masses",
-    "Neighbours",
-    "SampledGaussian",
-    "convolve",
-    "deviation",
-    "fast_length",
-    "largest_loss",
-    "step_masses",
-]
-
 Array = npt.NDArray[np.float64]
 Neighbours = Literal["add_remove", "replace_one"]
 

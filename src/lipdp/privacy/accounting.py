@@ -29,37 +29,19 @@ from functools import lru_cache, wraps
 from types import ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
-from lipdp._checks import is_number, positive, probability, rate, whole
-from lipdp._texts import brief, upwards
-from lipdp.errors import BudgetError, ConfigurationError
-from lipdp.privacy._search import MAX_NOISE, MAX_STEPS, most_steps, smallest_noise
+from lipdp._checks import one_of, positive, probability, rate, whole
+from lipdp.errors import ConfigurationError
 from lipdp.privacy.runs import PrivateRun, Sampling
-
-__all__ = [
-    "MAX_STEPS",
-    "Accountant",
-    "Adjacency",
-    "calibrate_noise",
-    "calibrate_run",
-    "delta",
-    "epsilon",
-    "event",
-    "longest_run",
-    "max_steps",
-    "privacy_profile",
-    "run_epsilon",
-    "step_event",
-]
 
 Adjacency = Literal["add_remove", "replace_one"]
 Accountant = Literal["pld", "rdp"]
 
-_POISSON = Sampling()
+POISSON = Sampling()
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _reckoned(function: Callable[P, R]) -> Callable[P, R]:
+def reckoned(function: Callable[P, R]) -> Callable[P, R]:
     """Numbers that floating point has no room for (a noise of 1e-300, say) are refused in words."""
 
     @wraps(function)
@@ -103,7 +85,7 @@ def step_event(run: PrivateRun, noise_multiplier: float) -> Any:
     return dp.PoissonSampledDpEvent(run.sampling_rate, dp.GaussianDpEvent(noise_multiplier))
 
 
-@_reckoned
+@reckoned
 def epsilon(
     *,
     noise_multiplier: float,
@@ -112,7 +94,7 @@ def epsilon(
     delta: float,
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
-    sampling: Sampling = _POISSON,
+    sampling: Sampling = POISSON,
 ) -> float:
     """The ε that T steps spend at this δ: min{ε : P(S) ≤ e^ε·P'(S) + δ for all neighbours and all S}; 0 for 0 steps.
 
@@ -131,7 +113,7 @@ def epsilon(
     return run_epsilon(run, delta, accountant, adjacency)
 
 
-@_reckoned
+@reckoned
 def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", adjacency: Adjacency = "add_remove") -> float:
     """The ε of a whole run at this δ: its Gaussian parts composed by the accountant, plus Σε of its pure releases.
 
@@ -141,12 +123,12 @@ def run_epsilon(run: PrivateRun, delta: float, accountant: Accountant = "pld", a
         accountant: see :func:`epsilon`.
         adjacency: see :func:`epsilon`.
     """
-    d, how = probability(delta), _analysis(accountant, adjacency, run.sampling)
+    d, how = probability(delta), checked_analysis(accountant, adjacency, run.sampling)
     idle = run.steps == 0 and not run.gaussian_releases
-    return run.pure_epsilon + (0.0 if idle else _figure(run, d, *how).told("epsilon"))
+    return run.pure_epsilon + (0.0 if idle else figure(run, d, *how).told("epsilon"))
 
 
-@_reckoned
+@reckoned
 def privacy_profile(
     run: PrivateRun,
     epsilons: Sequence[float],
@@ -164,7 +146,7 @@ def privacy_profile(
         adjacency: see :func:`epsilon`.
         coarse: on a grid of 1e-3 instead of 1e-4: ten times as fast, and a little larger.
     """
-    how, pure = _analysis(accountant, adjacency, run.sampling), run.pure_epsilon
+    how, pure = checked_analysis(accountant, adjacency, run.sampling), run.pure_epsilon
     if run.steps == 0 and not run.gaussian_releases:
         return [0.0 if e >= pure else 1.0 for e in epsilons]
     beyond = [e - pure for e in epsilons if e >= pure]
@@ -191,7 +173,7 @@ def _losses(run: PrivateRun, adjacency: Adjacency, grid: float) -> Any:
     return ledger
 
 
-@_reckoned
+@reckoned
 def delta(
     *,
     noise_multiplier: float,
@@ -200,7 +182,7 @@ def delta(
     epsilon: float,
     accountant: Accountant = "pld",
     adjacency: Adjacency = "add_remove",
-    sampling: Sampling = _POISSON,
+    sampling: Sampling = POISSON,
 ) -> float:
     """The δ that T steps spend at this ε: sup over neighbours and S of P(S) − e^ε·P'(S); 0 for 0 steps.
 
@@ -215,236 +197,34 @@ def delta(
         adjacency: see :func:`epsilon`.
         sampling: how the records of a step are drawn; Poisson by default.
     """
-    budget, how = positive("epsilon", epsilon), _analysis(accountant, adjacency, sampling)
+    budget, how = positive("epsilon", epsilon), checked_analysis(accountant, adjacency, sampling)
     run = PrivateRun(sampling_rate, ((noise_multiplier, steps),), sampling=sampling)
     if not run.steps:
         return 0.0
     from lipdp.privacy import _analyses
 
-    return _analyses.run_delta(run, budget) if how[0] == "rdp" else _analyses.parts_delta(_parts(run), budget, how[1]).told("delta")
-
-
-@_reckoned
-def calibrate_noise(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_rate: float,
-    steps: int,
-    accountant: Accountant = "pld",
-    adjacency: Adjacency = "add_remove",
-    tolerance: float = 1e-5,
-    sampling: Sampling = _POISSON,
-) -> float:
-    """The smallest noise multiplier whose T steps cost at most (ε, δ): min{σ : ε(σ, q, T, δ) ≤ ε}.
-
-    The returned σ has been fed to :func:`epsilon` and fits, and σ/(1 + tolerance) has been seen not to fit, so the
-    answer is within that relative tolerance of the smallest (it does not look below 1e-3). Where ε itself is loose, which a warning
-    says, it is not sought more exactly than that.
-    BudgetError when not even σ = 1e8 fits.
-
-    Args:
-        epsilon: the ε that may be spent, above 0.
-        delta: δ, between 0 and 1.
-        sampling_rate: q, the probability that a record is in a step's sample.
-        steps: T, at least 1.
-        accountant: see :func:`epsilon`.
-        adjacency: see :func:`epsilon`.
-        tolerance: how far above the smallest σ the answer may be, relative to it; from 1e-9 to below 1.
-        sampling: how the records of a step are drawn; Poisson by default.
-    """
-    count, q = whole("steps", steps), rate(sampling_rate)
-    return calibrate_run(
-        lambda sigma: PrivateRun(q, ((sigma, count),), sampling=sampling),
-        epsilon=epsilon,
-        delta=delta,
-        accountant=accountant,
-        adjacency=adjacency,
-        tolerance=tolerance,
+    return (
+        _analyses.run_delta(run, budget)
+        if how[0] == "rdp"
+        else _analyses.parts_delta(gaussian_parts(run), budget, how[1]).told("delta")
     )
-
-
-@_reckoned
-def calibrate_run(
-    describe: Callable[[float], PrivateRun],
-    *,
-    epsilon: float,
-    delta: float,
-    accountant: Accountant = "pld",
-    adjacency: Adjacency = "add_remove",
-    tolerance: float = 1e-5,
-) -> float:
-    """The smallest σ for which the run ``describe(σ)`` costs at most (ε, δ); see :func:`calibrate_noise`.
-
-    The cost has to fall as σ grows; what does not depend on σ (one-off releases) must leave something of the budget.
-
-    Args:
-        describe: the run at a noise multiplier σ; it is called for many of them.
-        epsilon: the ε that the whole run may spend, one-off releases included.
-        delta: δ, between 0 and 1.
-        accountant: see :func:`epsilon`.
-        adjacency: see :func:`epsilon`.
-        tolerance: how far above the smallest σ the answer may be, relative to it; from 1e-9 to below 1.
-    """
-    target, d = positive("epsilon", epsilon), probability(delta)
-    if not (is_number(tolerance) and 1e-9 <= tolerance < 1):
-        raise ConfigurationError(f"tolerance is {tolerance!r}: a relative precision between 1e-9 and 1; leave it at 1e-5.")
-    one = describe(1.0)
-    how = _analysis(accountant, adjacency, one.sampling)
-    if one.steps > MAX_STEPS:
-        raise ConfigurationError(
-            f"steps is {one.steps}: more than {MAX_STEPS:,} can't be accounted for in reasonable time. Use fewer."
-        )
-    _refuse_dear_releases(one, target, d, *how)
-    left = target - one.pure_epsilon
-    guess, slope = 1.0, -1.5
-    # About where it is, then on a coarse grid, then as it will be reported.
-    coarse: tuple[tuple[Callable[[float], float], float], ...] = (
-        (lambda s: _guess(describe(s), d, how[1]), 0.02),
-        (lambda s: _first_epsilon(describe(s), d, *how), 1e-3),
-    )
-    for cost, precision in coarse:
-        near, steepness = smallest_noise(cost, left, guess, slope, precision)
-        if math.isfinite(near):  # else beyond that estimate, which says nothing of the next
-            guess, slope = near, steepness
-    guess, slope = _nearer(describe, d, how, left, guess, slope)
-    tolerance = max(tolerance, _figure(describe(guess), d, *how).loose / 4)
-    sigma, _ = smallest_noise(lambda s: _epsilon(describe(s), d, *how), left, guess, slope, tolerance)
-    if math.isinf(sigma):
-        raise BudgetError(
-            f"No noise multiplier up to {MAX_NOISE:g} brings {one.steps} steps at sampling_rate={one.sampling_rate:g} under "
-            f"epsilon={brief(target)} at delta={brief(d)} with the {how[0]} accountant: its numerical floor is higher. Ask for a "
-            "larger epsilon or delta, for fewer steps, or for the other accountant."
-        )
-    _figure(describe(sigma), d, *how).told("epsilon")
-    return sigma
-
-
-def _nearer(
-    describe: Callable[[float], PrivateRun], d: float, how: tuple[Accountant, Adjacency], left: float, guess: float, slope: float
-) -> tuple[float, float]:
-    """A better σ to start from, where the grid that is needed there is a fine one: sought on one that is coarser.
-
-    What is coarse about that one is a factor of ε that hardly depends on σ.
-    """
-    from lipdp.privacy import _analyses
-
-    figure = _figure(describe(guess), d, *how)
-    if how[0] == "rdp" or not (figure.grid and 0 < figure.value < math.inf) or abs(figure.value / left - 1) < 1e-3:
-        return guess, slope
-
-    def cost(sigma: float) -> float:
-        return _analyses.grid_epsilon(_parts(describe(sigma)), d, how[1], 4 * figure.grid)
-
-    factor = figure.value / cost(guess)
-    near, steepness = smallest_noise(lambda s: factor * cost(s), left, guess, slope, 1e-3)
-    return (near, steepness) if math.isfinite(near) else (guess, slope)
-
-
-def _refuse_dear_releases(run: PrivateRun, target: float, d: float, accountant: Accountant, adjacency: Adjacency) -> None:
-    alone = run_epsilon(PrivateRun(run.sampling_rate, (), run.releases, run.sampling), d, accountant, adjacency)
-    if alone >= target:
-        raise BudgetError(
-            f"the releases beside the training ({', '.join(release.name for release in run.releases)}) cost epsilon "
-            f"{upwards(alone)} alone, which leaves nothing of {target:g} for the training. Give them a smaller share."
-        )
-
-
-@_reckoned
-def max_steps(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    sampling_rate: float,
-    accountant: Accountant = "pld",
-    adjacency: Adjacency = "add_remove",
-    sampling: Sampling = _POISSON,
-) -> int:
-    """The largest number of steps that costs at most (ε, δ): max{T : ε(σ, q, T, δ) ≤ ε}.
-
-    T has been seen to fit and T + 1 not to. BudgetError when even one step is too many; ConfigurationError when more
-    than :data:`MAX_STEPS` fit, for then the budget is no limit and the length of the run has to be said.
-
-    Args:
-        epsilon: the ε that may be spent, above 0.
-        delta: δ, between 0 and 1.
-        noise_multiplier: σ, see :func:`epsilon`.
-        sampling_rate: q, the probability that a record is in a step's sample.
-        accountant: see :func:`epsilon`.
-        adjacency: see :func:`epsilon`.
-        sampling: how the records of a step are drawn; Poisson by default.
-    """
-    sigma, q = positive("noise_multiplier", noise_multiplier), rate(sampling_rate)
-    return longest_run(
-        lambda steps: PrivateRun(q, ((sigma, steps),), sampling=sampling),
-        epsilon=epsilon,
-        delta=delta,
-        accountant=accountant,
-        adjacency=adjacency,
-    )
-
-
-@_reckoned
-def longest_run(
-    describe: Callable[[int], PrivateRun],
-    *,
-    epsilon: float,
-    delta: float,
-    accountant: Accountant = "pld",
-    adjacency: Adjacency = "add_remove",
-) -> int:
-    """The largest T for which the run ``describe(T)`` costs at most (ε, δ); see :func:`max_steps`.
-
-    Args:
-        describe: the run of so many steps; it is called for many lengths, and a longer one has to cost more.
-        epsilon: the ε that the whole run may spend, one-off releases included.
-        delta: δ, between 0 and 1.
-        accountant: see :func:`epsilon`.
-        adjacency: see :func:`epsilon`.
-    """
-    target, d = positive("epsilon", epsilon), probability(delta)
-    one = describe(1)
-    how = _analysis(accountant, adjacency, one.sampling)
-    _refuse_dear_releases(one, target, d, *how)
-    left = target - one.pure_epsilon
-    guess = most_steps(lambda n: _guess(describe(n), d, how[1]), left, 1, precision=0.02)
-    guess = most_steps(lambda n: _first_epsilon(describe(n), d, *how), left, guess, precision=1e-3)
-    most = most_steps(lambda n: _epsilon(describe(n), d, *how), left, guess)
-    sigma, q = one.segments[0][0], one.sampling_rate
-    if most == 0:
-        raise BudgetError(
-            f"Even one step costs epsilon={upwards(run_epsilon(one, d, *how))} at delta={brief(d)}, noise_multiplier="
-            f"{sigma:g}, sampling_rate={q:g}: above the budget of {brief(target)}. Raise the noise multiplier or epsilon, or "
-            "lower the sampling rate; calibrate_noise finds the noise for a given number of steps."
-        )
-    if most >= MAX_STEPS:
-        raise ConfigurationError(
-            f"At least {MAX_STEPS:,} steps fit in epsilon={brief(target)} with noise_multiplier={sigma:g}, sampling_rate="
-            f"{q:g}: the budget does not limit the run. Give the number of steps, and calibrate_noise finds less noise."
-        )
-    return most
 
 
 # --- analysis ---------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def _figure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> Any:
+def figure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> Any:
     """ε of the Gaussian parts, with how loose it may be."""
     _dp()
     from lipdp.privacy import _analyses
 
     if accountant == "rdp":
         return _analyses.Figure(_analyses.run_epsilon(run, d))
-    return _analyses.parts_epsilon(_parts(run), d, adjacency)
+    return _analyses.parts_epsilon(gaussian_parts(run), d, adjacency)
 
 
-def _epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
-    return float(_figure(run, d, accountant, adjacency).value)
-
-
-def _parts(run: PrivateRun) -> tuple[tuple[Any, int], ...]:
+def gaussian_parts(run: PrivateRun) -> tuple[tuple[Any, int], ...]:
     """The Gaussian steps and releases of a run, equal ones counted together; all full-batch ones are one Gaussian.
 
     n full-batch Gaussians of σ are one of σ/√n, whichever the neighbours: their losses are normal, and add up.
@@ -478,30 +258,6 @@ def _truncation(q: float, sampling: Sampling) -> tuple[float, float] | None:
     return None if cut == 0 else (cut, min(1.0, float(stats.binom.sf(most, records, q)) * most / cut / records))
 
 
-def _first_epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> float:
-    """ε on the first grid alone, or at few orders: an upper bound."""
-    from lipdp.privacy import _analyses
-
-    return (
-        _analyses.run_epsilon(run, d, _analyses.FEW_ORDERS)
-        if accountant == "rdp"
-        else _analyses.grid_epsilon(_parts(run), d, adjacency)
-    )
-
-
-def _guess(run: PrivateRun, d: float, adjacency: Adjacency) -> float:
-    """About ε, by the central limit theorem: n steps are like one Gaussian of σ² = 1/Σ nᵢqᵢ²(e^{1/σᵢ²} − 1). It bounds nothing."""
-    import numpy as np
-
-    sensitivity = 1.0 if adjacency == "add_remove" else 2.0
-    energy = sum(sigma**-2 for sigma in run.gaussian_releases) * sensitivity**2
-    for sigma, steps in run.segments:
-        power = (sensitivity / sigma) ** 2
-        energy += steps * (power if run.sampling_rate == 1 else run.sampling_rate**2 * math.expm1(min(power, 30.0)))
-    with np.errstate(all="ignore"):
-        return float(_dp().get_epsilon_gaussian(energy**-0.5, d))
-
-
 # --- the library and the choices ------------------------------------------------------------------------------------
 
 
@@ -517,12 +273,10 @@ def _dp() -> ModuleType:
     return dp_accounting  # type: ignore[no-any-return]
 
 
-def _analysis(accountant: Accountant, adjacency: Adjacency, sampling: Sampling) -> tuple[Accountant, Adjacency]:
+def checked_analysis(accountant: Accountant, adjacency: Adjacency, sampling: Sampling) -> tuple[Accountant, Adjacency]:
     """The two, where dp-accounting has an analysis of this sampling by that accountant for those neighbours."""
-    if accountant not in get_args(Accountant):
-        raise ConfigurationError(f"accountant is {accountant!r}: choose one of {', '.join(get_args(Accountant))}.")
-    if adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
+    one_of("accountant", accountant, get_args(Accountant))
+    one_of("adjacency", adjacency, get_args(Adjacency))
     if sampling.scheme == "fixed_size":
         if (accountant, adjacency) != ("rdp", "replace_one"):
             raise ConfigurationError(

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from lipdp._checks import is_number, shown
+from lipdp._checks import is_number, one_of, shown
 from lipdp._texts import brief, downwards
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError
 from lipdp.privacy._budget_state import FORMAT, Run, State, minus, plus
@@ -27,8 +27,6 @@ from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.composition import check_event
 from lipdp.privacy.costs import Cost, exact, from_key, parts, run_costs, to_data, to_key
 from lipdp.privacy.runs import PrivateRun
-
-__all__ = ["AnyBudget", "Budget", "Reservation", "RunBook", "charge", "open_budget"]
 
 
 class Budget:
@@ -329,14 +327,8 @@ class Reservation:
             book: what its releases are noted in, to remember how far that has come.
         """
         budget, one_off = self.budget, sorted(set(one_off))
-        entry: dict[str, Any] = {
-            "kind": "end",
-            "run": self.run,
-            "holder": self.holder,
-            "steps": int(steps),
-            "one_off": one_off,
-            "keep": bool(keep),
-        }
+        entry: dict[str, Any] = {"kind": "end", "run": self.run, "holder": self.holder, "steps": int(steps)}
+        entry |= {"one_off": one_off, "keep": bool(keep)}
         with budget._lock, budget._journal.writing() as session:
             state = budget._read(session)
             known = state.runs.get(self.run)
@@ -388,9 +380,7 @@ def _given(epsilon: float | None, delta: float | None, dataset: str | None, adja
             raise ConfigurationError(f"dataset is {dataset!r}: a name for the data, which people will read.")
         given["dataset"] = dataset
     if adjacency is not None:
-        if adjacency not in get_args(Adjacency):
-            raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}.")
-        given["adjacency"] = adjacency
+        given["adjacency"] = one_of("adjacency", adjacency, get_args(Adjacency))
     return given
 
 

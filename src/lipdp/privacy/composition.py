@@ -31,8 +31,6 @@ from lipdp.privacy._step_losses import SampledGaussian
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.costs import Approximate, Pure, from_key, to_key
 
-__all__ = ["Composition", "Counts", "Totals", "check_event"]
-
 Counts = Mapping[str, int]
 """How often each event was charged, by :func:`~lipdp.privacy.costs.to_key`."""
 

@@ -13,12 +13,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
 
-from lipdp._checks import is_number
+from lipdp._checks import is_number, one_of
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.accounting import Adjacency, step_event
 from lipdp.privacy.runs import PrivateRun, Release
 
-__all__ = ["Approximate", "Cost", "Pure", "data_key", "exact", "from_data", "from_key", "parts", "run_costs", "to_data", "to_key"]
+_NEIGHBOURS = (*get_args(Adjacency), None)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pure:
 
     def __init__(self, epsilon: float | Fraction, adjacency: Adjacency | None = None) -> None:
         object.__setattr__(self, "epsilon", exact("epsilon", epsilon))
-        object.__setattr__(self, "adjacency", _known(adjacency))
+        object.__setattr__(self, "adjacency", one_of("adjacency", adjacency, _NEIGHBOURS))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Approximate:
     def __init__(self, epsilon: float | Fraction, delta: float | Fraction, adjacency: Adjacency | None = None) -> None:
         object.__setattr__(self, "epsilon", exact("epsilon", epsilon, zero=True))
         object.__setattr__(self, "delta", exact("delta", delta))
-        object.__setattr__(self, "adjacency", _known(adjacency))
+        object.__setattr__(self, "adjacency", one_of("adjacency", adjacency, _NEIGHBOURS))
         if self.delta >= 1:
             raise ConfigurationError(f"delta is {float(self.delta)!r}: a probability below 1.")
 
@@ -212,12 +212,6 @@ def _names(kind: type) -> list[str]:
 
 def _is_event(value: Any) -> bool:
     return isinstance(value, _dp_event().DpEvent)
-
-
-def _known(adjacency: Any) -> Any:
-    if adjacency is not None and adjacency not in get_args(Adjacency):
-        raise ConfigurationError(f"adjacency is {adjacency!r}: choose one of {', '.join(get_args(Adjacency))}, or None.")
-    return adjacency
 
 
 def _dp_event() -> Any:

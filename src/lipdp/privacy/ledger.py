@@ -13,9 +13,6 @@ from lipdp.errors import BudgetError
 from lipdp.privacy.accounting import Accountant, Adjacency, run_epsilon
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["Furthest", "Ledger"]
-
-
 _noting = threading.RLock()  # engines of one run may be in several threads
 
 

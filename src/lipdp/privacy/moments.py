@@ -29,8 +29,6 @@ from lipdp.privacy.noise import grid_factor
 from lipdp.privacy.randomness import Stream
 from lipdp.privacy.runs import Release
 
-__all__ = ["Moments", "moment_sensitivities", "moment_stds", "moment_sums", "private_moments"]
-
 # Norms are computed in float64, off by at most (entries)·2⁻⁵³ of themselves; the noise carries this much on top.
 _SLACK = 1 + 1e-9
 

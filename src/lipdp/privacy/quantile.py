@@ -18,33 +18,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lipdp._checks import discreet, is_number, kind_of, positive, whole
+from lipdp._checks import discreet, is_number, kind_of, one_of, positive, whole
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.fields import Count, Probability, Scale, check_fields
 from lipdp.privacy.accounting import Adjacency
 from lipdp.privacy.budget import AnyBudget, charge
 from lipdp.privacy.costs import Pure, exact
 from lipdp.privacy.randomness import Stream, discrete_laplace, exp_of_minus
-
-__all__ = [
-    "COUNT_SENSITIVITY",
-    "AdaptiveClip",
-    "Crossing",
-    "PrivateQuantile",
-    "above_threshold",
-    "clip_search",
-    "crossing_probabilities",
-    "crossing_scales",
-    "gradient_multiplier",
-    "private_quantile",
-    "quantile_probabilities",
-    "rank_sensitivity",
-]
 
 Floats = npt.NDArray[np.float64]
 
@@ -92,11 +78,7 @@ def rank_sensitivity(quantile: float, adjacency: Adjacency) -> float:
     replace-one: n stays and the count moves by at most 1, so 1.
     add/remove-one: n moves too. A record below r moves ``count − γn`` by 1−γ, any other one by −γ: so max(γ, 1−γ).
     """
-    if adjacency == "replace_one":
-        return 1.0
-    if adjacency == "add_remove":
-        return max(quantile, 1 - quantile)
-    raise ConfigurationError(f"adjacency is {adjacency!r}: choose add_remove or replace_one.")
+    return 1.0 if one_of("adjacency", adjacency, get_args(Adjacency)) == "replace_one" else max(quantile, 1 - quantile)
 
 
 def quantile_probabilities(
@@ -265,34 +247,6 @@ def above_threshold(
 def _in_steps(value: float, spacing: float) -> int:
     """Rounded to the grid, exactly."""
     return round(Fraction(value) / Fraction(spacing))
-
-
-def crossing_probabilities(
-    queries: Sequence[float],
-    threshold: float,
-    *,
-    epsilon: float,
-    sensitivity: float = 1.0,
-    monotone: bool = False,
-    nodes: int = 20_001,
-) -> Floats:
-    """P(index = 0), …, P(index = last), P(None) of :func:`above_threshold`, by numerical integration over the threshold's noise.
-
-    P(k) = ∫ p(ρ)·Π_{i<k} P(q_i + ν < T + ρ)·P(q_k + ν ≥ T + ρ) dρ, summed over an even grid of ρ that leaves out e⁻⁴⁰.
-    """
-    threshold_scale, query_scale = crossing_scales(epsilon, sensitivity, monotone=monotone)
-    reach = 40 * threshold_scale
-    rho = np.linspace(-reach, reach, 2 * (whole("nodes", nodes, least=3) // 2) + 1)
-    mass = np.exp(-np.abs(rho) / threshold_scale)
-    mass /= mass.sum()
-    asked = np.asarray(queries, dtype=np.float64)
-    gap = (threshold + rho[:, None] - asked[None, :]) / query_scale
-    half = np.exp(-np.abs(gap)) / 2
-    below, above = np.where(gap < 0, half, 1 - half), np.where(gap < 0, 1 - half, half)
-    before = np.cumprod(np.concatenate([np.ones((len(rho), 1)), below], axis=1), axis=1)
-    each = before * np.concatenate([above, np.ones((len(rho), 1))], axis=1)
-    result: Floats = mass @ each
-    return result
 
 
 def clip_search(

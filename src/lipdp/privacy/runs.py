@@ -12,8 +12,6 @@ from lipdp._checks import positive, rate, whole
 from lipdp.errors import ConfigurationError
 from lipdp.fields import Count, Scale, check_fields
 
-__all__ = ["PrivateRun", "Release", "Sampling", "Scheme"]
-
 Kind = Literal["gaussian", "pure"]
 Scheme = Literal["poisson", "truncated_poisson", "fixed_size"]
 

@@ -21,8 +21,6 @@ from lipdp.privacy.randomness import Stream, chacha_bytes, fill_with_chacha, fre
 from lipdp.privacy.randomness import generator as seeded_stream
 from lipdp.privacy.runs import Sampling
 
-__all__ = ["PoissonSampler", "poisson_indices", "sample_indices"]
-
 _PIECE = 1 << 18  # words drawn at a time: 1 MB
 _BITS, _MORE = 32, 512  # of a coin, and further ones where the first do not decide
 # From this many records on, and up to this rate, what is drawn are the gaps between the records of a sample.

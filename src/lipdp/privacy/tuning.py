@@ -38,8 +38,6 @@ from lipdp.privacy.accounting import event
 from lipdp.privacy.randomness import KEY_BYTES, Stream
 from lipdp.privacy.runs import PrivateRun
 
-__all__ = ["DISTRIBUTIONS", "Repetitions", "affordable_run", "record_coins", "score_multiplier", "tuning_epsilon"]
-
 DISTRIBUTIONS = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
 """Shapes η that have a name."""
 

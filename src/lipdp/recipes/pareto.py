@@ -15,27 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from lipdp._checks import one_of
 from lipdp._texts import brief, figure
-from lipdp.errors import ConfigurationError, DataError, LipdpError
+from lipdp.errors import DataError, LipdpError
 from lipdp.fields import Bound, Probability, Range, Size, parse_json, read
 from lipdp.recipes.recipe import Recipe
 from lipdp.recipes.run import Result
-
-__all__ = [
-    "CERTIFIED",
-    "Dot",
-    "append_history",
-    "best_by_epsilon",
-    "front",
-    "grouped",
-    "history_line",
-    "hull",
-    "plot_by",
-    "plot_dots",
-    "plot_radii",
-    "read_dots",
-    "write_csv",
-]
 
 CERTIFIED = "certified "
 """A history's column of this name and a radius holds certified accuracies at that radius."""
@@ -115,8 +100,7 @@ def append_history(
 
 def read_dots(paths: Iterable[str | Path], metric: str = "accuracy") -> list[Dot]:
     """All dots of these history files and output folders."""
-    if metric not in _METRICS:
-        raise ConfigurationError(f"metric must be one of {', '.join(_METRICS)}, not {metric!r}")
+    one_of("metric", metric, _METRICS)
     dots: list[Dot] = []
     for path in map(Path, paths):
         runs = [_folder_run(path)] if path.is_dir() else _file_runs(path)

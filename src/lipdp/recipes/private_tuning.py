@@ -26,8 +26,6 @@ from lipdp.recipes.sweep import Sweep
 from lipdp.training import evaluate
 from lipdp.training.account import several_runs
 
-__all__ = ["PrivateFinding", "tune_privately"]
-
 # What decides how much a run releases: the same for all runs, so that one curve holds for each of them.
 _FIXED = frozenset(
     ("batch_size", "epochs", "method", "statistics_budget", "adaptive", "clip_schedule", "noise_schedule", "freeze", "delta")

@@ -17,27 +17,16 @@ from lipdp._numerics import Undrawn
 from lipdp.data import DatasetInfo, TestTimeAverage
 from lipdp.errors import ConfigurationError, DataError
 from lipdp.features.front import rows_through
+from lipdp.inputs import outputs_in_parts
 from lipdp.losses import Loss
 from lipdp.planning import Clipping, PrivacyPlan, Schedule, plan
 from lipdp.privacy import Accountant, Adjacency
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.runs import Scheme
-from lipdp.recipes.recipe import Metric, RateSchedule, Recipe, get
+from lipdp.recipes.files import get
+from lipdp.recipes.recipe import Metric, RateSchedule, Recipe
 from lipdp.training import Callback, History, evaluate, fit
 from lipdp.training.callbacks import Run
-
-__all__ = [
-    "AUROC",
-    "Prepared",
-    "Result",
-    "auroc",
-    "class_margins",
-    "fit_prepared",
-    "optimizer_for",
-    "prepare",
-    "seeded_model",
-    "train",
-]
 
 AUROC = "validation_auroc"
 """The name of the validation AUROC in a history."""
@@ -381,14 +370,7 @@ def auroc(scores: torch.Tensor, positive: torch.Tensor) -> float:
 
 def class_margins(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """How much each row looks like the second class: ŷ₁ − ŷ₀."""
-    place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    was = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = torch.cat([model(part.to(place)) for part in torch.split(rows, 8192)]).double().cpu()
-    finally:
-        model.train(was)
+    outputs = outputs_in_parts(model, rows, 8192)
     return outputs[:, 1] - outputs[:, 0]
 
 

@@ -19,8 +19,6 @@ from lipdp.errors import ConfigurationError
 from lipdp.models import by_name
 from lipdp.recipes.recipe import OPTION, Recipe
 
-__all__ = ["Choice", "RandomSuggester", "Range", "Space", "Suggester", "default_space", "get_space", "space_names"]
-
 
 class Suggester(Protocol):
     """What proposes values: an Optuna trial."""

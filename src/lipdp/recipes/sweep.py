@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from lipdp import data
+from lipdp._checks import one_of, positive
 from lipdp._texts import brief
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.recipes.pareto import append_history
@@ -29,8 +30,6 @@ from lipdp.recipes.spaces import Space, default_space
 from lipdp.training import Callback
 from lipdp.training.account import several_runs
 from lipdp.training.callbacks import Run
-
-__all__ = ["FinalFigures", "Finding", "Progress", "Sweep", "final_test", "search"]
 
 Progress = Callable[[int, float | None], None]
 """Told how many trials a study has, and the best score so far."""
@@ -78,10 +77,8 @@ class Sweep:
         """Refuse what can't be meant."""
         if not 0 < self.validation_fraction < 1:
             raise ConfigurationError(f"validation_fraction must lie between 0 and 1, not {self.validation_fraction!r}; try 0.2")
-        if self.sampler not in ("tpe", "random"):
-            raise ConfigurationError(f"sampler must be 'tpe' or 'random', not {self.sampler!r}")
-        if not self.epsilon > 0:
-            raise ConfigurationError(f"epsilon must be positive, not {self.epsilon!r}")
+        one_of("sampler", self.sampler, ("tpe", "random"))
+        positive("epsilon", self.epsilon)
         self.chosen_space.fitting(self.recipe)
 
     @property
@@ -303,12 +300,9 @@ def _open_study(sweep: Sweep, worker: int = 0) -> Any:
     """The sweep's study in its storage, made where there is none."""
     optuna = _optuna()
     seed = None if sweep.seed is None else sweep.seed + 1000 * worker
-    parallel = sweep.storage is not None
-    sampler = (
-        optuna.samplers.TPESampler(seed=seed, constant_liar=parallel)
-        if sweep.sampler == "tpe"
-        else optuna.samplers.RandomSampler(seed=seed)
-    )
+    sampler = optuna.samplers.RandomSampler(seed=seed)
+    if sweep.sampler == "tpe":
+        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=sweep.storage is not None)
     pruner = optuna.pruners.HyperbandPruner(1, sweep.evaluations, _REDUCTION) if sweep.prune else optuna.pruners.NopPruner()
     return optuna.create_study(
         storage=_storage(optuna, sweep.storage),

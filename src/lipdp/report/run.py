@@ -13,7 +13,8 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,36 +25,12 @@ from lipdp._texts import NEIGHBOURS, REPRODUCIBLE, brief, downwards, guarantee, 
 from lipdp.certify import certified_accuracy, certify
 from lipdp.errors import ConfigurationError, LipdpError
 from lipdp.fields import Range, Size, check_fields, parse_json, read
-from lipdp.inputs import call, logits_of, mapped
+from lipdp.inputs import call, evaluating, logits_of, mapped
 from lipdp.losses import predict
+from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.ledger import Ledger
 from lipdp.training import History, PrivacyPlan
 from lipdp.training.batches import gather
-
-__all__ = [
-    "ABOUT",
-    "FILES",
-    "HISTORY",
-    "MODEL",
-    "PLAN",
-    "RESULT",
-    "SCHEMA",
-    "WEIGHTS",
-    "About",
-    "Evaluation",
-    "RunRecord",
-    "declared_public",
-    "evaluate_run",
-    "in_plain_words",
-    "in_short",
-    "not_covered",
-    "promises",
-    "read_run",
-    "statement",
-    "this_environment",
-    "together",
-    "write_about",
-]
 
 ABOUT, SCHEMA = "about.json", "schema.json"
 _RADII = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
@@ -115,27 +92,27 @@ def evaluate_run(model: torch.nn.Module, records: Any, classes: Sequence[str], *
     """
     x, y = gather(records, torch.arange(len(records)))
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    was = model.training
-    model.eval()
-    try:
+    certified: tuple[tuple[float, float], ...] = ()
+    with evaluating(model):
         with torch.no_grad():
             parts = [mapped(lambda leaf, at=at: leaf[at : at + _ROWS].to(place), x) for at in range(0, len(y), _ROWS)]
-            predicted = torch.cat([predict(logits_of(call(model, part))).cpu() for part in parts]).long()
-        confusion: tuple[tuple[int, ...], ...] = ()
-        if len(classes) <= _MOST_CLASSES:
-            counts = torch.zeros(len(classes), len(classes), dtype=torch.long)
-            counts.index_put_((y.cpu().long(), predicted), torch.ones_like(predicted), accumulate=True)
-            confusion = tuple(map(tuple, counts.tolist()))
-        certified: tuple[tuple[float, float], ...] = ()
+            predicted = torch.cat([predict(logits_of(call(model, part))).cpu() for part in parts])
         try:
             if isinstance(x, torch.Tensor):
                 radii = certify(model, x[:_CERTIFIED].to(place), y[:_CERTIFIED].to(place))
                 certified = tuple(certified_accuracy(radii, _RADII).items())
         except LipdpError:  # a network without a Lipschitz constant certifies nothing
             pass
-    finally:
-        model.train(was)
+    confusion = confusion_of(zip(y.long().tolist(), predicted.long().tolist(), strict=True), len(classes))
     return Evaluation(part, tuple(map(str, classes)), confusion, certified, min(len(y), _CERTIFIED) if certified else 0)
+
+
+def confusion_of(pairs: Iterable[tuple[int, int]], classes: int) -> tuple[tuple[int, ...], ...]:
+    """Counts by true class (rows) and predicted class, by pairs of their numbers; empty for too many to show."""
+    if classes > _MOST_CLASSES:
+        return ()
+    counts = Counter(pairs)
+    return tuple(tuple(counts[true, said] for said in range(classes)) for true in range(classes))
 
 
 def this_environment(device: str = "cpu") -> dict[str, str]:
@@ -232,9 +209,8 @@ def read_run(folder: str | Path) -> RunRecord:
         raise ConfigurationError(f"'{place}' can't be read as a run: {error}") from error
     steps = _steps(plan, history, result)
     releases = [release.name for release in plan.releases]  # paid for before the first step
-    ledger = Ledger(plan.run, plan.delta, math.inf, plan.accountant, plan.adjacency, steps, releases)
-    # Of what was released, not of the plan's own figure: ∞ stands for a plan that is not asked.
-    epsilon = dataclasses.replace(ledger, planned_epsilon=math.inf).epsilon if steps < plan.steps else _cost(plan)
+    spent = Ledger(plan.run, plan.delta, plan.epsilon, steps=steps, one_off=releases).spent
+    epsilon = run_epsilon(spent, plan.delta, plan.accountant, plan.adjacency)  # not the plan's own figure
     contradictions = tuple(_contradictions(plan, history, result, epsilon))
     said, released = result.get("epsilon"), result.get("released")
     # More than the steps cost is believed (of a run that was rewound or resumed), less is not.
@@ -266,12 +242,6 @@ def _text(path: Path) -> str:
         raise ConfigurationError(f"'{path}' is no text in UTF-8") from error
 
 
-def _cost(plan: PrivacyPlan) -> float:
-    from lipdp.privacy import run_epsilon
-
-    return run_epsilon(plan.run, plan.delta, plan.accountant, plan.adjacency)
-
-
 def _contradictions(plan: PrivacyPlan, history: History, result: dict[str, Any], epsilon: float) -> list[str]:
     """What the files say less of than the accountant does."""
     said = {RESULT: result.get("epsilon"), HISTORY: history.epsilon}
@@ -292,26 +262,6 @@ _SAMPLING = {
     "truncated_poisson": "Poisson, cut to a largest batch",
     "fixed_size": "batches of a fixed size, without replacement",
 }
-
-
-_IN_PLAIN_WORDS = {
-    "guarantee": "ε: how much the model may tell of one record; smaller is safer. δ: how rarely that may fail",
-    "model": "the file that this report is about",
-    "neighbouring datasets": "nobody can tell well from which of two such datasets the model comes",
-    "accountant": "how ε follows from steps and noise: it is never below the true one",
-    "sampling": "which records a step reads; drawn in secret",
-    "steps": "each reads a batch and adds noise once",
-    "noise": "how large it is beside the most that one record can change a step by",
-    "method": "why one record can change a step by no more than that",
-    "released beside the steps": "computed from the records as well, and noised",
-    "account of the dataset": "the file that adds up all that is released about these records",
-    "audit": "attacks on the training itself: they bound ε from below, as the accountant does from above",
-}
-
-
-def in_plain_words(name: str) -> str:
-    """What a row of :func:`promises` means, for who does not know the field."""
-    return _IN_PLAIN_WORDS[name.split(":")[0]]
 
 
 def promises(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -447,21 +397,3 @@ def _odds(name: str, epsilon: float) -> str:
     return (
         f"{name} = {upwards(math.exp(epsilon), 3)}" if epsilon <= _LARGE else f"{name}, far above a million: next to no protection"
     )
-
-
-def together(runs: list[RunRecord]) -> Iterator[str]:
-    """What several runs on one dataset cost together, at most: ε and δ add up."""
-    for dataset in dict.fromkeys(str(run.result.get("dataset")) for run in runs):
-        every = [run for run in runs if str(run.result.get("dataset")) == dataset]
-        same = [run for run in every if run.private]
-        if len(same) > 1:
-            epsilon, delta = sum(run.epsilon for run in same), sum(run.plan.delta for run in same)
-            yield (
-                f"{len(same)} private runs on {dataset}: whoever publishes all of them spends up to ε = {upwards(epsilon)} at δ = "
-                f"{brief(delta, 2)} (basic composition; an account, --budget FILE, composes them more tightly)."
-            )
-        if same and len(same) < len(every):
-            yield (
-                f"{len(every) - len(same)} of the {len(every)} runs on {dataset} are not private: whoever publishes one of those "
-                "too takes back what the others promise."
-            )

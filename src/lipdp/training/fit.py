@@ -18,8 +18,8 @@ from torch.utils.data import Subset
 from lipdp._checks import instance, positive, whole
 from lipdp.data.augment import Augmentation
 from lipdp.errors import BudgetError, CheckpointError, ConfigurationError, Interrupted, LipdpError, LipdpWarning, RepeatedStepError
-from lipdp.planning.decide import STATISTICS
 from lipdp.planning.plan import PrivacyPlan
+from lipdp.planning.settings import STATISTICS
 from lipdp.planning.suggest import check_parts, check_scheduler
 from lipdp.privacy.budget import AnyBudget
 from lipdp.privacy.ledger import Furthest

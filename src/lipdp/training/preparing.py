@@ -15,8 +15,7 @@ from lipdp import nn
 from lipdp.bounds import program_of
 from lipdp.data.augment import Augmentation, PrecomputedCopies, is_fixed
 from lipdp.errors import CheckpointError, ConfigurationError, DataError
-from lipdp.planning.decide import STATISTICS
-from lipdp.planning.settings import usual_seats
+from lipdp.planning.settings import STATISTICS, usual_seats
 from lipdp.privacy.moments import Moments, private_moments
 from lipdp.privacy.randomness import Stream
 from lipdp.program import Program

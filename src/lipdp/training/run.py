@@ -18,10 +18,9 @@ from lipdp.data.augment import Augmentation
 from lipdp.errors import ConfigurationError
 from lipdp.inputs import leaves, rows_of
 from lipdp.parametrize import project_
-from lipdp.planning.decide import STATISTICS
 from lipdp.planning.grouping import check_plan_fits, clip_layers
 from lipdp.planning.plan import PrivacyPlan
-from lipdp.planning.settings import describe_loss, usual_seats
+from lipdp.planning.settings import STATISTICS, describe_loss, usual_seats
 from lipdp.planning.suggest import check_optimizer
 from lipdp.privacy.accounting import run_epsilon
 from lipdp.privacy.budget import AnyBudget, open_budget
