@@ -30,8 +30,6 @@ from torch.nn import functional as F
 from lipdp._kernels import Kernels
 from lipdp._sums import row_sums
 
-__all__ = ["Fused", "Pooling", "Stage", "available", "channels_last", "fusions", "sorted_pool", "stage"]
-
 _TILE = 2048  # numbers of a block: output pixels × channels × pixels of a window
 _CHANNELS = 128  # of a block at most
 _COPIED = 2**22  # numbers that are put in another order in memory at a time

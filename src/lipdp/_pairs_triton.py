@@ -5,8 +5,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["backward", "forward"]
-
 
 @triton.jit
 def _places(channels, height, width, rows, columns, count, KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr, C: tl.constexpr):

@@ -33,19 +33,6 @@ import torch
 from lipdp import _sums_kernel
 from lipdp._numerics import HALF, wide
 
-__all__ = [
-    "AREA",
-    "BLOCK",
-    "BLOCKS",
-    "MOST_ROWS",
-    "contract",
-    "contract_apart",
-    "contracted",
-    "convolution_sums",
-    "row_sums",
-    "sum_slack",
-]
-
 BLOCK = 128
 """Rows of a matrix product that are added up in float32."""
 BLOCKS = 8

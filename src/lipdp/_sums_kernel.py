@@ -15,8 +15,6 @@ import torch
 
 from lipdp._kernels import Kernels, power_of_two
 
-__all__ = ["Tiles", "available", "convolution_sums", "outer_sums"]
-
 
 class Tiles(NamedTuple):
     """Sides of the largest tile (outputs × reads), what it is summed over at a time, warps, stages; the tile turned or not."""

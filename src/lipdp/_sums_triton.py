@@ -5,8 +5,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["add_up", "convolution_sums", "outer_sums", "turn"]
-
 
 @triton.jit
 def convolution_sums(

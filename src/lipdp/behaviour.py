@@ -14,8 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["ByClass", "ClassBodies", "changed_methods", "entered", "is_code"]
-
 F = TypeVar("F")
 V = TypeVar("V")
 # What a subclass may redefine and still compute the same thing.

@@ -17,8 +17,6 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from lipdp._numerics import same_as_array, whole_tensor
 
-__all__ = ["Tag", "as_bytes", "content_digest", "keyed_words", "same_bits", "same_bytes"]
-
 _CHUNK = 1 << 26  # bytes handed to the hash at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LARGE = 1 << 22  # entries that are mixed at once on a device

@@ -21,18 +21,6 @@ import torch
 from lipdp._checks import named
 from lipdp.errors import LipdpError, UnsupportedError
 
-__all__ = [
-    "Watched",
-    "fingerprint",
-    "nothing_kept",
-    "reachable_tensors",
-    "reached",
-    "readable",
-    "slot_names",
-    "slots",
-    "storages",
-]
-
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
 _WITHOUT_PARTS = frozenset((*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType))

@@ -20,18 +20,6 @@ from lipdp.bounds.rounding import Units, passes_excess
 from lipdp.errors import ConfigurationError, UnboundedError, UnsupportedError
 from lipdp.program import Program, check_program, describe
 
-__all__ = [
-    "Analysis",
-    "ConvolutionNote",
-    "LayerBound",
-    "LipschitzLoss",
-    "ParameterBound",
-    "analyse",
-    "convolution_notes",
-    "lower_norm",
-    "sensitivities",
-]
-
 
 class LipschitzLoss(Protocol):
     """What the calculus asks of a loss: how steep it is per example, given the number of outputs and their norm."""

@@ -25,25 +25,6 @@ import torch
 from lipdp.behaviour import ByClass, entered
 from lipdp.errors import UnsupportedError
 
-__all__ = [
-    "Bound",
-    "Call",
-    "ParameterRef",
-    "Rounds",
-    "Shape",
-    "Transfer",
-    "find_function_rule",
-    "find_module_rule",
-    "has_rule",
-    "rounds_like",
-    "rule",
-    "rule_class",
-    "rule_for_both",
-    "rule_for_function",
-    "times",
-]
-
-
 Shape = tuple[int, ...]
 
 

@@ -21,27 +21,6 @@ import torch
 from lipdp._numerics import is_deferring, unit_roundoff
 from lipdp.errors import ConfigurationError
 
-__all__ = [
-    "adaptive_windows",
-    "affordable",
-    "as_tuple",
-    "average_gain",
-    "certified_norm",
-    "conv_norm_circular",
-    "conv_norm_fft",
-    "conv_norm_gram",
-    "grid_factor",
-    "grid_for",
-    "has_empty_window",
-    "is_contraction",
-    "multiplicity",
-    "output_length",
-    "padding_sides",
-    "same_padding",
-    "tighter_norm",
-    "windows_gain",
-]
-
 # Stop squaring once the certificate of ‖W‖₂² is this close to 1: dividing by its root costs 0.005% of the weights at most.
 _CLOSE_ENOUGH = 1e-4
 

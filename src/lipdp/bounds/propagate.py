@@ -32,9 +32,6 @@ from lipdp.bounds.calculus import (
 from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.program import Program, describe, trace
 
-__all__ = ["Forward", "as_bound", "backward_pass", "forward_pass", "no_rule", "program_of", "refuse_ties", "way_out"]
-
-
 # Operations that only rearrange, so that the batch's size may be among their arguments, as in x.view(x.shape[0], -1).
 _TAKES_SIZES = {"view", "reshape", "unflatten", "expand", torch.reshape, torch.unflatten}
 

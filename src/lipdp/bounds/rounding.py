@@ -28,8 +28,6 @@ from torch import fx
 from lipdp.bounds.calculus import find_function_rule, find_module_rule, rounds_like, times
 from lipdp.bounds.propagate import Forward, as_bound
 
-__all__ = ["Units", "forward_error", "passes_excess"]
-
 # Roundings of an elementwise function: the library's own (a few units in the last place) and the products around it.
 _ELEMENTWISE = 16
 # Squares that a norm adds up before it goes on in float64.

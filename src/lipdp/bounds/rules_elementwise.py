@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rule_for_both, rule_for_function, times
 
-__all__ = ["Elementwise", "elementwise_transfer", "reshaped"]
-
 
 @dataclass(frozen=True)
 class Elementwise:

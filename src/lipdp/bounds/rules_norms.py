@@ -20,8 +20,6 @@ from lipdp.bounds.calculus import Bound, Call, ParameterRef, Transfer, rule, rul
 from lipdp.bounds.rules_functions import refuse_rewriting
 from lipdp.errors import UnsupportedError
 
-__all__ = ["Affine", "attention_gains", "centred_rows", "channel_groups", "normalised_transfer", "plain_rows"]
-
 _FREE = "its scale and shift are trained freely; use lipdp.nn.LayerNorm, RMSNorm or GroupNorm, which keep them bounded"
 
 

@@ -25,15 +25,6 @@ from lipdp.bounds.operator_norm import (
     tighter_norm,
 )
 
-__all__ = [
-    "ConvNd",
-    "bias_norm",
-    "channels_and_spatial",
-    "conv_multiplicity",
-    "transposed_multiplicity",
-    "weighted_transfer",
-]
-
 _UNCONSTRAINED = "its weights are trained without a constraint, so its operator norm is unbounded"
 ConvNd = torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d
 ConvTransposeNd = torch.nn.ConvTranspose1d | torch.nn.ConvTranspose2d | torch.nn.ConvTranspose3d

@@ -20,9 +20,6 @@ from lipdp.clipping.fallback import own_parameters
 from lipdp.clipping.layouts import Layouts, configs_of, generation
 from lipdp.errors import UnsupportedError
 
-__all__ = ["Shown", "TrainedLayers", "Ways", "check_supported", "place_of_gradients", "refusal", "take_larger", "trained_layers"]
-
-
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _REPARAMETRISED = ("WeightNorm", "SpectralNorm")
 

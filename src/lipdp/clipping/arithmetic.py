@@ -19,8 +19,6 @@ import torch
 from lipdp._numerics import HALF, gamma, wide
 from lipdp.clipping import kernels
 
-__all__ = ["Squares", "accumulating", "input_roundoff", "matmuls", "squared"]
-
 _TF32 = 2.0**-11
 _HALF, _dtype = frozenset(HALF), operator.attrgetter("dtype")
 # Squares that are added up in float32.

@@ -28,32 +28,6 @@ from lipdp.clipping.contribution import Form
 from lipdp.errors import ConfigurationError, DataError, LipdpNotice
 from lipdp.inputs import Inputs, device_of, owned, plain, rows_of, select
 
-__all__ = [
-    "FLAT",
-    "Batch",
-    "Clip",
-    "Clipped",
-    "Flag",
-    "Group",
-    "MaxNorm",
-    "Method",
-    "Style",
-    "check_choice",
-    "check_choices",
-    "check_style",
-    "clip_factors",
-    "clipping_groups",
-    "eager",
-    "even_part",
-    "group_bounds",
-    "is_compiled",
-    "notice_parts",
-    "part_of",
-    "prepare",
-    "trainable",
-    "uncompiled",
-]
-
 Style = Literal["flat", "per_layer", "per_group"]
 Clip = Literal["clip", "automatic"]
 MaxNorm = float | torch.Tensor | Mapping[str, float | torch.Tensor]

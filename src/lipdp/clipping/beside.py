@@ -15,8 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["BESIDE", "Beside", "on_fork"]
-
 BESIDE = "another thread or process ran beside the model, and may have read numbers of the batch"
 # Where threads come from that draw progress bars, serve notebooks and debuggers, write logs, or put batches into pinned memory.
 _HARMLESS = frozenset(

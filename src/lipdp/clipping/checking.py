@@ -17,8 +17,6 @@ from lipdp.digest import same_bits
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, leaves, mapped
 
-__all__ = ["checking", "fitting", "in_double_if_refused", "made_up", "others_like", "put_back", "same_randomness"]
-
 
 def in_double_if_refused(
     check: Callable[..., bool], model: torch.nn.Module, loss: PerExampleLoss, x: Inputs, y: torch.Tensor

@@ -38,30 +38,6 @@ from lipdp._sums import contract
 from lipdp.behaviour import ByClass, entered
 from lipdp.clipping.arithmetic import Squares, accumulating, matmuls, squared
 
-__all__ = [
-    "Contribution",
-    "Contributions",
-    "Dense",
-    "Form",
-    "NormRule",
-    "PositionSum",
-    "Refusal",
-    "Scatter",
-    "WatchedForward",
-    "find_norm_rule",
-    "find_refusal",
-    "find_watched_forward",
-    "flat",
-    "is_at_once",
-    "norm_rule",
-    "refuse",
-    "runs",
-    "summed",
-    "watched_forward",
-    "weighted",
-    "zeroed",
-]
-
 Form = Literal["auto", "materialise", "gram", "measure"]
 
 

@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from lipdp.clipping.layouts import Place
 
-__all__ = ["Drawn", "Kind", "Redrawn"]
-
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 _OF_SIZE = {torch.rand, torch.randn, torch.randint}
 _LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}

@@ -37,8 +37,6 @@ from lipdp.errors import LipdpNotice, UnsupportedError
 from lipdp.fingerprint import nothing_kept
 from lipdp.graphs import is_capturing, is_recording
 
-__all__ = ["ModuleCall", "own_parameters", "per_example_fallback"]
-
 Split = tuple[Place | None, ...]
 """Where the examples are in each argument of a call; ``None``: all of it is every example's."""
 

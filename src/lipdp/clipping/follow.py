@@ -42,8 +42,6 @@ from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shor
 from lipdp.errors import LipdpError
 from lipdp.inputs import Inputs, leaves, rows_of
 
-__all__ = ["ATTEMPTS", "Following", "follow", "rows_first"]
-
 # How often a pass is made that something else has run beside.
 ATTEMPTS = 4
 _NUMBERS = {int, float, bool}

@@ -28,8 +28,6 @@ from lipdp.clipping.operations import (
 )
 from lipdp.graphs import holds
 
-__all__ = ["rule_of"]
-
 
 def _broadcast(tensors: Sequence[tuple[torch.Tensor, State]], shape: Sequence[int]) -> At:
     """All that depend on the batch have their records in the same dimension, counted from the last."""

@@ -35,8 +35,6 @@ from lipdp.clipping.contribution import Contribution, Contributions, PositionSum
 from lipdp.clipping.outer import OuterSum
 from lipdp.clipping.rules_layers import normalised
 
-__all__ = ["ROW", "Handing", "Spreading", "Use", "copies_for_all", "spreadable", "stand_ins", "swapped"]
-
 
 class Use(NamedTuple):
     """A parameter's use in a function.

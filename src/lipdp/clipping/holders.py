@@ -31,8 +31,6 @@ from lipdp.clipping.memories import version_of
 from lipdp.digest import same_bits
 from lipdp.fingerprint import fingerprint, slot_names, slots
 
-__all__ = ["BARE", "MANY", "WAITING", "Held", "Together", "cached_results", "cell_contents", "held_by", "weights_among"]
-
 # Items of a container, bytes of an array and of a tensor, that are too many to be copied.
 MANY, _LARGE, _VERY_LARGE = 4096, 2**20, 2**26
 _MISSING = object()

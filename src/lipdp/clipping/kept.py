@@ -33,8 +33,6 @@ from lipdp.clipping.past import hands_out
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import reachable_tensors
 
-__all__ = ["behind", "frame_of", "is_iterator", "is_nobodys", "known_before", "names_of", "position"]
-
 # Where nothing is looked for: they keep nothing of a record, or it is theirs to say.
 _NOBODYS = frozenset({"torch", "lipdp", "numpy", "builtins", *sys.stdlib_module_names}) - {"__main__"}
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -20,26 +20,6 @@ import torch
 
 from lipdp._kernels import Kernels, power_of_two
 
-__all__ = [
-    "MOST_OUTPUTS",
-    "MOST_POSITIONS",
-    "TILE_ROUNDINGS",
-    "CotangentSums",
-    "GramSums",
-    "Precision",
-    "Tiles",
-    "available",
-    "choices",
-    "convolution_norms",
-    "cotangent_sums",
-    "forget_choices",
-    "gram_sums",
-    "gram_tiles",
-    "quickest",
-    "row_squares",
-]
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 Precision = Literal["tf32", "tf32x3"]
 

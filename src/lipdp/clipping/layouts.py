@@ -30,26 +30,6 @@ from torch.utils._pytree import tree_leaves
 from lipdp.errors import UnsupportedError
 from lipdp.inputs import Inputs, named_leaves
 
-__all__ = [
-    "FIRST",
-    "ODD",
-    "SECOND",
-    "Call",
-    "HiddenGradientError",
-    "Layouts",
-    "Place",
-    "UnseenLayerError",
-    "Where",
-    "configs_of",
-    "generation",
-    "know",
-    "layouts_of",
-    "numbers_in",
-    "renew",
-    "tensors_in",
-    "without_caches",
-]
-
 
 @dataclass(frozen=True)
 class Place:

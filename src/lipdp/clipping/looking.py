@@ -41,8 +41,6 @@ from lipdp.clipping.layouts import (
 )
 from lipdp.inputs import Inputs, call, leaves, mapped, rows_of, select
 
-__all__ = ["is_mask", "look_at", "one_place_less"]
-
 _SIZES = (2, 3)
 _CONTENTS = 3  # other contents that shapes are looked at with: moved ones
 _DRAWN, _DRAWN_IF_READ = 1, 8  # and such that are drawn anew: more where Python has read values, and sizes may follow them

@@ -21,8 +21,6 @@ from lipdp.errors import DataError, UnsupportedError
 from lipdp.fingerprint import nothing_kept
 from lipdp.inputs import Inputs, call, device_of, loss_of, mapped, owned, per_row, select
 
-__all__ = ["Loops", "PerExampleLoss", "followed_losses", "loss_values", "public_record", "zeros"]
-
 PerExampleLoss = Callable[[Any, torch.Tensor], torch.Tensor]
 # What a GPU's atomic additions may change when a gradient is computed again, of its largest number.
 _AGAIN = 1e-4

@@ -24,8 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lipdp.clipping.operations import TAKEN_OUT, At, Mixed, State
 from lipdp.clipping.past import NotApartError, Reason, is_lifted, line
 
-__all__ = ["EARLIER", "OWN", "UNKNOWN", "Memories", "distrust", "key_of", "version_of"]
-
 EARLIER = "numbers of an earlier batch, which the model has kept"
 UNKNOWN = "a tensor that no operation of this pass has made, and that was not there before (another thread's, DLPack's, numpy's?)"
 _earlier: dict[int, StorageWeakRef] = {}  # what depended on batches before, as long as somebody holds it

@@ -30,8 +30,6 @@ from lipdp.clipping.verify import check_alone, seeing_all, verify_once
 from lipdp.inputs import Inputs, device_of, rows_of
 from lipdp.program.dtypes import Types
 
-__all__ = ["clip_batch", "clipped_gradients", "per_example_norms"]
-
 
 @uncompiled
 def per_example_norms(

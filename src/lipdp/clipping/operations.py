@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["TAKEN_OUT", "At", "Call", "Mixed", "Results", "Rule", "State", "by_masks", "constant", "dimension", "is_mask", "mixing"]
-
 TAKEN_OUT = "some of the batch's records are taken out of it, or put in another order"
 
 

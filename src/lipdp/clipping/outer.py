@@ -24,9 +24,6 @@ from lipdp.clipping.arithmetic import Squares, accumulating, input_roundoff, mat
 from lipdp.clipping.contribution import Contribution, Form, runs, zeroed
 from lipdp.clipping.kernels import quickest
 
-__all__ = ["OuterSum", "blocked", "kernel_margin", "products", "sum_rounding"]
-
-
 # Entries that a chunk of materialised per-example gradients, or of Gram matrices, may hold: caps the memory of computing norms.
 _CHUNK = 2**24
 # What moving one number costs, in multiplications: arithmetic is that much faster than memory.

@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from lipdp.errors import UnsupportedError
 
-__all__ = ["NotApartError", "Readings", "Reason", "asks_for_a_shortcut", "hands_out", "is_lifted", "line"]
-
 
 @dataclass(frozen=True)
 class Reason:

@@ -35,8 +35,6 @@ from lipdp.clipping.kept import behind, is_iterator, is_nobodys
 from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import readable, slots
 
-__all__ = ["Before", "left_as_it_was"]
-
 # What holds nothing; a class of somebody's own that derives from one may have attributes.
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.layout, torch.Size})
 _DEPTH = 64

@@ -19,8 +19,6 @@ from lipdp.clipping.contribution import Contribution, Contributions, Form, Posit
 from lipdp.clipping.outer import OuterSum, kernel_margin, sum_rounding
 from lipdp.errors import UnsupportedError
 
-__all__ = ["ConvSum", "patches"]
-
 # Numbers that the patches of one chunk of examples may hold: 128 MiB in float32; on a processor, what its cache holds.
 _PATCHES, _PATCHES_IN_CACHE = 2**25, 2**20
 # Numbers that the gradients of all examples may hold to be held: 64 MiB in float32. And those that are computed at once then: in a

@@ -14,8 +14,6 @@ from lipdp.clipping.contribution import Contribution, Contributions, PositionSum
 from lipdp.clipping.outer import OuterSum
 from lipdp.errors import UnsupportedError
 
-__all__ = ["affine", "linear", "normalised", "positions"]
-
 
 def positions(tensor: torch.Tensor) -> torch.Tensor:
     """(batch, …, features) as (batch, positions, features)."""

@@ -23,8 +23,6 @@ from lipdp.errors import UnsupportedError
 if TYPE_CHECKING:
     from lipdp.clipping.record import Recording
 
-__all__ = ["gru_cell", "lstm_cell", "rnn_cell", "watched_linear"]
-
 
 @refuse(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 def _transformer_refusal(layer: torch.nn.TransformerEncoderLayer) -> str | None:

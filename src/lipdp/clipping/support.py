@@ -22,8 +22,6 @@ from lipdp.errors import LipdpError, UnsupportedError
 from lipdp.inputs import Inputs, plain
 from lipdp.program.dtypes import Types
 
-__all__ = ["LayerSupport", "Support", "planned_notes", "support"]
-
 Speed = Literal["fast", "slow", "refused"]
 Apart = Literal["proved", "alone", ""]
 

@@ -5,8 +5,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["convolution_tiles", "gram_tiles"]
-
 
 @triton.jit
 def convolution_tiles(

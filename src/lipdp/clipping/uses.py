@@ -17,8 +17,6 @@ from lipdp.clipping.arithmetic import accumulating, matmuls, squared
 from lipdp.clipping.contribution import Contribution, Dense, Form, PositionSum, Scatter
 from lipdp.clipping.outer import OuterSum, blocked, products
 
-__all__ = ["Disjoint", "Rows", "Tied", "combine"]
-
 # Entries of products of positions with words that are held at a time.
 _AT_ONCE = 2**24
 

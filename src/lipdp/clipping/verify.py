@@ -51,19 +51,6 @@ from lipdp.errors import UnsupportedError
 from lipdp.fingerprint import fingerprint, nothing_kept, reachable_tensors
 from lipdp.inputs import Inputs, call, device_of, joined, leaves, mapped, named_leaves, owned, rows_of, select
 
-__all__ = [
-    "check_alone",
-    "forget",
-    "kind_of",
-    "seeing_all",
-    "show_public",
-    "state_of",
-    "telling_rows",
-    "untrained_tensors",
-    "verify",
-    "verify_once",
-]
-
 T = TypeVar("T")
 _EXAMPLES = 3
 _COMPARED, _TOLERANCE = 16, 1e-2  # losses of this many records, alone and together

@@ -26,8 +26,6 @@ from lipdp.privacy import noise_cuda
 from lipdp.privacy.noise import DRAWABLE, Segment, noised_on_processor, pieces_of
 from lipdp.privacy.randomness import Stream, derive_key, mix_key
 
-__all__ = ["Allocation", "Draw", "add_noise", "allocate", "draw_on_device", "effective_multiplier", "noise_energy"]
-
 Allocation = Literal["global", "per_layer", "optimal", "weights"]
 
 

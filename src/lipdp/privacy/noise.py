@@ -41,19 +41,6 @@ import torch
 from lipdp.errors import ConfigurationError
 from lipdp.privacy.randomness import chacha_bytes, chacha_words, exp_of_minus, fill_with_chacha
 
-__all__ = [
-    "DISTANCE",
-    "DRAWABLE",
-    "GRID_LOSS",
-    "Segment",
-    "Table",
-    "grid",
-    "grid_factor",
-    "noised_on_processor",
-    "pieces_of",
-    "table",
-]
-
 DISTANCE = 2.0**-110
 """Total variation between the noise of one value and exact noise is below this, given uniform bits."""
 GRID_LOSS = 2.0**-41

@@ -30,8 +30,6 @@ from lipdp.privacy.noise import (
 )
 from lipdp.privacy.randomness import chacha_bytes, derive_key
 
-__all__ = ["available", "chacha_on_device", "kinds_of", "noised_on_device", "release_function", "release_inputs", "words_of"]
-
 _CELLS = 16  # bits of the choice that are looked up: the table stays close to the processors
 _BLOCK = 128  # blocks of ChaCha20 a program computes
 _LISTED = 128  # listed places a program works on

@@ -8,8 +8,6 @@ All arithmetic is in whole numbers but the rounding of sums and what is stored, 
 import triton
 import triton.language as tl
 
-__all__ = ["absorb", "blocks", "digest", "draw", "settle"]
-
 
 @triton.jit
 def _turn(x, left: tl.constexpr):

@@ -34,28 +34,6 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from lipdp._checks import whole
 from lipdp.errors import ConfigurationError
 
-__all__ = [
-    "KEY_BYTES",
-    "Below",
-    "Claim",
-    "Stream",
-    "bernoulli_exp",
-    "chacha_bytes",
-    "chacha_words",
-    "derive_key",
-    "derive_seed",
-    "discrete_laplace",
-    "discrete_staircase",
-    "exp_of_minus",
-    "exponential_mechanism",
-    "fill_with_chacha",
-    "fresh_key",
-    "fresh_seed",
-    "generator",
-    "mix_key",
-    "permute_and_flip",
-]
-
 KEY_BYTES = 32
 _BLOCK = 64  # bytes of a block of ChaCha20
 _MOST_BLOCKS = 2**32  # that one nonce has

@@ -15,8 +15,6 @@ from lipdp.program.program import TABLES, Program
 from lipdp.program.reading import undisturbed
 from lipdp.program.remember import Remembering
 
-__all__ = ["check_program"]
-
 _SIZES = (1, 2, 3, 5, 8)
 _COMPANY = 3
 # The same operations in the same order: what differs is at most the order of additions inside a kernel (on CUDA, atomic ones).

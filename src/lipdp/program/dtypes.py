@@ -21,8 +21,6 @@ from lipdp.errors import DataError
 from lipdp.inputs import Inputs, call, flattened, leaves, mapped, rebuilt
 from lipdp.program.program import TABLES, find_input_dtype
 
-__all__ = ["Types", "model_dtype"]
-
 _WHOLE = (
     torch.bool,
     torch.uint8,

@@ -18,8 +18,6 @@ from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.program.reading import Reading, Shape, read, refuse_hidden_changes, refuse_random, undisturbed
 from lipdp.program.tracer import describe, line_of, trace_graph
 
-__all__ = ["TABLES", "Program", "find_input_dtype", "find_input_shape", "trace"]
-
 # Layers and functions that look token ids up.
 TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _LOOKUPS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)

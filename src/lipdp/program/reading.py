@@ -21,8 +21,6 @@ from lipdp.errors import ConfigurationError, LipdpError, UnsupportedError
 from lipdp.program.remember import Repeating
 from lipdp.program.tracer import IN_PLACE_OPERATORS, describe, line_of
 
-__all__ = ["Reading", "read", "refuse_hidden_changes", "refuse_random", "undisturbed"]
-
 Shape = tuple[int, ...]
 Role = Literal["constant", "activation", "sizes", "varying"]
 # Two batch sizes, so that a size written into `forward` as a number can't pass for the batch dimension by chance.

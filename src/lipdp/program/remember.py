@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from lipdp._numerics import same_entries
 
-__all__ = ["Remembering", "Repeating"]
-
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _LARGEST = 1 << 28
 """Bytes that may be kept."""

@@ -22,8 +22,6 @@ from torch import fx
 
 from lipdp.errors import LipdpError, UnsupportedError
 
-__all__ = ["IN_PLACE_OPERATORS", "Leaf", "describe", "line_of", "trace_graph"]
-
 Leaf = Callable[[torch.nn.Module], bool]
 IN_PLACE_OPERATORS = (
     operator.iadd,

@@ -35,8 +35,6 @@ from lipdp.training.batches import gather, slices
 from lipdp.training.book import BookFile
 from lipdp.training.known import stored_tensors
 
-__all__ = ["RunAccount", "RunRecord", "are_expected", "data_marks", "forget_runs", "record_run", "several_runs"]
-
 
 class RunAccount:
     """What a run has reserved and how far it has come. Copies of an engine share it, for they are the same run.

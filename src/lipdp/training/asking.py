@@ -25,8 +25,6 @@ from lipdp.training.streams import Prepared
 from lipdp.training.update import Moved
 from lipdp.training.watch import Flag, ask_flags, read_flags
 
-__all__ = ["Asked", "ask", "look"]
-
 # Tensors of a microbatch: inputs, targets, mask.
 _MICROBATCH = 3
 # So often a model may turn out to be another one while a step is computed.

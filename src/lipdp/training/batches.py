@@ -22,29 +22,6 @@ from lipdp.program.dtypes import Types
 from lipdp.training.query import Turn
 from lipdp.training.seats import Shuffled
 
-__all__ = [
-    "Batch",
-    "LazyBatch",
-    "Rows",
-    "as_batch",
-    "check_batch",
-    "check_dataset",
-    "check_finite",
-    "divided",
-    "entries_of",
-    "even_rows",
-    "gather",
-    "gather_into",
-    "gather_lazily",
-    "gather_tensors",
-    "microbatches",
-    "only_finite",
-    "records_of",
-    "rows_at_once",
-    "slices",
-    "stack_records",
-]
-
 Batch = tuple[Inputs, torch.Tensor]
 
 

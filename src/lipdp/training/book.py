@@ -24,8 +24,6 @@ from typing import Any
 from lipdp._files import has_locks, is_at, lock, sync_folder, unlock, write_all
 from lipdp.errors import CheckpointError
 
-__all__ = ["MARK", "BookFile", "Draw"]
-
 Draw = tuple[int | str, int]
 """A position (a step's number, or a release's name), and which of its draws."""
 

@@ -21,18 +21,6 @@ from lipdp.fields import Probability, Range, read
 from lipdp.privacy.ledger import Ledger
 from lipdp.training.engine import PrivacyEngine
 
-__all__ = [
-    "Callback",
-    "History",
-    "Logger",
-    "MLflowLogger",
-    "ProgressBar",
-    "Run",
-    "TensorBoardLogger",
-    "WandbLogger",
-    "safe_figures",
-]
-
 
 @dataclass(frozen=True)
 class _Figures:

@@ -21,8 +21,6 @@ import torch
 from lipdp._files import has_locks, opened, write_all, written_whole
 from lipdp.errors import CheckpointError
 
-__all__ = ["book_path", "load_checkpoint", "lock_path", "locked_checkpoint", "previous_path", "save_checkpoint"]
-
 # How often, and after how many seconds, it is asked again who holds a lock.
 _PATIENCE, _PAUSE = 20, 0.1
 _MAGIC = b"lipdp checkpoint 1\n"

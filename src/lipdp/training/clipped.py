@@ -29,8 +29,6 @@ from lipdp.training.batches import microbatches
 from lipdp.training.gradients import centred_count, zeros_like_sum
 from lipdp.training.query import SAME, Answer, Sample, check_names, check_slack
 
-__all__ = ["ClippedQuery"]
-
 
 class ClippedQuery:
     """Sensitivity enforced: every example's gradient is clipped, group by group."""

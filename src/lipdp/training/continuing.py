@@ -11,8 +11,6 @@ from lipdp.training.run import Run
 from lipdp.training.shards import Places
 from lipdp.training.state import STATE_FORMAT, EngineState, check_seal, read_state, sealed, try_optimizer
 
-__all__ = ["load_state", "places_of", "state_of"]
-
 
 def state_of(run: Run) -> dict[str, Any]:
     """All that an exact continuation needs, as a copy.

@@ -27,8 +27,6 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.planning.settings import usual_seats
 from lipdp.training.query import Answer, Turn, carried, check_range, exact, floating, unit_of
 
-__all__ = ["Ranks", "added_up", "check_unwrapped", "present_ranks"]
-
 T = TypeVar("T")
 _DIGEST = 32  # bytes
 _SENT = 1 << 22  # numbers that are sent at once

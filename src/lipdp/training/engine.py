@@ -36,8 +36,6 @@ from lipdp.training.shards import Places
 from lipdp.training.step_mechanism import StepSettings
 from lipdp.training.watch import project_trained
 
-__all__ = ["PrivacyEngine"]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 _numbering = threading.RLock()  # batches may be fetched by several threads, while a step is computed
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()

@@ -25,8 +25,6 @@ from lipdp.training.guards import Undoing
 from lipdp.training.held import HeldState
 from lipdp.training.watch import read_flags
 
-__all__ = ["check_of_targets", "evaluate", "note_trained_records", "outputs_of"]
-
 _COMPARED = (1, 3)  # numbers of random examples on which a program is compared with its model
 _ENTRIES = 2**22  # outputs that a loss is tried on at a time
 

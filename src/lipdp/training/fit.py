@@ -36,8 +36,6 @@ from lipdp.training.preparing import find_standardize
 from lipdp.training.shards import Shards, put_aside, remove_shards, save_shards, shards_of_file, take_back
 from lipdp.training.state import check_scheduler_state
 
-__all__ = ["fit"]
-
 _TRIED = 2  # records that are evaluated before the first step
 
 

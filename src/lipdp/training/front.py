@@ -34,8 +34,6 @@ from lipdp.program.dtypes import Types
 from lipdp.training.batches import check_dataset, gather_tensors, rows_at_once
 from lipdp.training.seats import choose_seats
 
-__all__ = ["Settled", "applicable_layers", "settle"]
-
 _INPUT = "settled"  # name of the layer that bounds what T gets
 # Rows are stored this much inside their ball, relative to its radius: then their norms, which are computed with an error of some
 # 2^-23 whenever they are looked at, are found inside again.

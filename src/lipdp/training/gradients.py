@@ -24,18 +24,6 @@ from lipdp.training.batches import Rows, microbatches, only_finite
 from lipdp.training.query import Microbatch, Turn
 from lipdp.training.seats import Copies
 
-__all__ = [
-    "Backward",
-    "LayerCounts",
-    "Part",
-    "Sums",
-    "centred_count",
-    "gradient_sum",
-    "microbatch_sum",
-    "pending_sum",
-    "zeros_like_sum",
-]
-
 
 def centred_count(norms: torch.Tensor, clip: float, mask: torch.Tensor, copies: int = 1) -> torch.Tensor:
     """Σ_i (b_i − ½), with b_i the share of example i's copies whose norm is at most C; masked examples do not count.

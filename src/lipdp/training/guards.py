@@ -22,20 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lipdp.errors import ConfigurationError, LipdpWarning
 from lipdp.inputs import leaves, plain
 
-__all__ = [
-    "OWN",
-    "Held",
-    "Interrupts",
-    "Undoing",
-    "claim_batch",
-    "is_guard",
-    "note_batch",
-    "spend_all",
-    "spend_batch",
-    "tell_of_own_records",
-]
-
-
 # --- the optimiser ----------------------------------------------------------------------------------------------------
 
 

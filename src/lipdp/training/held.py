@@ -15,8 +15,6 @@ from lipdp.errors import UnsupportedError
 from lipdp.training.shards import local
 from lipdp.training.watch import Flag, read_flags
 
-__all__ = ["HeldState", "refuse_foreign_state"]
-
 _OWN = frozenset(("_version", "state_dict", "_save_to_state_dict", "get_extra_state"))
 
 

@@ -25,18 +25,6 @@ from lipdp.inputs import leaves, named_leaves
 from lipdp.privacy.randomness import derive_key
 from lipdp.training.batches import Batch, LazyBatch, Rows, check_dataset, gather, gather_lazily, slices
 
-__all__ = [
-    "Progress",
-    "batch_digest",
-    "copied_sample",
-    "digest_records",
-    "layout",
-    "read_ahead",
-    "stored_tensors",
-    "unsteady_digest",
-    "versions",
-]
-
 Progress = Callable[[int, int], None]
 """Called with the number of records read so far, and of all."""
 

@@ -34,8 +34,6 @@ from lipdp.training.clipped import ClippedQuery
 from lipdp.training.gradients import LayerCounts, Part, Sums, microbatch_sum, pending_sum, zeros_like_sum
 from lipdp.training.query import SAME, Answer, Beside, Microbatch, Query, Sample, check_names, check_slack
 
-__all__ = ["MixedQuery", "ProvedQuery", "query_of"]
-
 # Numbers of examples on which a program is tried on the device that it will run on.
 _TRIED = (3,)
 

@@ -25,24 +25,6 @@ from lipdp.privacy.ledger import Furthest
 from lipdp.privacy.randomness import Claim
 from lipdp.training.book import BookFile, Draw
 
-__all__ = [
-    "Claims",
-    "batches_end",
-    "claim_draw",
-    "close_book",
-    "end_of",
-    "furthest_of",
-    "is_book_open",
-    "know_draws",
-    "know_run",
-    "open_book",
-    "refuse_forked",
-    "refuse_taken",
-    "sync_book",
-    "take_position",
-]
-
-
 _SIZE = 16  # bytes of a trail that are kept
 _COLUMNS = 16  # words of a position that are kept on a device: of weights by type, of inputs and targets
 _TAG = 4  # those of a draw

@@ -28,8 +28,6 @@ from lipdp.training.methods import query_of
 from lipdp.training.run import Run
 from lipdp.training.seats import Shuffled, shuffle
 
-__all__ = ["bind", "find_standardize", "place_records", "release_statistics", "settle_records", "shuffle_records"]
-
 # Of a device's memory, what records may take there.
 _SHARE = 8
 

@@ -32,23 +32,6 @@ from lipdp.planning.plan import PrivacyPlan
 from lipdp.privacy.noise import grid
 from lipdp.training.seats import Copies
 
-__all__ = [
-    "SAME",
-    "Answer",
-    "Beside",
-    "Microbatch",
-    "Query",
-    "Sample",
-    "Turn",
-    "carried",
-    "check_names",
-    "check_range",
-    "check_slack",
-    "exact",
-    "floating",
-    "unit_of",
-]
-
 _COARSE, _FINE = 24, 48  # bits: of u above the grid, and of l below u
 _SUMMED = 14  # log2 of the microbatches of one rank in a step, and of the ranks, at most
 _MOST = 2.0**43  # records of a sample over σ, see above

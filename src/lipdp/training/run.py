@@ -45,8 +45,6 @@ from lipdp.training.streams import Streams, derive_run_key, parts_of_run, secret
 from lipdp.training.update import Update, make_average
 from lipdp.training.watch import ModelWatch, Projection
 
-__all__ = ["KeptBook", "Options", "Run"]
-
 
 class KeptBook:
     """A run's book on disk (:mod:`lipdp.training.book`), or none where ``path`` is None.

@@ -32,8 +32,6 @@ from lipdp.data.augment import Augmentation, copies_of
 from lipdp.errors import DataError
 from lipdp.privacy.randomness import Stream
 
-__all__ = ["Copies", "Seating", "Shuffled", "choose_seats", "random_order", "seats_in_order", "shuffle"]
-
 
 def random_order(count: int, draw: Stream) -> torch.Tensor:
     """0, …, count − 1 in a random order: that of as many random words of 64 bits (two are equal once in 2⁶⁵/count²)."""

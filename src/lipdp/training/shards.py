@@ -30,18 +30,6 @@ import torch
 from lipdp._numerics import whole_tensor
 from lipdp.errors import CheckpointError, UnsupportedError
 
-__all__ = [
-    "Places",
-    "Shards",
-    "local",
-    "put_aside",
-    "remove_shards",
-    "save_shards",
-    "shard_like",
-    "shards_of_file",
-    "take_back",
-]
-
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _API = "torch.distributed.fsdp"
 

@@ -25,19 +25,6 @@ from lipdp.training.book import MARK
 from lipdp.training.shards import local
 from lipdp.training.update import Average
 
-__all__ = [
-    "CLIP_RANGE",
-    "STATE_FORMAT",
-    "EngineState",
-    "check_optimizer_state",
-    "check_scheduler_state",
-    "check_seal",
-    "read_state",
-    "sealed",
-    "try_optimizer",
-]
-
-
 _LARGEST = 1e300
 
 

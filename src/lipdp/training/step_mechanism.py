@@ -16,8 +16,6 @@ from lipdp.privacy.randomness import Stream
 from lipdp.training.query import Answer, Query
 from lipdp.training.state import CLIP_RANGE
 
-__all__ = ["StepMechanism", "StepSettings"]
-
 _SAME = 1 + 1e-9
 _COUNT = "clip count of "
 _SCALE = Range(least=1e-30, most=1e30)

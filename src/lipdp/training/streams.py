@@ -29,8 +29,6 @@ from lipdp.privacy.randomness import KEY_BYTES, Claim, Stream, derive_key, fresh
 from lipdp.training.known import Progress, batch_digest, digest_records, layout, stored_tensors, unsteady_digest, versions
 from lipdp.training.positions import Claims, batches_end, claim_draw, end_of, furthest_of, know_run, refuse_taken, take_position
 
-__all__ = ["Prepared", "Streams", "derive_run_key", "parts_of_run", "secret_of"]
-
 _MT_WORDS = 624  # 32-bit words of Mersenne-Twister state
 _MT_OFFSET = 3  # in torch's CPU state, as 64-bit entries: seed, flags, position, then one entry per word
 

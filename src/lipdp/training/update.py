@@ -34,8 +34,6 @@ from lipdp.privacy.mechanism import Draw
 from lipdp.training.guards import is_guard
 from lipdp.training.watch import Flag, ModelWatch, project_trained
 
-__all__ = ["Average", "Moved", "TailAverage", "Update", "WeightAverage", "make_average"]
-
 
 class Average(ABC):
     """A running average of weights; subclasses say how much the present weights count."""

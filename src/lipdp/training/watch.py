@@ -18,8 +18,6 @@ from lipdp.graphs import Branches, GraphedFunction, Watched, copies
 from lipdp.parametrize import Constrained
 from lipdp.privacy import noise_cuda
 
-__all__ = ["Flag", "ModelWatch", "Projection", "ask_flags", "project_trained", "read_flags"]
-
 Flag = bool | torch.Tensor
 """Whether something holds: known, or still being computed on a device."""
 _KEY = secrets.token_bytes(32)  # of this process: nobody can aim at a collision
