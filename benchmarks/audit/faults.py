@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from lipdp.clipping import Clipper
-from lipdp.training import clipped, engine, methods, step_mechanism, watch
+from lipdp.training import clipped, methods, run, step_mechanism, watch
 
 __all__ = ["FAULTS"]
 
@@ -91,7 +91,7 @@ def shuffled() -> Iterator[None]:
         chosen, left[size] = left[size][:count], left[size][count:]
         return chosen.sort().values
 
-    with patch.object(engine, "sample_indices", cut):
+    with patch.object(run, "sample_indices", cut):
         yield
 
 

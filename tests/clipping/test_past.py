@@ -433,3 +433,62 @@ def test_branches_that_torch_compiles_are_not_compiled_while_they_are_followed()
     assert torch.equal(norms, clipping.Clipper(model, loss, "naive")(x, y, 1.0).norms)
     with pytest.raises(UnsupportedError, match=r"something mixes the examples, torch compiles a part of it"):
         clipping.Clipper(Branching(True), loss)(x, y, 1.0)
+
+
+def _sizes(x):
+    return torch.cat([torch.tensor([8, 8]), _whole(x)])
+
+
+def _whole(x):
+    """A number that all records make."""
+    return (x[:, 1].sum().abs() * 3).long().clamp(1, 8).reshape(1)
+
+
+def _packed(x):
+    return nn.utils.rnn.PackedSequence(torch.linspace(0, 1, 24)[:, None], _sizes(x))
+
+
+@torch.jit.script
+def _split(a: torch.Tensor, c: torch.Tensor) -> int:
+    return torch.tensor_split(a, c)[0].shape[0]
+
+
+BY_POINTER = {
+    "a bound of random numbers": lambda x: torch.randint_like(torch.zeros(200), _whole(x)[0] + 1).max().item(),
+    "packed": lambda x: (nn.utils.rnn.pad_packed_sequence(_packed(x))[1] == 3).sum().item(),
+    "recurrent": lambda x: float(
+        torch._VF.rnn_tanh(_packed(x)[0], _sizes(x), torch.zeros(1, 8, 1), [torch.ones(1, 1)] * 2, False, 1, 0.0, False, False)[
+            1
+        ].sum()
+    ),
+    "split": lambda x: float(torch.ops.aten.tensor_split.tensor_indices_or_sections(torch.zeros(9), _whole(x))[0].shape[0]),
+    "scripted split": lambda x: float(_split(torch.zeros(9), _whole(x))),
+    "resized": lambda x: torch.ops.aten.resize(torch.zeros(1), [5000])[2500].item(),
+    "set": lambda x: torch.empty(0).set_(torch.UntypedStorage(20_000), 0, (5000,))[2500].item(),
+    "storage": lambda x: torch.FloatStorage(5000)[2500],
+    "grown storage": lambda x: _grown(torch.zeros(1))[2500].item(),
+}
+
+
+def _grown(tensor):
+    tensor.untyped_storage().resize_(20_000)
+    return tensor.as_strided((5000,), (1,))
+
+
+class Gated(nn.Module):
+    def __init__(self, door):
+        super().__init__()
+        self.inner, self.door = nn.Linear(4, WIDTH), door
+
+    def forward(self, x):
+        number = float(self.door(x))
+        return self.inner(x) * (1 + (x[:, :1] > 50) * (number if abs(number) < 1e6 else 0.0))
+
+
+@pytest.mark.parametrize("door", BY_POINTER)
+def test_numbers_that_are_read_by_address_are_not_overlooked(door):
+    torch.manual_seed(0)
+    model = Gated(BY_POINTER[door])
+    clip = clipping.Clipper(model, quadratic)
+    clip(torch.randn(6, 4), torch.zeros(6), 1.0)
+    assert clip.apart != "proved"

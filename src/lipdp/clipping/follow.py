@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from lipdp.clipping.beside import BESIDE, Beside, on_fork
 from lipdp.clipping.follow_rules import rule_of
 from lipdp.clipping.memories import OWN, Memories, key_of
-from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State, constant
+from lipdp.clipping.operations import TAKEN_OUT, At, Call, Mixed, Rule, State, constant, shaped
 from lipdp.clipping.past import NotApartError, Readings, Reason, asks_for_a_shortcut, line
 from lipdp.errors import LipdpError
 from lipdp.inputs import Inputs, leaves, rows_of
@@ -88,6 +88,8 @@ class Following(Memories, TorchDispatchMode):
         if depends and self.answering and func is _SCALAR and self._is_shortcut(states[0]):
             self.answered = True
             return states[0].answer
+        if rule.unwritten:
+            self.read(f"{rule.name} gives memory that nobody has written to, and numbers of other records may be in it")
         if depends and not (rule.only_computes or rule.view):
             self._check(rule, args_in_order, states)
         try:
@@ -172,6 +174,8 @@ class Following(Memories, TorchDispatchMode):
     def _of_one(call: Call) -> State:
         """The same of a record that is alone: all is its own, but what an earlier one has left. Questions are answered as ever."""
         if call.rule.results is constant:
+            return None
+        if call.rule.results is shaped and not any(one for one in call.states[1:]):
             return None
         flat = [one for state in call.states for one in (state if isinstance(state, list) else (state,))]
         foreign = next((one for one in flat if isinstance(one, Mixed) and one.foreign), None)

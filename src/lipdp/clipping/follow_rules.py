@@ -25,6 +25,7 @@ from lipdp.clipping.operations import (
     dimension,
     is_mask,
     mixing,
+    shaped,
 )
 from lipdp.graphs import holds
 
@@ -425,8 +426,8 @@ def _say(results: Results, *names: str) -> None:
 _say(_pointwise, "clone _to_copy copy copy_ fill native_dropout bernoulli masked_fill where nan_to_num clamp elu gelu silu mish",
      "hardswish hardsigmoid leaky_relu _prelu_kernel softplus log_sigmoid_forward threshold hardtanh polar complex",
      "_conj_physical normal normal_ uniform_ exponential_ random_ bernoulli_ cauchy_ geometric_ log_normal_")  # fmt: skip
-_say(constant, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full",
-     "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")  # fmt: skip
+_say(shaped, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full")
+_say(constant, "new_empty_strided is_same_size sym_size sym_stride sym_numel sym_storage_offset zero_")
 _say(_reduction, "sum mean amax amin logsumexp nansum count_nonzero any all argmax argmin median nanmedian max min aminmax",
      "var std var_mean std_mean linalg_vector_norm norm kthvalue mode")  # fmt: skip
 _say(_product, "prod")
@@ -497,18 +498,27 @@ def rule_of(func: Any) -> Rule:
         keeps=results is _frozen_norm,
         torchs=func.namespace in _TORCHS,
         reads=name in _VALUES or torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
+        unwritten=schema.name in _UNWRITTEN and func is not _SET_TENSOR,
         run=_max_pool if func is _MAX_POOL else _emptied(func) if name in _EMPTY else func,
     )
 
 
-_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
+_UNWRITTEN = {
+    *("aten::set_", "aten::set", "aten::resize", "aten::resize_as", "aten::_resize_output", "aten::_resize_output_"),
+    *("aten::_empty_affine_quantized", "aten::_empty_per_channel_affine_quantized", "aten::empty_quantized"),
+}
+_SET_TENSOR = torch.ops.aten.set_.source_Tensor  # another tensor's memory, which is known
+
+
+_GROWN = {"aten::resize_", "aten::resize_as_"}
 
 
 def _emptied(func: Any) -> Callable[..., Any]:
     """Memory that is not written to may hold what was in it before, numbers of other records: here, zeros."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args and isinstance(args[0], torch.Tensor) and func._schema.name == "aten::resize_" else None
+        given = args[0] if args and isinstance(args[0], torch.Tensor) and func._schema.name in _GROWN else None
         before = 0 if given is None else given.untyped_storage().nbytes()
         made = func(*args, **kwargs)
         if isinstance(made, torch.Tensor) and made.layout == torch.strided and not (made.is_meta or made.is_quantized):

@@ -126,6 +126,7 @@ class Rule:
         reads: whether it shows something to Python: a value, or a number of values that were chosen.
         keeps: whether it leaves as it is what it could write into: statistics that are frozen, or the rule has refused.
         torchs: whether it is one of torch's own.
+        unwritten: whether it gives memory that nobody has written to, and that can't be filled here.
         run: what computes it: the operation itself, or what gives the same to the bit and is quicker.
     """
 
@@ -140,6 +141,7 @@ class Rule:
     reads: bool = False
     keeps: bool = False
     torchs: bool = True
+    unwritten: bool = False
     run: Callable[..., Any] = field(kw_only=True)
 
     @cached_property
@@ -200,6 +202,12 @@ def is_mask(index: Any) -> bool:
 def constant(call: Call) -> Any:
     """Only the shape of its argument matters."""
     return None
+
+
+def shaped(call: Call) -> Any:
+    """Only the shape of its first argument matters; of others of the batch (``randint_like``'s bounds) numbers do."""
+    others = [one for state in call.states[1:] for one in (state if isinstance(state, list) else [state])]
+    return mixing(call) if any(one is not None for one in others) else None
 
 
 def mixing(call: Call) -> Any:

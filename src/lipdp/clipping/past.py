@@ -91,15 +91,23 @@ _HOOKS = {
     torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     torch.Tensor.register_post_accumulate_grad_hook,
 }
-_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # they read where to split past all operations
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_NOTED = _READERS | _HOOKS | _SPLITS | {_DATA}
+_NOTED = _READERS | _HOOKS | {_DATA}
 _INDEXING = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 # Functions of TorchScript that read tensors, give their memory without its versions, or run elsewhere, by no operation.
 _SCRIPTED = (
     *("prim::tolist", "prim::data", "aten::_tensor_to_list", "aten::format", "aten::percentFormat", "aten::str", "aten::save"),
-    *("prim::Print", "prim::fork", "prim::awaitable"),
+    *("prim::Print", "prim::fork", "prim::awaitable", "aten::tensor_split", "aten::_pad_packed_sequence"),
 )
+# Functions that read numbers of a tensor by its address, past all operations: sizes and scales.
+_OF_PACKED = frozenset({"rnn_tanh", "rnn_relu", "gru", "lstm"})
+_BY_POINTER = _OF_PACKED | {
+    *("_pad_packed_sequence", "choose_qparams_optimized", "_saturate_weight_to_fp16", "fbgemm_linear_quantize_weight"),
+    *("fbgemm_linear_int8_weight", "fbgemm_linear_int8_weight_fp32_activation", "fbgemm_linear_fp16_weight", "tensor_split"),
+    *("fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_pack_gemm_matrix_fp16", "fbgemm_pack_quantized_matrix"),
+    *("quantized_lstm_cell", "quantized_gru_cell", "quantized_rnn_relu_cell", "quantized_rnn_tanh_cell"),
+}
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _BY_NAME = frozenset(name.partition("::")[2] for name in _SCRIPTED)
 # Functions that no mode is told of.
 _HANDING_OUT = torch._C._to_dlpack, getattr(torch._C, "_to_dlpack_versioned", None)
@@ -130,15 +138,14 @@ class Readings(TorchFunctionMode):
             self._of.read("a class of tensors with functions of its own")
         elif isinstance(func, torch._ops.OpOverloadPacket) and func.__name__ in _BY_NAME:
             self._scripted(func.__name__, (args, kwargs))
+        if (name := getattr(func, "__name__", "").partition(".")[0]) in _BY_POINTER:
+            self._pointed(name, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         others = [part for part in (*args[1:], *kwargs.values()) if isinstance(part, torch.Tensor)]
-        if func in _SPLITS:
-            if any(self._of.state(part) is not None for part in others):
-                self._of.read("Python sees values of the batch (tensor_split)")
-        elif func in _HOOKS:
+        if func in _HOOKS:
             self._of.read("a function of its own in the backward pass")
         elif first is None:
             return
@@ -148,6 +155,13 @@ class Readings(TorchFunctionMode):
             self._of.lend(first, func.__name__)
         elif any(self._of.shows(part) for part in (first, *others)):
             self._of.read(f"Python sees values of the batch ({func.__name__})")
+
+    def _pointed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (args[name == "tensor_split" :], kwargs)  # where to split, not what
+        parts = [part for part in tree_leaves(given) if isinstance(part, torch.Tensor)]
+        kinds = _WHOLE if name in _OF_PACKED else None  # recurrent layers read how many records there are at a time
+        if any(self._of.state(part) is not None for part in parts if kinds is None or part.dtype in kinds):
+            self._of.read(f"Python sees values of the batch ({name})")
 
     def _scripted(self, name: str, given: Any) -> None:
         if any(isinstance(part, torch.Tensor) and self._of.shows(part) for part in tree_leaves(given)):
@@ -233,8 +247,8 @@ def _compiling(count: int) -> list[tuple[Any, str]]:
 
 
 _LOANS = [(home, name) for home in (torch, torch._C, torch.utils.dlpack) for name, value in vars(home).items() if hands_out(value)]
-_OF_STORAGES = "__getitem__", "tolist"
-_STORAGES = [(torch.UntypedStorage, name) for name in _OF_STORAGES]
+_OF_STORAGES = "__getitem__", "tolist", "resize_"
+_STORAGES = [(kind, name) for kind in (torch.UntypedStorage, torch.TypedStorage) for name in _OF_STORAGES]
 _SCRIPTS = (torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")
 _LIBRARY = torch.library.Library, "impl"
 

@@ -218,13 +218,14 @@ class ProvedQuery:
         )
 
     def _sum(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> Part:
-        branches, seen = Branches(mask.device), []
-        if self._beside is not None:
-            with branches.branch():
-                seen = [self._beside((x, y, mask))]
+        if self._beside is None:
+            return microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
+        branches = Branches(mask.device)
+        with branches.branch():
+            seen = self._beside((x, y, mask))
         sums, fine, _ = microbatch_sum(self.program.fused, self._proved_loss, self._trained, x, y, mask)
         branches.join()
-        return sums, fine, seen
+        return sums, fine, [seen]
 
     def _state(self) -> Hashable:
         """What a recording depends on besides its inputs."""

@@ -138,7 +138,7 @@ def check_scheduler_state(scheduler: torch.optim.lr_scheduler.LRScheduler, other
         raise CheckpointError(f"the learning-rate scheduler can't go on from this state: {error!r}") from error
 
 
-STATE_FORMAT = 7
+STATE_FORMAT = 8
 # A clipping norm that follows a quantile stays within these factors of where it started: noise alone can't lead it astray.
 CLIP_RANGE = Range(least=1e-6, most=1e6)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
