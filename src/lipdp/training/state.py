@@ -174,7 +174,7 @@ class EngineState:
         digest: of all of this: a number that goes back over weights that did not would allow steps that nobody paid for.
     """
 
-    format: Literal[7]
+    format: Literal[8]
     plan: str
     steps: Size
     batches: Size
