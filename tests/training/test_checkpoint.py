@@ -19,7 +19,7 @@ from lipdp.errors import CheckpointError, ConfigurationError
 from lipdp.parametrize import Constrained
 from lipdp.training import Callback, load_checkpoint, save_checkpoint
 from lipdp.training.checkpoint import previous_path
-from lipdp.training.state import sealed
+from lipdp.training.state import STATE_FORMAT, sealed
 
 from .common import empty, engine_of, free, planned, same, small, toy, weights
 
@@ -248,7 +248,7 @@ def test_a_half_bad_state_is_refused_as_a_whole(spoil):
     refuses(averaged(5), state)
 
 
-@pytest.mark.parametrize(("version", "age"), [(6, "an older version"), (8, "a newer version")])
+@pytest.mark.parametrize(("version", "age"), [(STATE_FORMAT - 1, "an older version"), (STATE_FORMAT + 1, "a newer version")])
 def test_a_state_of_another_version_is_refused_with_what_to_do(version, age):
     refuses(averaged(5), {**averaged(3).state_dict(), "format": version}, rf"format {version}.*{age}.*into a new run")
 
