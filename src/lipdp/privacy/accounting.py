@@ -66,7 +66,7 @@ def event(noise_multiplier: float, sampling_rate: float, steps: int) -> Any:
         steps: T, 0 or more.
     """
     sigma, q = positive("noise_multiplier", noise_multiplier), rate(sampling_rate)
-    count, dp = whole("steps", steps, least=0), _dp()
+    count, dp = whole("steps", steps, least=0), dp_library()
     if count == 0:
         return dp.NoOpDpEvent()
     return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(sigma)), count)
@@ -77,7 +77,7 @@ def step_event(run: PrivateRun, noise_multiplier: float) -> Any:
 
     For "fixed_size" the multiplier is halved: dp-accounting means the noise against the sensitivity to *replacing* a record there.
     """
-    dp, how = _dp(), run.sampling
+    dp, how = dp_library(), run.sampling
     if how.scheme == "truncated_poisson":
         return dp.dp_event.TruncatedSubsampledGaussianDpEvent(how.dataset_size, run.sampling_rate, how.batch_size, noise_multiplier)
     if how.scheme == "fixed_size":
@@ -162,7 +162,7 @@ def privacy_profile(
 @lru_cache(maxsize=4)  # a composed distribution is some megabytes
 def _losses(run: PrivateRun, adjacency: Adjacency, grid: float) -> Any:
     """dp-accounting's own accountant of privacy losses that has seen the Gaussian parts of the run."""
-    dp = _dp()
+    dp = dp_library()
     relation = dp.NeighboringRelation
     ledger = dp.pld.PLDAccountant(relation.ADD_OR_REMOVE_ONE if adjacency == "add_remove" else relation.REPLACE_ONE, grid)
     for sigma, steps in run.segments:
@@ -216,7 +216,7 @@ def delta(
 @lru_cache(maxsize=4096)
 def figure(run: PrivateRun, d: float, accountant: Accountant, adjacency: Adjacency) -> Any:
     """ε of the Gaussian parts, with how loose it may be."""
-    _dp()
+    dp_library()
     from lipdp.privacy import _analyses
 
     if accountant == "rdp":
@@ -261,7 +261,8 @@ def _truncation(q: float, sampling: Sampling) -> tuple[float, float] | None:
 # --- the library and the choices ------------------------------------------------------------------------------------
 
 
-def _dp() -> ModuleType:
+def dp_library() -> ModuleType:
+    """dp-accounting, or in words that it is not installed."""
     try:
         import dp_accounting
         import dp_accounting.pld

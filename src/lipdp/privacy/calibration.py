@@ -20,6 +20,7 @@ from lipdp.privacy.accounting import (
     Accountant,
     Adjacency,
     checked_analysis,
+    dp_library,
     figure,
     gaussian_parts,
     reckoned,
@@ -239,7 +240,6 @@ def _first_epsilon(run: PrivateRun, d: float, accountant: Accountant, adjacency:
 
 def _guess(run: PrivateRun, d: float, adjacency: Adjacency) -> float:
     """About ε, by the central limit theorem: n steps are like one Gaussian of σ² = 1/Σ nᵢqᵢ²(e^{1/σᵢ²} − 1). It bounds nothing."""
-    import dp_accounting
     import numpy as np
 
     sensitivity = 1.0 if adjacency == "add_remove" else 2.0
@@ -248,7 +248,7 @@ def _guess(run: PrivateRun, d: float, adjacency: Adjacency) -> float:
         power = (sensitivity / sigma) ** 2
         energy += steps * (power if run.sampling_rate == 1 else run.sampling_rate**2 * math.expm1(min(power, 30.0)))
     with np.errstate(all="ignore"):
-        return float(dp_accounting.get_epsilon_gaussian(energy**-0.5, d))
+        return float(dp_library().get_epsilon_gaussian(energy**-0.5, d))
 
 
 def smallest_noise(
