@@ -170,7 +170,7 @@ class GraphedFunction(Generic[R]):
     def buffers(self) -> list[torch.Tensor]:
         """Where the recording that was used last reads its inputs: put there, they are not copied. A call overwrites them.
 
-        None, where it is not that of the present :attr:`state` (what it reads may be gone), or has stages.
+        None of them, where it is not that of the present :attr:`state` (what it reads may be gone), or has stages.
         """
         key, last = next(reversed(self._recorded.items()), (None, None))
         if last is None or len(last.replays) > 1 or self._unused > _PATIENCE * self.limit or key != self._key(last.inputs):
